@@ -49,8 +49,8 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, W
 if TYPE_CHECKING:
     import torch
 
+    from dcp_plugin.format.whole_tensors import WholeItem
     from dcp_plugin.planning.save import RankPlan
-    from dcp_plugin.tensors.kinds import WholeItem
 
 Box = tuple[Shape, Shape]
 """Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""

@@ -26,7 +26,7 @@ LAYERS = [
             "meeting",
             "ranks",
         ),
-        *("_entry_points", "torch_pickles"),
+        "_entry_points",
     ),
     ("format",),
     ("media",),

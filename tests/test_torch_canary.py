@@ -24,6 +24,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
+from dcp_plugin.format.pickles.unpickler import load
+from dcp_plugin.format.pickles.uses import FILE
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.tensors import _torch, _torch_modules
 from tests import launch
@@ -47,10 +49,21 @@ def test_save_takes_its_writer_as_an_argument_and_never_needs_the_payload() -> N
         assert data in buffer.getvalue()
 
 
+def test_the_loader_takes_the_module_of_the_unpickler_and_its_arguments() -> None:
+    """What the public ``torch.load(pickle_module=)`` calls, once it has ruled out TorchScript."""
+    names = list(inspect.signature(torch.serialization._load).parameters)
+    taken = ["zip_file", "map_location", "pickle_module", "pickle_file", "overall_storage", "pickle_load_args"]
+    assert names == taken
+    assert _torch.name_of_today("__builtin__", "set") == ("builtins", "set")
+
+
 def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(100.0), "b": torch.arange(7, dtype=torch.int16)[2:]}, tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
-    for tensor in _torch.load_structure(tmp_path / "file").values():
+    size = (tmp_path / "file").stat().st_size
+    with (tmp_path / "file").open("rb") as file:
+        tensors, _ = load(file, size, FILE, "meta")
+    for tensor in tensors.values():
         begin = _torch.record_offset(tensor)
         assert tensor.is_meta and begin is not None
         expected = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)

@@ -1,14 +1,15 @@
 """Reads DCP's own table of contents, ``.metadata``, without executing code, and makes an index of it.
 
 Stock readers unpickle the file as it comes, so its author runs code on every rank that loads it. Here it becomes plain
-records (:mod:`~dcp_plugin.format.plain_pickle`), these are checked, and their numbers become the columns of an index.
-Nothing of the file is hashed but text and bytes, for which no collisions can be made, and everything takes a time that
-is linear in the file: a list that is named many times counts as many times.
+records (:mod:`~dcp_plugin.format.pickles.records`), these are checked, and their numbers become the columns of an
+index. Nothing of the file is hashed but text and bytes, for which no collisions can be made, and everything takes a
+time that is linear in the file: a list that is named many times counts as many times.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +24,16 @@ from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.plain_pickle import Pairs, Record, argument, columns_of, fields, load
+from dcp_plugin.format.pickles.records import (
+    Pairs,
+    Record,
+    argument,
+    columns_of,
+    fields,
+    new_pairs,
+    without_dictionaries,
+)
+from dcp_plugin.format.pickles.unpickler import Accepted, Refused, Unpickler, Use
 from dcp_plugin.tensors._torch import transforms_of
 from dcp_plugin.types import KeyPath
 
@@ -89,31 +99,32 @@ def _path(*parts: Any) -> _Path:
     return made
 
 
-def _ordered() -> Pairs:
-    return list.__new__(Pairs)
-
-
 _DCP = "torch.distributed.checkpoint"
-_NAMES: dict[tuple[str, str], Any] = {
-    (f"{_DCP}.metadata", "Metadata"): _Metadata,
-    (f"{_DCP}.metadata", "TensorStorageMetadata"): _Tensor,
-    (f"{_DCP}.metadata", "BytesStorageMetadata"): _Value,
-    (f"{_DCP}.metadata", "TensorProperties"): _Properties,
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
-    (f"{_DCP}.metadata", "MetadataIndex"): _Item,
-    (f"{_DCP}.metadata", "StorageMeta"): _StorageMeta,
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): argument,
-    (f"{_DCP}.filesystem", "_StorageInfo"): _Place,
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,  # torch 2.2 and earlier
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): argument,
-    ("torch", "Size"): argument,
-    ("torch.serialization", "_get_layout"): argument,
-    ("torch._utils", "_get_layout"): argument,
-    ("collections", "OrderedDict"): _ordered,
+_GLOBALS: dict[str, Any] = {
+    f"{_DCP}.metadata.Metadata": _Metadata,
+    f"{_DCP}.metadata.TensorStorageMetadata": _Tensor,
+    f"{_DCP}.metadata.BytesStorageMetadata": _Value,
+    f"{_DCP}.metadata.TensorProperties": _Properties,
+    f"{_DCP}.metadata.ChunkStorageMetadata": _Chunk,
+    f"{_DCP}.metadata.MetadataIndex": _Item,
+    f"{_DCP}.metadata.StorageMeta": _StorageMeta,
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": argument,
+    f"{_DCP}.filesystem._StorageInfo": _Place,
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _Properties,  # torch 2.2 and earlier
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": argument,
+    "torch.Size": argument,
+    "torch.serialization._get_layout": argument,
+    "torch._utils._get_layout": argument,
+    "collections.OrderedDict": lambda: new_pairs(None),
     # Python 3.13 has moved the classes, and 3.14 moved them back.
-    **{(m, name): _path for m in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "PurePosixPath")},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        f"{module}.{name}": _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath")
+    },
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
+STOCK_METADATA = Use(_GLOBALS, allows_user=False, prepare=without_dictionaries)
 
 
 @dataclass(frozen=True)
@@ -172,9 +183,21 @@ def decode(data: bytes, where: str) -> StockMetadata:
     """
     try:
         with damage_in(where):
-            return _checked(load(data, _NAMES))
+            return _checked(_load(data))
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{where} {error}") from None
+
+
+def _load(data: bytes) -> Any:
+    unpickler = Unpickler(io.BytesIO(data), Accepted(STOCK_METADATA))
+    unpickler.persistent_load = new_pairs  # type: ignore[method-assign]
+    try:
+        return unpickler.load()
+    except Refused as error:
+        raise UnsafeCheckpoint(
+            f"refers to {error}, which is no part of DCP's metadata; it was not executed. The checkpoint was written "
+            f"by an unknown tool, or tampered with."
+        ) from None
 
 
 def _checked(record: Any) -> StockMetadata:

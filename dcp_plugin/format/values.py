@@ -1,7 +1,7 @@
 """Values that are no tensors, as bytes and back, without executing code.
 
 They are ``torch.save`` files, as stock DCP writes them and reads them, restricted to what
-``torch.load(weights_only=True)`` takes and to the objects of :mod:`dcp_plugin.format.pickle_stubs`.
+``torch.load(weights_only=True)`` takes and to the objects of :mod:`dcp_plugin.format.pickles.rebuild`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.pickle_stubs import FACTORIES, Described, load_with_stand_ins, rebuilt
+from dcp_plugin.format.pickles.rebuild import FACTORIES, rebuilt
+from dcp_plugin.format.pickles.unpickler import load_bytes
+from dcp_plugin.format.pickles.uses import VALUE
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
-from dcp_plugin.tensors._torch import load_bytes
 
 MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
@@ -71,7 +72,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
     """
     try:
         if allow_pickle:
-            return load_bytes(data, weights_only=False)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         if data in _decoded:
             return copy.deepcopy(_decoded[data])
         lossy: list[str] = []
@@ -150,12 +151,9 @@ def _encode_plain(value: Any) -> bytes:
 
 
 def _load(data: bytes, notes: list[str]) -> Any:
-    """Without executing code. Most values are of what torch takes by itself."""
-    try:
-        return load_bytes(data, weights_only=True)
-    except pickle.UnpicklingError:
-        described = load_with_stand_ins(io.BytesIO(data), lambda: load_bytes(data, weights_only=True), Described)
-        return rebuilt(described, notes)
+    """Load a value without executing code. Most values consist of what torch loads itself."""
+    value, stand_ins = load_bytes(data, VALUE)
+    return rebuilt(value, notes) if stand_ins else value
 
 
 class _Pickling:

@@ -50,6 +50,7 @@ import torch
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.columns import Column, KeyColumns
+from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.keeper.local_checkpoints import key_of
 from dcp_plugin.keeper.wire import Address
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where
@@ -58,7 +59,6 @@ from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import RankPlan, items_of
 from dcp_plugin.records import NewItem, Spent, WrittenPart
 from dcp_plugin.storage.writer import Facts
-from dcp_plugin.tensors.kinds import WholeItem
 from dcp_plugin.types import VERSION, EncodedValue, Flat, Shape, ShardedValue
 
 try:

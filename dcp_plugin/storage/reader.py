@@ -33,9 +33,10 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheck
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
 from dcp_plugin.format.payload import block_size
-from dcp_plugin.format.pickle_stubs import RefusedValue
+from dcp_plugin.format.pickles.rebuild import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
+from dcp_plugin.format.whole_tensors import decode
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
@@ -46,7 +47,7 @@ from dcp_plugin.storage.open import check_files, open_alone, open_checkpoint, op
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.host_memory import finish_device_work
-from dcp_plugin.tensors.kinds import decode, fill, is_stored_whole, require_memory, size_of
+from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory, size_of
 from dcp_plugin.types import Shape
 
 _MOST_FRAME = 1 << 20

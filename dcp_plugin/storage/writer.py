@@ -36,6 +36,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint
+from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
@@ -44,7 +45,7 @@ from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.published import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors._torch import settled
-from dcp_plugin.tensors.kinds import WholeItem, is_stored_whole, memory_of, require_memory
+from dcp_plugin.tensors.kinds import is_stored_whole, memory_of, require_memory
 from dcp_plugin.types import VERSION
 
 logger = logging.getLogger("dcp_plugin")

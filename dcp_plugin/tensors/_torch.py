@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
-from typing import IO, Any, BinaryIO
+from types import SimpleNamespace
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
+from torch._utils import IMPORT_MAPPING, NAME_MAPPING  # the public ``pickle`` has them for itself only
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
 from torch.distributed._shard.sharded_tensor.api import (
     ShardedTensor as ShardedTensor,
@@ -32,7 +35,6 @@ from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_dense_memory, is_stored_whole, require_memory, require_parts
-from dcp_plugin.torch_pickles import check_bytes
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 StorageInfo = _StorageInfo
@@ -326,20 +328,66 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
-    """What ``torch.save`` made. Raises ValueError, with ``weights_only``, if loading it could harm the process."""
-    if weights_only:
-        check_bytes(data)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+def load_archive(
+    file: BinaryIO, unpickler: type, accepted: Any, device: str, wanted: Collection[int] | None = None
+) -> Any:
+    """Load a ``torch.save`` file with an unpickler of ours. The public ``torch.load`` takes such an unpickler too, but
+    hands a TorchScript archive over to ``torch.jit.load``.
+
+    Args:
+        accepted: The second argument of the unpickler.
+        device: Where its tensors go. On ``"meta"`` no payload is read.
+        wanted: Where the records of storages begin that are read; None for all. The others stay on the meta device.
+    """
+    reader = torch._C.PyTorchFileReader(file)
+    records = reader if wanted is None else _SomeRecords(reader, wanted)
+    module = SimpleNamespace(Unpickler=unpickler)
+    return torch.serialization._load(records, device, module, accepted=accepted)  # type: ignore[no-untyped-call]
 
 
-def load_structure(file: BinaryIO) -> Any:
-    """What a ``torch.save`` file holds, with tensors on the meta device: no payload is read."""
-    return torch.load(file, map_location="meta", weights_only=True)
+class _SomeRecords:
+    """A reader of torch's that reads some storages only."""
+
+    def __init__(self, reader: Any, wanted: Collection[int]) -> None:
+        self._reader, self._wanted = reader, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> torch.Tensor:
+        if self._reader.get_record_offset(name) in self._wanted:
+            return cast(torch.Tensor, self._reader.get_storage_from_record(name, nbytes, kind))
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+_REBUILT = (
+    *("parameter", "parameter_with_state", "tensor", "tensor_v2", "tensor_v3", "qtensor", "sparse_tensor"),
+    *("nested_tensor", "meta_tensor_no_storage", "wrapper_subclass", "device_tensor_from_cpu_tensor"),
+)
+TENSOR_GLOBALS: dict[str, Any] = {
+    **{f"torch._utils._rebuild_{name}": getattr(torch._utils, f"_rebuild_{name}") for name in _REBUILT},
+    "torch._tensor._rebuild_from_type_v2": torch._tensor._rebuild_from_type_v2,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "torch.storage.UntypedStorage": torch.UntypedStorage,
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in vars(torch)
+        if re.fullmatch(r"(?!Typed|Untyped)\w+Storage", name)
+    },
+    **{str(value): value for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))},
+}
+"""The globals in the pickle of a tensor, which only torch's restricted unpickler lists, among others that no tensor
+needs."""
+
+
+def name_of_today(module: str, name: str) -> tuple[str, str]:
+    """Return the module and the name in Python 3 of a global that ``torch.save`` writes under its name in Python 2."""
+    module, name = NAME_MAPPING.get((module, name), (module, name))
+    return IMPORT_MAPPING.get(module, module), name
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:
-    """Where in its file the record of a tensor's storage begins, after :func:`load_structure`.
+    """Return where in its file the storage's record of a tensor begins that was loaded onto the meta device.
 
     ``_checkpoint_offset`` is what torch itself notes for fake and meta tensors. The public ``torch.load(mmap=True)``
     does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.

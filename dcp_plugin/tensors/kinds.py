@@ -6,26 +6,21 @@ on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed
 shape, dtype and strides like any other, and reading at their address ends the process. So :func:`require_memory` comes
 before the first byte.
 
-A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*: as one item that
-``torch.save`` makes of it, which is what stock DCP does. Torch's own quantized tensors are stored likewise, because
-their scales are not in their memory. Such an item is read into a tensor of the same class, or if the user has told
-torch that the class is safe: the file alone never decides of which class an object is made.
+A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*, and so are torch's own
+quantized tensors, because their scales are not in their memory (:mod:`dcp_plugin.format.whole_tensors`).
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.torch_pickles import check_bytes
+from dcp_plugin.errors import CheckpointMismatch
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """Plain tensors: no subclass of any library."""
@@ -232,99 +227,17 @@ def _copied_part(tensor: torch.Tensor, name: str) -> Any:
     return _copied(part) if is_stored_whole(part) else part.detach().clone()
 
 
-@dataclass(frozen=True, eq=False)
-class WholeItem:
-    """A tensor that is stored whole, as what is to be written.
-
-    Raises:
-        CheckpointMismatch: From both: it cannot be. Without the key.
-    """
-
-    tensor: torch.Tensor
-    length: int
-    """Bytes of the item."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> WholeItem:
-        """The bytes are counted and not kept, so that a save holds one item at a time."""
-        counter = _Counter()
-        _save(tensor, counter)
-        return cls(tensor, counter.count)
-
-    def encode(self) -> bytes:
-        buffer = io.BytesIO()
-        _save(self.tensor, buffer)
-        return buffer.getvalue()
-
-
-class _Counter:
-    """A file that counts."""
-
-    count = 0
-
-    def write(self, data: Any) -> int:
-        self.count += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
-
-def _save(tensor: torch.Tensor, file: Any) -> None:
-    try:
-        torch.save(copied(tensor), file)
-    except CheckpointMismatch:
-        raise
-    except Exception as error:  # whatever the class does
-        raise CheckpointMismatch(f"{_a(tensor)} that torch.save cannot write ({error})") from error
-
-
-def decode(data: bytes | bytearray, target: torch.Tensor) -> Any:
-    """What ``torch.save`` made of a tensor, without executing code, for ``target`` to be filled with.
-
-    What torch takes for safe may be in it, and the classes that the target consists of: its owner has made one.
-
-    Raises:
-        UnsafeCheckpoint: There is something of another class in it. Without the key.
-        ValueError: Loading it could harm the process.
-    """
-    check_bytes(data)
-    known = set(torch.serialization.get_safe_globals())
-    own: list[Any] = [one for one in dict.fromkeys(_classes(target)) if one not in known]  # leaving it forgets them
-    with _one_at_a_time, torch.serialization.safe_globals(own):
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
-            unknown = _unknown_globals(data)
-            if not unknown:
-                raise
-            raise UnsafeCheckpoint(
-                f"stored as an object of {', '.join(unknown)}, and the target is {_a(target)}. Give the target that "
-                f"class, or say that you trust it: torch.serialization.add_safe_globals([...])"
-            ) from error
-
-
-_one_at_a_time = threading.Lock()
-"""What torch takes for safe is one set for all threads."""
-
-
-def _classes(tensor: torch.Tensor) -> list[type]:
+def classes_of(tensor: torch.Tensor) -> list[type]:
+    """Return the classes of a tensor that is stored whole, and of its parts; none for a plain tensor."""
     if type(tensor) in EXACTLY_TENSORS:
         return []
     parts = _parts(tensor).values() if _is_wrapper(tensor) else ()
-    return [type(tensor), *(cls for part in parts for cls in _classes(part))]
+    return [type(tensor), *(cls for part in parts for cls in classes_of(part))]
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)}
-
-
-def _unknown_globals(data: bytes | bytearray) -> list[str]:
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:  # no file of torch.save
-        return []
 
 
 def size_of(tensor: torch.Tensor) -> int:

@@ -9,10 +9,10 @@ import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.whole_tensors import decode
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors._torch import load_bytes
 from dcp_plugin.tools import keys
 from dcp_plugin.tools.stream import Progress
 from dcp_plugin.types import LocalChunk, ShardedValue
@@ -126,7 +126,7 @@ def _object(reader: ShardedReader, key: str, device: torch.device) -> Any:
     """A tensor of a class of its own, as ``torch.save`` has written it."""
     data = reader.item(key)
     try:
-        return load_bytes(data, weights_only=True).to(device)
+        return decode(data).to(device)
     except Exception as error:
         raise UnsafeCheckpoint(
             f"{reader.path}: {key} is of a class that torch does not load without executing code: "

@@ -1,42 +1,45 @@
 """``torch.save`` files: the structure is loaded without the payload, and each tensor's place in the zip is found.
 
-``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
-nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
-and the tensor has to lie inside of it. Objects that torch refuses are left out
-(:mod:`dcp_plugin.format.pickle_stubs`), as long as there is no doubt which tensors are the model.
+The structure has its tensors on the meta device: only the pickle is read, and nothing is executed. Torch notes in each
+storage where its record begins; that has to be a stored record of the zip's directory, and the tensor has to lie inside
+of it. Objects that only executing code would restore are left out, unless that leaves a doubt which tensors are the
+model.
 """
 
 from __future__ import annotations
 
-import pickle
-import re
-import shutil
 import struct
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import torch
 
-from dcp_plugin import torch_pickles
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, UnsafeCheckpoint, damage_in
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointUnreadable,
+    UnsafeCheckpoint,
+    damage_in,
+)
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
-from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
+from dcp_plugin.format.pickles.follow import pickle_of
+from dcp_plugin.format.pickles.rebuild import RefusedValue, leaves_of, refused_in
+from dcp_plugin.format.pickles.unpickler import Refused, StandIn, load
+from dcp_plugin.format.pickles.uses import FILE
 from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.tensors._torch import load_structure, record_offset
+from dcp_plugin.tensors._torch import record_offset
 
-_GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 LIGHTNING = "pytorch-lightning_version"
 """The key that all of Lightning's checkpoints have."""
 _EXTRA_STATE = "_extra_state"
 _DEPTH = 3
-_COPIED = 8 << 20
 _MOST_VISITS = 3_000_000
 
 Tree = Mapping[Any, Any]
@@ -67,7 +70,6 @@ def read_file(files: Files, name: str) -> Contents:
             executed.
     """
     with _opened(files, name) as archive:
-        _check_pickle(archive)
         tree, refusal = _structure(archive)
         if not isinstance(tree, Mapping):
             if refusal is not None:
@@ -97,12 +99,6 @@ def read_file(files: Files, name: str) -> Contents:
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
             _replace_by_loaded(contents, archive)
     return contents
-
-
-def _check_pickle(archive: _Archive) -> None:
-    archive.file.seek(0)
-    with damage_in(archive.where):
-        torch_pickles.check(archive.file, archive.size)
 
 
 def _optimizers(
@@ -213,30 +209,21 @@ def _other_leaves(
 
 
 def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
-    """Extra states may have tensors in them: torch itself makes these, with their classes, their layouts and the memory
-    that they share."""
-    for module, state in _modules(archive, *_structure(archive, _load), may_be_none=True).items():
+    """Load the tensors of extra states: torch makes them, with their classes, layouts and the memory that they share.
+    No other payload is read."""
+    tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
+    in_order = all(tensor.layout is torch.strided for tensor in tensors)
+    wanted = {record_offset(tensor) or 0 for tensor in tensors} if in_order else None
+    for module, state in _modules(archive, *_structure(archive, "cpu", wanted), may_be_none=True).items():
         for key, leaf in state.items():
             if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
                 contents.values[f"{module}.{key}"] = leaf
 
 
-def _load(file: BinaryIO) -> Any:
-    """What a file holds, mapped into memory, so that only what is used is in it."""
-    with ExitStack() as stack:
-        try:
-            number = file.fileno()
-        except OSError:  # io.UnsupportedOperation: it is in a store
-            local = stack.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(file, local, _COPIED)
-            local.flush()
-            number = local.fileno()
-        return torch.load(f"/dev/fd/{number}", map_location="cpu", weights_only=True, mmap=True)
-
-
 def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
     if not _is_plain(tensor):
-        raise _not_plain(archive, key, tensor)
+        layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
+        raise _not_plain(archive, key, f"a {type(tensor).__name__}, {layout}")
     begin = record_offset(tensor)
     if begin not in archive.records:
         raise CheckpointCorrupt(
@@ -256,63 +243,61 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _not_plain(archive: _Archive, key: str, tensor: torch.Tensor) -> CheckpointMismatch:
-    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
+def _not_plain(archive: _Archive, key: str, kind: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"{archive.where}: {key} is no plain tensor (a {type(tensor).__name__}, {kind}). Load the file with "
-        f"torch.load, make it one (to_dense(), dequantize(), resolve_conj()) and save it again."
+        f"{archive.where}: {key} is no plain tensor ({kind}). Load the file with torch.load, make it one (to_dense(), "
+        f"dequantize(), resolve_conj()) and save it again."
     )
 
 
-def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointMismatch | CheckpointCorrupt:
-    """Why a file cannot be loaded with its tensors on the meta device.
+def _structure(
+    archive: _Archive, device: str = "meta", wanted: Collection[int] | None = None
+) -> tuple[Any, UnsafeCheckpoint | None]:
+    """Return the content of a file, by default without the payloads, and why not all of it, if it has stand-ins."""
+    try:
+        tree, names = load(archive.file, archive.size, FILE, device, wanted)
+        return tree, _refusal(archive, names[0]) if names else None
+    except Refused as error:
+        raise _refusal(archive, error) from None
+    except Exception as error:
+        raise _why_no_structure(archive, error) from error
 
-    Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither. With memory they do.
+
+def _refusal(archive: _Archive, name: object) -> UnsafeCheckpoint:
+    return UnsafeCheckpoint(
+        f"{archive.where} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
+        f"trust its origin, write the weights to a file of their own, once: "
+        f"held = torch.load({archive.name!r}, weights_only=False), then "
+        f"torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a module."
+    )
+
+
+_REBUILD = "torch._utils._rebuild_"
+_NOT_ON_META = {f"{_REBUILD}{kind}_tensor": kind for kind in ("nested", "sparse")} | {f"{_REBUILD}qtensor": "quantized"}
+_NAMING = replace(FILE, globals={name: value for name, value in FILE.globals.items() if name not in _NOT_ON_META})
+
+
+def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointError:
+    """Return why a file cannot be loaded with its tensors on the meta device.
+
+    Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither.
     """
     with suppress(Exception):  # then it is damaged indeed
-        archive.file.seek(0)
-        for key, leaf in _named_leaves("", _load(archive.file), set()):
-            if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-                return _not_plain(archive, key, leaf)
+        tree, _ = load(archive.file, archive.size, _NAMING, "meta")
+        for key, leaf in _named_leaves("", tree, set()):
+            if isinstance(leaf, StandIn) and leaf.of in _NOT_ON_META:
+                return _not_plain(archive, key, f"a {_NOT_ON_META[leaf.of]} tensor")
     return CheckpointCorrupt(f"{archive.where} is damaged: {type(error).__name__}: {error}")
 
 
 def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What is in nested containers, each of them once, under the names that it has in the file."""
+    """Yield the leaves of nested containers, each of these once, under their names in the file."""
     if not isinstance(value, (Mapping, list, tuple)):
         yield name, value
     elif id(value) not in seen:
         seen.add(id(value))
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
-
-
-def _structure(
-    archive: _Archive, how: Callable[[BinaryIO], Any] = load_structure
-) -> tuple[Any, UnsafeCheckpoint | None]:
-    """What a file holds, by default without the payloads; and why not all of it, if there are stand-ins in it."""
-
-    def load() -> Any:
-        archive.file.seek(0)
-        return how(archive.file)
-
-    try:
-        return load(), None
-    except pickle.UnpicklingError as error:
-        found = _GLOBAL.search(str(error))
-        refusal = UnsafeCheckpoint(
-            f"{archive.where} can only be loaded by executing code that it names ({found[1] if found else error}); "
-            f"nothing was executed. If you trust its origin, write the weights to a file of their own, once: "
-            f"held = torch.load({archive.name!r}, weights_only=False), then "
-            f"torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a module."
-        )
-    except Exception as error:
-        raise _why_no_structure(archive, error) from error
-    try:
-        archive.file.seek(0)
-        return load_with_stand_ins(archive.file, load), refusal
-    except Exception:
-        raise refusal from None
+        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _named_leaves(f"{name}.{key}" if name else str(key), child, seen)
 
 
 def check_records(files: Files, name: str) -> None:
@@ -372,7 +357,7 @@ def mentions(files: Files, name: str, text: str) -> bool:
     """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
     try:
         with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
-            return text.encode() in torch_pickles.pickle_in(archive, files.size(name))
+            return text.encode() in archive.read(pickle_of(archive, files.size(name)))
     except CheckpointUnreadable:
         raise
     except CheckpointCorrupt:

@@ -1,17 +1,13 @@
-"""Objects in pickles that only executing code would restore: skipped, or rebuilt from what their pickles say.
+"""Objects that only executing code would restore, rebuilt from their pickles without that.
 
-Torch's restricted unpickler does the work. It calls nothing but what it always allows, and stand-ins: classes that take
-the place of every class it does not know. What they stand for is never imported.
+While a value is unpickled, a :class:`Described` takes the place of each such object and keeps name, arguments and
+state. :func:`rebuilt` makes objects of these afterwards, so that the unpickler neither hashes nor fills them:
 
-A :class:`StandIn` keeps nothing, so that the weights beside it load: many files of weights carry the
-``argparse.Namespace`` of their training. A :class:`Described` keeps name, arguments and state. :func:`rebuilt` makes
-objects of these, after the unpickling, so that torch's unpickler neither hashes nor fills them:
-
-- of the classes in ``_MAKERS``, from arguments that are checked here;
-- of an enum, a named tuple or a dataclass of the user's that is imported already: a member is looked up, the fields of
-  the others are put in place. No constructor and no other method of the class runs;
-- one whose class is not imported comes back as what it holds, a member's value, a tuple or a dict, and is noted;
-- everything else is refused.
+- an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
+- an enum, a named tuple or a dataclass of the user's whose class is imported already: a member is looked up, the fields
+  of the others are put in place. No constructor and no other method of the class runs;
+- an object whose class is not imported becomes its content (the value of a member, a tuple or a dict), with a note;
+- every other global is refused.
 """
 
 from __future__ import annotations
@@ -28,58 +24,22 @@ import operator
 import pathlib
 import re
 import sys
-import threading
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
 
-_MOST = 1000  # names in one file
-_registering = threading.Lock()
-
-
-class StandIn:
-    """An object that was not restored. Each class of such objects has a subclass."""
-
-    of: ClassVar[str] = ""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
+from dcp_plugin.format.pickles.unpickler import Refused, StandIn
 
 
 @dataclass(frozen=True)
 class RefusedValue:
-    """What is in an index instead of a value with stand-ins in it. ``of`` names what would be executed."""
+    """The entry of an index for a value with stand-ins in it. ``of`` is the name of the global that is refused."""
 
     of: str
-
-
-def load_with_stand_ins(file: IO[bytes], load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
-    """``load()`` of the file while torch takes a stand-in for every name that it would refuse.
-
-    Args:
-        kind: What the stand-ins are.
-
-    Raises:
-        Exception: Whatever torch raises for a file that needs more than that: names of the operating system, which it
-            never takes, or objects that are filled like a list or a dictionary.
-    """
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # looks at the pickle without loading it
-    if len(names) > _MOST:
-        raise ValueError(f"{len(names)} names")
-    known: list[Any] = [(type("StandIn", (kind,), {"of": name}), name) for name in names]
-    with _registering, torch.serialization.safe_globals(known):
-        return load()
 
 
 def refused_in(value: Any) -> str:
@@ -119,10 +79,6 @@ class Described(StandIn):
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-
-class Refused(Exception):
-    """Only executing code would restore it."""
 
 
 def rebuilt(value: Any, notes: list[str]) -> Any:

@@ -1,25 +1,23 @@
-"""Unpickles what may come from anyone into plain records: no class of a library is touched, and nothing is hashed.
+"""Plain records in place of the objects of a ``.metadata``: no class of a library is touched, and nothing is hashed.
 
-Python's own unpickler in C does the work, on a pickle that has been checked and changed before:
+The unpickler gets a pickle that has been checked and changed before:
 
-- One pass over the opcodes lets through only those that DCP's metadata needs, and no length or number of the memo that
-  the file does not have room for.
+- A pass over the opcodes accepts only those that DCP's metadata needs, and no length or number of the memo that the
+  file does not have room for.
 - Dictionaries become :class:`Pairs`, lists of keys and values by turns. The unpickler would hash keys while it
   reads, and tuples nested some 100 000 deep end the process there; numbers that collide take forever. It would also set
   attributes from dictionaries, on classes too.
-- Names become records of ours (:class:`Record`) or functions that return what they are given. What is to be one of
-  torch's objects, the caller makes of a record that it has checked.
+- Globals become records of ours (:class:`Record`) or functions that return their argument. The caller makes torch's
+  objects of records that it has checked.
 
 The pass is one regular expression, as Python takes half a minute for the 70 million opcodes of a million tensors.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -94,38 +92,18 @@ def argument(value: Any) -> Any:
     return value
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._names:
-            raise UnsafeCheckpoint(
-                f"refers to {module}.{name}, which is no part of DCP's metadata; it was not executed. The checkpoint "
-                f"was written by an unknown tool, or tampered with."
-            )
-        return self._names[module, name]
-
-    def persistent_load(self, number: Any, make: Callable[[type[Pairs]], Pairs] = list.__new__) -> Pairs:
-        return make(Pairs)
+def new_pairs(_: Any) -> Pairs:
+    """Return an empty dictionary: the ``persistent_load`` of the unpickler."""
+    pairs: Pairs = list.__new__(Pairs)
+    return pairs
 
 
-def load(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """What is in a pickle, of records, :class:`Pairs`, lists, tuples and plain values.
-
-    Args:
-        names: What stands for a module and a name in it: subclasses of :class:`Record` and functions. A function may
-            be called with any arguments, many times with the same large ones.
+def without_dictionaries(data: bytes, _: object = None) -> bytes:
+    """Check the opcodes of a pickle, and return it with :class:`Pairs` in place of dictionaries.
 
     Raises:
-        UnsafeCheckpoint: It refers to another name.
-        Exception: It is damaged, or needs more than the metadata of DCP does.
+        ValueError: It has an opcode that the metadata of DCP does not need, or leads out of the file.
     """
-    return _Unpickler(_without_dictionaries(data), names).load()
-
-
-def _without_dictionaries(data: bytes) -> bytes:
     if data[:1] != b"\x80" or data[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         raise ValueError("it does not begin like a pickle")
     places, end = _dictionaries(data)

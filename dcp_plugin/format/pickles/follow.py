@@ -1,0 +1,332 @@
+"""Checks of a ``torch.save`` archive before it is loaded: its zip, and the effect of every opcode of its pickle.
+
+The unpickler trusts a file with memory and time. Tuples that are nested deeply end the process when they are hashed as
+a key, whole numbers can be made to collide as keys, a few bytes make a ``bytearray`` of any size, one text is copied as
+often as it is named, and a record of a zip may be compressed a thousandfold. It also fills and changes any object that
+the pickle names, classes of libraries too. :func:`check_pickle` follows the pickle without making an object. It keeps
+of each object how deep tuples are nested in it, how large a copy would be, and whether it may be called or filled.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import torch
+
+_SMALL = 4096
+"""Bytes of an archive in which nothing can be compressed that matters."""
+_DEPTH = 2000
+_FREE = 1 << 26
+_COPIES = 40
+"""Copies may take 64 MiB, and this many times the size of the pickle."""
+_MOST_UNUSUAL = 10_000
+"""Keys that are tuples, and large numbers in a set: for these, collisions can be made."""
+_MOST_PICKLE = 1 << 28
+"""Bytes of a pickle. The pickle of a million tensors takes half of it."""
+_MOST_LATE = 100
+"""Size that may be added to containers that are in a tuple already, as in objects that lead to themselves."""
+_MOST_UNUSED = 256
+"""Numbers of the memo that a pickle may skip. The unpickler has a table up to the largest one."""
+
+_ENTRY_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
+
+# Marks of an object. These four pass on to a container of it:
+_BIG, _NUMBER, _ARRAY, _ENCODE = 1, 2, 4, 8
+"""A number of more than 53 bits, a number, the class ``bytearray``, the function ``encode``."""
+# The others are about the object alone:
+_CODEC, _GLOBAL, _LIST, _MAPPING, _STATE = 16, 32, 64, 128, 256
+"""The name of a fast codec, or a pair that ends in such a name; a global, which may be called; a list; a mapping; an
+object that takes a state. Of a global, the last two are about the objects that it makes."""
+_PASSED_ON = _BIG | _NUMBER | _ARRAY | _ENCODE
+
+_FAST_CODECS = {b"utf8", b"latin1", b"ascii"}
+"""Without hyphens and underscores. Others, such as punycode, take quadratic time."""
+_MARKS_OF = {bytearray: _ARRAY, codecs.encode: _ENCODE, OrderedDict: _MAPPING, Counter: _MAPPING}
+_WITHOUT_STATE = (Counter, set, complex, bytearray, torch.Tensor, torch.nn.Parameter, torch.Size, torch.UntypedStorage)
+
+# An object that cannot change is a tuple of its depth, its size and its marks. A list or a dictionary is a list of
+# these, and of whether it is in a tuple.
+_FIXED = {
+    **dict.fromkeys(b"N\x88\x89", (0, (0, 1, 0))),
+    **{opcode: (size, (0, 1, _NUMBER)) for opcode, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4))},
+    ord("G"): (8, (0, 1, 0)),
+    ord(")"): (0, (1, 1, 0)),
+}
+
+
+def allowance(nbytes: int) -> int:
+    """Return how many bytes of memory ``nbytes`` of a file may expand to."""
+    return _FREE + _COPIES * nbytes
+
+
+class _Follower:
+    """The stack of the unpickler, with marks in place of objects."""
+
+    def __init__(self, data: bytes, get: Callable[[str, str], Any]) -> None:
+        self.data = data
+        self.get_global = get
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.left = allowance(len(data))
+        self.unusual = self.late = 0
+
+    def run(self) -> None:
+        data, at = self.data, 0
+        fixed, steps = _FIXED, _STEPS
+        while True:
+            opcode = data[at]
+            if opcode in fixed:
+                size, marked = fixed[opcode]
+                self.stack.append(marked)
+                at += 1 + size
+            elif opcode == 0x2E:
+                return
+            else:
+                at = steps[opcode](self, at + 1)
+
+    def pop_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def mark(self, at: int) -> int:
+        self.marks.append(self.stack)
+        self.stack = []
+        return at
+
+    def put(self, at: int) -> int:
+        self.memo[self.data[at]] = self.stack[-1]
+        return at + 1
+
+    def long_put(self, at: int) -> int:
+        number = int.from_bytes(self.data[at : at + 4], "little")
+        if number > len(self.memo) + _MOST_UNUSED:
+            raise ValueError("its pickle skips numbers of the memo")
+        self.memo[number] = self.stack[-1]
+        return at + 4
+
+    def get(self, at: int) -> int:
+        self._push_again(self.memo[self.data[at]])
+        return at + 1
+
+    def long_get(self, at: int) -> int:
+        self._push_again(self.memo[int.from_bytes(self.data[at : at + 4], "little")])
+        return at + 4
+
+    def _push_again(self, marked: Any) -> None:
+        self._spend(marked[1])
+        self.stack.append(marked)
+
+    def _spend(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise ValueError("its pickle names large things again and again")
+
+    def text(self, at: int) -> int:
+        size = int.from_bytes(self.data[at : at + 4], "little")
+        return self._text(at + 4, size)
+
+    def short_text(self, at: int) -> int:
+        return self._text(at + 1, self.data[at])
+
+    def _text(self, at: int, size: int) -> int:
+        text = self.data[at : at + size] if size <= 8 else b""
+        is_codec = text.lower().replace(b"-", b"").replace(b"_", b"") in _FAST_CODECS
+        self.stack.append((0, size + 1, _CODEC if is_codec else 0))
+        return at + size
+
+    def large_number(self, at: int) -> int:
+        size = self.data[at]
+        self.stack.append((0, size + 1, _NUMBER | (_BIG if size >= 7 else 0)))
+        return at + 1 + size
+
+    def name(self, at: int) -> int:
+        middle = self.data.index(b"\n", at)
+        end = self.data.index(b"\n", middle + 1)
+        module, name = self.data[at:middle].decode(), self.data[middle + 1 : end].decode()
+        accepted = self.get_global(module, name)
+        marks = _GLOBAL | _MARKS_OF.get(accepted, 0)
+        if isinstance(accepted, type) and accepted not in _WITHOUT_STATE:
+            marks |= _STATE
+        self.stack.append((0, 1, marks))
+        return end + 1
+
+    def tuple_of(self, items: list[Any]) -> None:
+        depth = size = marks = 0
+        for item in items:
+            depth, size, marks = max(depth, item[0]), size + item[1], marks | item[2]
+            if type(item) is list:
+                item[3] = True
+        if depth >= _DEPTH:
+            raise ValueError("its pickle nests tuples too deep")
+        is_call_with_codec = len(items) == 2 and items[1][2] & _CODEC
+        self.stack.append((depth + 1, size + 1, marks & (_PASSED_ON | (_CODEC if is_call_with_codec else 0))))
+
+    def marked_tuple(self, at: int) -> int:
+        self.tuple_of(self.pop_mark())
+        return at
+
+    def last_as_tuple(self, at: int) -> int:
+        count = self.data[at - 1] - 0x84
+        items = self.stack[-count:]
+        if len(items) != count:
+            raise ValueError("its pickle lacks objects")
+        del self.stack[-count:]
+        self.tuple_of(items)
+        return at
+
+    def empty_list(self, at: int) -> int:
+        self.stack.append([0, 1, _LIST, False])
+        return at
+
+    def empty_dictionary(self, at: int) -> int:
+        self.stack.append([0, 1, _MAPPING, False])
+        return at
+
+    def empty_set(self, at: int) -> int:
+        self.stack.append((0, 1, 0))
+        return at
+
+    def _add(self, items: list[Any], kind: int) -> None:
+        """Add items to a list or a mapping. Of a mapping that a call has made, the size is not known."""
+        target = self.stack[-1]
+        if target[2] & (kind | _GLOBAL) != kind:
+            raise ValueError("its pickle fills an object as if it were a list or a dictionary")
+        if type(target) is list:
+            for item in items:
+                target[1] += item[1]
+                target[2] |= item[2] & _PASSED_ON
+            if target[3]:
+                self.late += sum(item[1] for item in items)
+                if self.late > _MOST_LATE:
+                    raise ValueError("its pickle adds to what is in a tuple")
+
+    def append(self, at: int) -> int:
+        self._add([self.stack.pop()], _LIST)
+        return at
+
+    def extend(self, at: int) -> int:
+        self._add(self.pop_mark(), _LIST)
+        return at
+
+    def set_item(self, at: int) -> int:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._add_items([key, value])
+        return at
+
+    def set_items(self, at: int) -> int:
+        self._add_items(self.pop_mark())
+        return at
+
+    def _add_items(self, items: list[Any]) -> None:
+        for key in items[::2]:
+            if key[0] or key[2] & _BIG:
+                self._spend(key[1])
+                self.unusual += 1
+                if self.unusual > _MOST_UNUSUAL:
+                    raise ValueError("its pickle has too many keys that are tuples or large numbers")
+        self._add(items, _MAPPING)
+
+    def call(self, at: int) -> int:
+        """Call a global, or make an object. The result may be a copy of the arguments, and is hashed as these are."""
+        depth, size, marks, *_ = self.stack.pop()
+        function = self.stack.pop()
+        if not function[2] & _GLOBAL:
+            raise ValueError("its pickle calls an object that is no global")
+        self._spend(size)
+        if marks & _ENCODE or (function[2] & _ENCODE and not marks & _CODEC):
+            raise ValueError("its pickle encodes text, and not as UTF-8, Latin-1 or ASCII")
+        marks = (marks | function[2]) & _PASSED_ON
+        if marks & _ARRAY and marks & _NUMBER:
+            raise ValueError("its pickle makes a bytearray of any size")
+        if marks & _BIG and size > _MOST_UNUSUAL:
+            raise ValueError("its pickle makes something of many large numbers")
+        self.stack.append((depth, size, (marks & ~(_NUMBER | _ENCODE)) | (function[2] & (_MAPPING | _STATE))))
+        return at
+
+    def build(self, at: int) -> int:
+        state = self.stack.pop()
+        self._spend(state[1])
+        if self.stack[-1][2] & (_STATE | _GLOBAL) != _STATE:
+            raise ValueError("its pickle changes an object that takes no state")
+        return at
+
+    def storage(self, at: int) -> int:
+        self.stack.pop()
+        self.stack.append((0, 1, 0))
+        return at
+
+    def protocol(self, at: int) -> int:
+        return at + 1
+
+
+_STEPS = {
+    **{ord(opcode): step for opcode, step in (
+        ("(", _Follower.mark), ("q", _Follower.put), ("r", _Follower.long_put), ("h", _Follower.get),
+        ("j", _Follower.long_get), ("X", _Follower.text), ("U", _Follower.short_text), ("c", _Follower.name),
+        ("t", _Follower.marked_tuple), ("]", _Follower.empty_list), ("}", _Follower.empty_dictionary),
+        ("a", _Follower.append), ("e", _Follower.extend), ("s", _Follower.set_item), ("u", _Follower.set_items),
+        ("R", _Follower.call), ("b", _Follower.build), ("Q", _Follower.storage),
+    )},
+    0x80: _Follower.protocol, 0x81: _Follower.call, 0x85: _Follower.last_as_tuple, 0x86: _Follower.last_as_tuple,
+    0x87: _Follower.last_as_tuple, 0x8A: _Follower.large_number, 0x8F: _Follower.empty_set,
+}  # fmt: skip
+
+
+def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:
+    """Follow the pickle of a ``torch.save`` file, and return it.
+
+    Args:
+        get: The object in place of a global, by module and name. Raises for a global that is not accepted.
+
+    Raises:
+        ValueError, LookupError: It is damaged, or would take more memory or time than its size explains, or do to an
+            object what ``torch.save`` never asks for.
+    """
+    if len(data) > _MOST_PICKLE:
+        raise ValueError(f"its pickle has {len(data)} bytes")
+    _Follower(data, get).run()
+    return data
+
+
+def check_bytes(data: bytes | bytearray) -> None:
+    """:func:`check` of an archive in memory; of a small one, in some microseconds."""
+    if len(data) > _SMALL or data[:4] != b"PK\3\4" or _ENTRY_COMPRESSED.search(data):
+        check(io.BytesIO(data), len(data))
+
+
+def check(file: BinaryIO, size: int) -> None:
+    """Check the zip of a ``torch.save`` file: nothing is compressed, and no two records are the same bytes.
+
+    Args:
+        size: Bytes of the file.
+
+    Raises:
+        ValueError: It would take more memory or time than a file of that size needs, or it is no such archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickle_of(archive, size)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"no archive of torch.save's: {error!r}") from error
+
+
+def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
+    """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError: It is no such archive."""
+    members = archive.infolist()
+    if any(
+        member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size for member in members
+    ):
+        raise ValueError("a record is compressed")
+    if sum(m.file_size for m in members) > size or min((m.header_offset for m in members), default=1):
+        raise ValueError("its records are larger than the file, or do not begin where it begins")
+    pickles = [member for member in members if member.filename.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE:
+        raise ValueError("it has no data.pkl, several, or one that is too large")
+    return pickles[0]

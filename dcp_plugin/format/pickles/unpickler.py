@@ -1,0 +1,143 @@
+"""The one class that unpickles, and the files of ``torch.save`` that it reads."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, ClassVar
+
+import torch
+
+from dcp_plugin.format.pickles.follow import check, check_bytes, check_pickle
+from dcp_plugin.tensors._torch import load_archive, name_of_today
+
+_MOST_STAND_INS = 1000
+"""Unknown globals in one file."""
+_BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt"})
+"""Modules of which no global gets a stand-in; torch blocks them too, also if the user calls a global of theirs safe."""
+
+
+class Refused(Exception):
+    """A global that only executing code would restore. The message is its name."""
+
+
+class StandIn:
+    """An object that is not restored. Each class of such objects has a subclass, and keeps nothing."""
+
+    of: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Use:
+    """A reason to unpickle, and the globals that it needs.
+
+    ``globals`` has the object that takes the place of each global, by module and name with a dot between. ``stand_in``
+    is the class whose subclasses take the place of every other global; without it, another global is refused.
+    ``allows_user`` adds the classes that the user has declared safe (``torch.serialization.add_safe_globals``).
+    ``prepare`` checks all opcodes of a pickle, and returns what is unpickled in its place.
+    """
+
+    globals: Mapping[str, Any]
+    stand_in: type[StandIn] | None = None
+    allows_user: bool = True
+    prepare: Callable[[bytes, Callable[[str, str], Any]], bytes] = check_pickle
+
+    def with_classes(self, classes: Collection[type]) -> Use:
+        """The same use, which accepts some classes more."""
+        return replace(
+            self, globals={**self.globals, **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}}
+        )
+
+
+class Accepted:
+    """The globals of one pickle: those that its use accepts, and the stand-ins that were made for others."""
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
+        self.stand_ins: dict[str, type[StandIn]] = {}
+        self._users = dict(map(_named, torch.serialization.get_safe_globals())) if use.allows_user else {}
+
+    def get(self, module: str, name: str) -> Any:
+        """Return the object in place of a global. Raises Refused for a global that the use does not accept."""
+        module, name = name_of_today(module, name)
+        full = f"{module}.{name}"
+        if full in self.use.globals:
+            return self.use.globals[full]
+        if module in _BLOCKED_MODULES:
+            raise Refused(full)
+        if full in self._users:
+            return self._users[full]
+        if self.use.stand_in is None:
+            raise Refused(full)
+        if full not in self.stand_ins:
+            if len(self.stand_ins) >= _MOST_STAND_INS:
+                raise ValueError(f"it names more than {_MOST_STAND_INS} unknown globals")
+            self.stand_ins[full] = type("StandIn", (self.use.stand_in,), {"of": full})
+        return self.stand_ins[full]
+
+
+def _named(known: Any) -> tuple[str, Any]:
+    """Return name and object of an entry of torch's list."""
+    return (known[1], known[0]) if isinstance(known, tuple) else (f"{known.__module__}.{known.__qualname__}", known)
+
+
+class Unpickler(pickle.Unpickler):
+    """Unpickles what one use accepts. Python's own unpickler in C does the work, once every opcode is checked."""
+
+    def __init__(self, file: BinaryIO, accepted: Accepted) -> None:
+        super().__init__(io.BytesIO(accepted.use.prepare(file.read(), accepted.get)), encoding="utf-8")
+        self._accepted = accepted
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._accepted.get(module, name)
+
+
+def load(
+    file: BinaryIO, size: int, use: Use, device: str = "cpu", wanted: Collection[int] | None = None
+) -> tuple[Any, list[str]]:
+    """Load a ``torch.save`` file.
+
+    Args:
+        size: Bytes of the file.
+        device: Where its tensors go. On ``"meta"`` no payload is read.
+        wanted: Where the records of storages begin that are read; None for all. The others stay on the meta device.
+
+    Returns:
+        What the file holds, and the names of the globals that have stand-ins in it.
+
+    Raises:
+        Refused: It needs a global that the use does not accept.
+        Exception: It is damaged, or would take more memory or time than a file of its size needs.
+    """
+    check(file, size)
+    return _load(file, use, device, wanted)
+
+
+def load_bytes(data: bytes | bytearray, use: Use) -> tuple[Any, list[str]]:
+    """:func:`load` of a file in memory."""
+    check_bytes(data)
+    return _load(io.BytesIO(data), use, "cpu", None)
+
+
+def _load(file: BinaryIO, use: Use, device: str, wanted: Collection[int] | None) -> tuple[Any, list[str]]:
+    accepted = Accepted(use)
+    file.seek(0)
+    try:
+        return load_archive(file, Unpickler, accepted, device, wanted), list(accepted.stand_ins)
+    except Refused:
+        raise
+    except Exception as error:
+        if accepted.stand_ins:  # it does with one of them what only the object itself could take
+            raise Refused(next(iter(accepted.stand_ins))) from error
+        raise

@@ -1,0 +1,209 @@
+"""Each use of the unpickler accepts the globals that it needs, and refuses any other by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp_plugin as dcp
+from dcp_plugin.format import stock_metadata, values, whole_tensors
+from dcp_plugin.format.pickles.follow import check_pickle
+from dcp_plugin.format.pickles.rebuild import _MAKERS, FACTORIES
+from dcp_plugin.format.pickles.uses import FILE, TENSOR, VALUE
+
+DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DCP = "torch.distributed.checkpoint"
+METADATA = {
+    f"{DCP}.metadata.Metadata",
+    f"{DCP}.metadata.TensorStorageMetadata",
+    f"{DCP}.metadata.BytesStorageMetadata",
+    f"{DCP}.metadata.TensorProperties",
+    f"{DCP}.metadata.ChunkStorageMetadata",
+    f"{DCP}.metadata.MetadataIndex",
+    f"{DCP}.metadata.StorageMeta",
+    f"{DCP}.metadata._MEM_FORMAT_ENCODING",
+    f"{DCP}.filesystem._StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch._utils._get_layout",
+    "collections.OrderedDict",
+    *(
+        f"{module}.{kind}"
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Path", "PosixPath", "PurePosixPath")
+    ),
+}
+STORED = (
+    "Bool Byte Char Short Int Long Half Float Double BFloat16 ComplexFloat ComplexDouble "
+    "QInt8 QUInt8 QInt32 QUInt4x2 QUInt2x4"
+)
+TENSORS = {
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_qtensor",
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage",
+    *(f"torch.{kind}Storage" for kind in STORED.split()),
+    *(f"torch.per_{kind}" for kind in ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")),
+    "torch.per_channel_affine_float_qparams",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "collections.OrderedDict",
+    "_codecs.encode",
+    "builtins.bytearray",
+    "builtins.complex",
+    "builtins.set",
+}
+REBUILT = {
+    *(f"builtins.{kind}" for kind in ("bytes", "frozenset", "range", "slice")),
+    *(f"collections.{kind}" for kind in ("deque", "defaultdict")),
+    *(f"datetime.{kind}" for kind in ("date", "datetime", "time", "timedelta", "timezone")),
+    *(f"numpy.{name}" for name in ("dtype", "_core.multiarray._reconstruct", "_core.multiarray.scalar")),
+    *(f"pathlib.{kind}Path" for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
+    *("decimal.Decimal", "uuid.UUID", "_io.BytesIO", "argparse.Namespace", "types.SimpleNamespace"),
+}
+AS_FACTORIES = {*(f"builtins.{kind}" for kind in ("int", "float", "bool", "str", "list", "dict", "set", "tuple"))}
+
+
+def test_each_use_accepts_these_globals_and_no_other() -> None:
+    assert stock_metadata.STOCK_METADATA.globals.keys() == METADATA | DTYPES
+    assert TENSOR.globals.keys() == TENSORS | DTYPES
+    assert VALUE.globals.keys() == FILE.globals.keys() == TENSORS | DTYPES | {"collections.Counter"}
+    assert _MAKERS.keys() == REBUILT and FACTORIES.keys() == AS_FACTORIES | {"numpy.ndarray"}
+
+
+def _calling(module: str, name: str) -> bytes:
+    """A pickle that calls a global with a text."""
+    return b"\x80\2" + f"c{module}\n{name}\n".encode() + b"X\1\0\0\0x\x85R."
+
+
+def _archive(pickled: bytes) -> bytes:
+    """A file of ``torch.save`` with this pickle."""
+    buffer = io.BytesIO()
+    with torch.serialization._open_zipfile_writer(buffer) as file:
+        file.write_record("data.pkl", pickled, len(pickled))
+        file.write_record("byteorder", b"little", 6)
+    return buffer.getvalue()
+
+
+OTHERS = [
+    ("builtins", "eval"),
+    ("torch", "load"),
+    ("subprocess", "call"),
+    ("posix", "system"),
+    ("torch", "FloatTensor"),
+]
+READERS: dict[str, Callable[[bytes], Any]] = {
+    "metadata": lambda pickled: stock_metadata.decode(pickled, "it"),
+    "tensor": lambda pickled: whole_tensors.decode(_archive(pickled)),
+    "value": lambda pickled: values.decode("it", _archive(pickled)),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), OTHERS)
+@pytest.mark.parametrize("use", READERS)
+def test_any_other_global_is_refused_by_name(use: str, module: str, name: str) -> None:
+    with pytest.raises(dcp.UnsafeCheckpoint, match=rf"{module}\.{name}"):
+        READERS[use](_calling(module, name))
+
+
+@pytest.mark.parametrize(("module", "name"), OTHERS)
+def test_of_a_file_the_load_that_asks_for_another_global_is_refused_by_name(
+    tmp_path: Path, module: str, name: str
+) -> None:
+    (tmp_path / "file").write_bytes(_archive(_calling(module, name)))
+    with pytest.raises(dcp.UnsafeCheckpoint, match=rf"{module}\.{name}"):
+        dcp.load({"model": {"a": torch.ones(1)}}, tmp_path / "file")
+
+
+def test_metadata_does_not_accept_what_the_user_has_declared_safe_for_tensors() -> None:
+    with torch.serialization.safe_globals([Extra]), pytest.raises(dcp.UnsafeCheckpoint, match="Extra"):
+        stock_metadata.decode(_calling(Extra.__module__, "Extra"), "it")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        b"ctorch\nTensor\n}X\1\0\0\0xK\1sb.",  # sets an attribute of a class
+        b"ctorch\nTensor\nN}X\1\0\0\0xK\1s\x86b.",
+        b"ccollections\nOrderedDict\nX\1\0\0\0xK\1s.",
+        b"ctorch\nTensor\n)R}X\1\0\0\0xK\1sb.",  # sets attributes of a tensor
+        b"ctorch\nSize\n]\x85RK\1a.",  # appends to an object
+        b"}K\1a.",
+        b"]K\1K\1s.",
+        b"ctorch\nSize\n]\x85R)R.",  # calls an object
+        b"])R.",
+        b"Nr\xff\xff\xff\x7f.",  # has the unpickler allocate a table
+    ],
+)
+def test_a_pickle_fills_and_calls_nothing_but_what_torch_save_asks_for(changes: bytes) -> None:
+    with pytest.raises(ValueError, match="its pickle"):
+        check_pickle(b"\x80\2" + changes, lambda module, name: VALUE.globals[f"{module}.{name}"])
+
+
+def test_a_codec_is_not_called_through_another_function() -> None:
+    encodes = b"ctorch._tensor\n_rebuild_from_type_v2\n(c_codecs\nencode\nNX\1\0\0\0xX\x08\0\0\0punycode\x86NtR."
+    with pytest.raises(ValueError, match="encodes text"):
+        check_pickle(b"\x80\2" + encodes, lambda module, name: VALUE.globals[f"{module}.{name}"])
+
+
+class Extra(torch.nn.Linear):
+    """A module with tensors in its extra state."""
+
+    def get_extra_state(self) -> Any:
+        shared = torch.arange(6.0)
+        return {"all": shared, "some": shared[2:4], "sparse": torch.eye(3).to_sparse() if self.out_features > 2 else 0}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["strided", "sparse"])
+def test_tensors_in_an_extra_state_come_back_with_their_layout_and_their_shared_memory(
+    tmp_path: Path, size: int
+) -> None:
+    torch.save({"state_dict": Extra(size, size).state_dict()}, tmp_path / "file")
+    model = Extra(size, size)
+    dcp.load({"model": model}, tmp_path / "file")
+    expected, loaded = model.get_extra_state(), model.loaded
+    assert loaded["all"].tolist() == expected["all"].tolist() and loaded["some"].tolist() == [2.0, 3.0]
+    assert loaded["some"].untyped_storage().data_ptr() == loaded["all"].untyped_storage().data_ptr()
+    if size > 2:
+        assert loaded["sparse"].layout is torch.sparse_coo and loaded["sparse"].to_dense().equal(torch.eye(3))
+
+
+def test_a_file_is_never_mapped_since_another_job_may_cut_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": Extra(2, 2).state_dict()}, tmp_path / "file")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *args, **kwargs: pytest.fail("mapped"))
+    dcp.load({"model": Extra(2, 2)}, tmp_path / "file")
+
+
+def test_a_stock_checkpoint_from_before_has_no_global_that_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.uint16), "n": {1, 2}}, checkpoint_id=tmp_path)
+    assert struct.unpack("<2B", (tmp_path / ".metadata").read_bytes()[:2])[0] == 0x80
+    target = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.uint16), "n": set()}
+    dcp.load(target, tmp_path)
+    assert target["n"] == {1, 2} and target["a"].tolist() == [1, 1] and target["b"].tolist() == [1, 1]
