@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from typing import Any
 from dcp_plugin import events
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointError, NoSharedMemory
+from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
-from dcp_plugin.media.elsewhere import Elsewhere, shown_at
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -43,7 +42,6 @@ from dcp_plugin.sources import SourceFiles, keeper_of, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
-from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState
@@ -229,7 +227,12 @@ class Checkpointer:
         return self._load(state, path, partial, strict, LoadMode.FILL)
 
     def restore(
-        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        partial: PartialLoad | None = None,
+        strict: bool = True,
+        files: SourceFiles | None = None,
     ) -> LoadReport:
         """:meth:`load` for integrations, which restore what the run itself has saved. Collective.
 
@@ -237,34 +240,45 @@ class Checkpointer:
         that they do not have now. One warning names tensors that the target has and the checkpoint lacks. A rank is not
         handed what another rank's target has as a shard, or in a module or optimizer.
 
-        Args and errors as in :meth:`load`.
+        Args and errors as in :meth:`load`; ``files`` are those of :meth:`shown`, where this rank restores alone.
         """
-        return self._load(state, path, partial, strict, LoadMode.RESTORE)
+        return self._load(state, path, partial, strict, LoadMode.RESTORE, files)
 
     def _load(
-        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None, strict: bool, mode: LoadMode
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        partial: PartialLoad | None,
+        strict: bool,
+        mode: LoadMode,
+        shown: SourceFiles | None = None,
     ) -> LoadReport:
         with self._queue.call(f"load {path}"), together(Call.load(path)):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             where = as_path(path, self.config.storage_options)
             catalog.refuse_another_rank(where, ranks.launch)
-            with collector_paused(), setting_aside(ranks, where), self._open(where, ranks) as files:
+            opening = self._open(where, ranks) if shown is None else nullcontext(shown)
+            with collector_paused(), setting_aside(ranks, where), opening as files:
                 loading = Loading(ranks, self.config, where, partial, strict, files, mode)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
 
     @contextmanager
-    def shown(self, path: PathLike) -> Iterator[None]:
-        """While the block runs, all that looks at ``path`` in this process finds the checkpoint there, also if only
-        nodes have it in their ``local_dir``: for integrations that look at it before they load it. Collective.
+    def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
+        """Open the files of a checkpoint that only a source has, for integrations that examine it before they load it.
+
+        All ranks leave the block together. Collective.
+
+        Returns:
+            The files, as long as the block runs; None if the checkpoint is to be read at its path.
 
         Raises:
             RankFailure: As :meth:`load`.
         """
         if not self.config.has_local_tier:
-            yield
+            yield None
             return
         with self._queue.call(f"look at {path}"):
             ranks = self._meet_again()
@@ -273,25 +287,16 @@ class Checkpointer:
                 self._source.settle(where.parent, ranks)
             with self._open(where, ranks) as files:
                 if files is None or files.is_at_path:
-                    yield
+                    yield None
                     return
-                extra_files: Mapping[str, str] = {}
-                with suppress(CheckpointError):  # the reader of the path reports it
-                    extra_files = open_files(where, files, self._base).index.beside
-                names = tuple(files.all_names())
-                with shown_at(where, Elsewhere(files, names, extra_files, medium_of(where))):
-                    yield
-                    ranks.agree(f"end to look at {where}", lambda: None)  # no rank needs this node's files any more
+                yield files
+                ranks.agree(f"end to look at {where}", lambda: None)  # no rank needs this node's files any more
 
     def _open(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
         """Open what the source has of a checkpoint, after the saves in flight. Collective."""
         for handle in self._queue.handles:
             handle.wait_recoverable()
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).hold(path)))
-
-    @property
-    def _base(self) -> Where | None:
-        return None if self.config.base is None else as_path(self.config.base, self.config.storage_options)
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of

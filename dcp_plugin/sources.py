@@ -26,7 +26,10 @@ _KEEPER = "dcp_plugin.keeper.registration"
 
 
 class SourceFiles(Readable, Protocol):
-    """Files of one checkpoint that a source has opened. What the source lacks is read from the path."""
+    """Files of one checkpoint of ours that a source has. What the source lacks is read from the path.
+
+    They can be read again after :meth:`close`, until the source's block ends.
+    """
 
     bytes_from: Counter[str]
     """Bytes read so far, by the name of the place."""

@@ -44,7 +44,7 @@ from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.runs.resume import Restart, StartOptions
-from dcp_plugin.sources import source_of
+from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.state.adapters import NamesOnly
 
 logger = logging.getLogger("dcp_plugin")
@@ -275,12 +275,18 @@ class Attachment(BaseAttachment):
         if project is not None:
             project = project.with_local(self._kept.checkpointer)
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
-        with self._kept.checkpointer.shown(path):
-            self._load_state(path, load_kwargs, load_model_func_kwargs)
+        with self._kept.checkpointer.shown(path) as files:
+            self._load_state(path, files, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
 
-    def _load_state(self, path: Where, load_kwargs: dict[str, Any] | None, load_model_func_kwargs: Any) -> None:
+    def _load_state(
+        self,
+        path: Where,
+        files: SourceFiles | None,
+        load_kwargs: dict[str, Any] | None,
+        load_model_func_kwargs: Any,
+    ) -> None:
         accelerator = self._accelerator
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
@@ -290,10 +296,10 @@ class Attachment(BaseAttachment):
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         ranks = self._kept.checkpointer.ranks
-        is_stock = ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path))
+        is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
-        extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, training, strict))
-        taken = [] if training.sharded else self._run_load_hooks(training.models, path)
+        extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
+        taken = [] if training.sharded else self._run_load_hooks(training.models, path, files)
         if is_stock:
             self._kept.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
@@ -303,7 +309,7 @@ class Attachment(BaseAttachment):
         else:
             self._load(path, training, taken, extra_keys, strict)
         if training.sharded:
-            self._run_load_hooks({}, path)
+            self._run_load_hooks({}, path, files)
 
     def resume_or_init(
         self,
@@ -466,14 +472,14 @@ class Attachment(BaseAttachment):
 
     # Load
 
-    def _run_load_hooks(self, models: dict[str, nn.Module], path: Where) -> list[str]:
+    def _run_load_hooks(self, models: dict[str, nn.Module], path: Where, files: SourceFiles | None) -> list[str]:
         """Returns the names of the models that a hook has taken out, to load them itself."""
         left = list(models.values())
 
         def run() -> None:
             if not (hooks := _accelerate.load_hooks(self._accelerator)):
                 return
-            with local_copy(path) as directory:
+            with local_copy(path, files=files) as directory:
                 for hook in hooks:
                     hook(left, str(directory))
 
@@ -513,14 +519,14 @@ class Attachment(BaseAttachment):
         return as_path(path, self.config.storage_options)
 
 
-def _extra_keys(path: Where, training: Training, strict: bool) -> list[str]:
+def _extra_keys(path: Where, files: SourceFiles | None, training: Training, strict: bool) -> list[str]:
     """Return the keys of the checkpoint's extra state, without the leading ``extra.``.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The checkpoint cannot be opened.
         CheckpointMismatch: The checkpoint has a model, and no model is prepared yet.
     """
-    keys = keys_by_name(path)
+    keys = keys_by_name(path, files)
     if strict and "model" in keys and not training.models:
         raise CheckpointMismatch(
             f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."

@@ -27,13 +27,14 @@ from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import inside_ddp, unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
-from dcp_plugin.storage.published import read_summary
+from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
-from dcp_plugin.tools.inspect import inspect
+from dcp_plugin.tools.inspect import info_of
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter
@@ -62,14 +63,16 @@ class Contents:
     """Fabric itself saved it, without this package."""
 
     @classmethod
-    def of(cls, path: Where, wanted: list[str]) -> Contents:
-        """What there is, as this rank sees it.
+    def of(cls, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
+        """Return what a checkpoint has, as this rank sees it.
 
         Args:
+            files: Of :meth:`dcp_plugin.Checkpointer.shown`.
             wanted: Names in ``extra`` that may have dots.
         """
-        info, summary = inspect(path), read_summary(path)
-        keys, kinds = keys_by_name(info), summary.kinds if summary else {}
+        with ShardedReader(path, complete=False, files=files) as reader:
+            info, kinds = info_of(reader), reader.summary.kinds if reader.summary else {}
+        keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
         extras: dict[str, list[int]] = {}
         for key in keys.pop(EXTRA, []):
@@ -80,7 +83,7 @@ class Contents:
                     ranks.append(int(rank))
         found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
         if extras.pop(NAMES, None) is not None:
-            Checkpointer(solo=True).restore(found, path)
+            Checkpointer(solo=True).restore(found, path, files=files)
         return cls(
             path,
             tops=list(keys),
@@ -96,7 +99,14 @@ class Contents:
         )
 
 
-def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load(
+    adapter: FabricAdapter,
+    path: Where,
+    files: SourceFiles | None,
+    state: Any,
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
     """``fabric.load`` and ``fabric.load_raw`` of a directory. Collective.
 
     Random streams are restored with an optimizer: loading weights alone does not change them.
@@ -110,7 +120,7 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
         CheckpointMismatch: What is there does not fit.
     """
     if isinstance(state, (nn.Module, Optimizer)):
-        _load_raw(adapter, path, state, strict)
+        _load_raw(adapter, path, files, state, strict)
         return {}
     state = {} if state is None else state
     if not state and adapter.keeps_shards:
@@ -120,7 +130,8 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
         )
     objects = state_mapping.as_asked(state)
     modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
-    found = _contents(adapter, path, [name for name in state if name not in modules and name not in optimizers])
+    data = [name for name in state if name not in modules and name not in optimizers]
+    found = _contents(adapter, path, files, data)
     if found.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
     places = _places(state, found, strict)
@@ -138,9 +149,9 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
     return {name: _nested(target[place], place in found.optimizers) for name, place in remainder.items()}
 
 
-def _contents(adapter: FabricAdapter, path: Where, wanted: list[str]) -> Contents:
-    """What rank 0 sees; on every rank."""
-    return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, wanted))
+def _contents(adapter: FabricAdapter, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
+    """Return what rank 0 sees; on every rank."""
+    return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, wanted))
 
 
 def _places(state: dict[str, Any], found: Contents, strict: bool) -> dict[str, str]:
@@ -265,15 +276,19 @@ def _read_metadata(path: Where, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def _load_raw(adapter: FabricAdapter, path: Where, value: nn.Module | Optimizer, strict: bool) -> None:
-    """One module or optimizer, from a checkpoint that has one."""
-    found = _contents(adapter, path, [])
+def _load_raw(
+    adapter: FabricAdapter, path: Where, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
+) -> None:
+    """Load one module or optimizer, from a checkpoint that has one."""
+    found = _contents(adapter, path, files, [])
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
         adapter.checkpointer.restore({name: inside_ddp(value)}, path, strict=strict)
         return
     name = _only("optimizer", path, found.optimizers)
-    of_none = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: is_of_no_module(keys_by_name(path)[name]))
+    of_none = adapter.checkpointer.ranks.from_zero(
+        f"read {path}", lambda: is_of_no_module(keys_by_name(path, files)[name])
+    )
     try:
         module = trained_modules(adapter, {name: value}, loose=of_none)[name]
     except CheckpointMismatch as error:

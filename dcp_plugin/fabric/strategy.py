@@ -281,8 +281,8 @@ class FabricAdapter(StrategyAdapter):
                 path, state=state, strict=strict, weights_only=weights_only
             )
             return rest
-        with self.checkpointer.shown(path):
-            remainder = loading.load(self, path, ordered, strict, weights_only)
+        with self.checkpointer.shown(path) as files:
+            remainder = loading.load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
             state.update(ordered)
         return remainder

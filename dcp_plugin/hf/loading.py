@@ -121,10 +121,10 @@ def from_pretrained(
         where = as_path(path, options)
 
         def compared() -> ModelPlan:
-            with ShardedReader(where, base=checkpointer.config.base) as reader:
+            with ShardedReader(where, base=checkpointer.config.base, files=files) as reader:
                 return plan_model(given, reader, prefix, strict, sharding.tied)
 
-        with checkpointer.shown(where):
+        with checkpointer.shown(where) as files:
             plan = checkpointer.ranks.agree(f"compare {where} with the model", compared)
         module = sharding.apply(plan)
         _give_memory(module, device)

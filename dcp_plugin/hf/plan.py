@@ -101,7 +101,7 @@ def plan_model(given: Given, reader: ShardedReader, prefix: str | None, strict: 
         CheckpointMismatch: They do not fit.
     """
     index, path = reader.index, reader.path
-    settings = Settings.of(given, path)
+    settings = Settings.of(given, path, reader.files)
     model = _build(settings, settings.dtype(), tied)
     if settings.dtype() is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
         model = _build(settings, dtype, tied)

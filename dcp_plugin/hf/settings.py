@@ -21,6 +21,7 @@ from dcp_plugin.hf import _transformers
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where
+from dcp_plugin.sources import SourceFiles
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 
@@ -56,14 +57,14 @@ class Settings:
     """Arguments of the model's constructor."""
 
     @classmethod
-    def of(cls, given: Given, path: Where) -> Settings:
+    def of(cls, given: Given, path: Where, files: SourceFiles | None) -> Settings:
         """Read what is beside a checkpoint.
 
         Raises:
             CheckpointMismatch: No configuration is there.
             UnsafeCheckpoint: The configuration would have code fetched and executed.
         """
-        with small_files(path) as folder:
+        with small_files(path, files) as folder:
             adapter_config = given.adapter_config
             if adapter_config is None and (folder / ADAPTERS).is_file():
                 adapter_config = _adapters_in(folder)
@@ -90,15 +91,15 @@ class Settings:
 
 
 @contextmanager
-def small_files(path: Where) -> Iterator[Path]:
-    """A local directory with the JSON files of a checkpoint."""
+def small_files(path: Where, files: SourceFiles | None = None) -> Iterator[Path]:
+    """Yield a local directory with the JSON files of a checkpoint."""
     with damage_in(path):
-        is_file = medium_of(path).kind(path) == "file"
+        is_file = files is None and medium_of(path).kind(path) == "file"
     if is_file and isinstance(path, Path):
         yield path.parent
         return
     wanted = (CONFIG, GENERATION, ADAPTERS)
-    with local_copy(path, lambda name: name in wanted) as folder:
+    with local_copy(path, lambda name: name in wanted, files) as folder:
         yield folder
 
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from dcp_plugin.format import values
 from dcp_plugin.paths import PathLike, StoreOptions
-from dcp_plugin.tools.inspect import inspect
+from dcp_plugin.sources import SourceFiles
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tools.inspect import info_of
 from dcp_plugin.types import CheckpointInfo
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
@@ -35,14 +37,24 @@ def among(name: str, names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda one: int(one.removeprefix(name).removeprefix("_") or 0))
 
 
-def keys_by_name(checkpoint: PathLike | CheckpointInfo) -> dict[str, list[str]]:
-    """The keys of a checkpoint by name, without the name."""
-    info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect(checkpoint)
+def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | None = None) -> dict[str, list[str]]:
+    """Return the keys of a checkpoint by name, without the name.
+
+    Args:
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+    """
+    info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect_files(checkpoint, files)
     keys: dict[str, list[str]] = {}
     for key in (*(tensor.key for tensor in info.tensors), *info.values):
         name, _, rest = key.partition(".")
         keys.setdefault(name, []).append(rest)
     return keys
+
+
+def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
+    """:func:`dcp_plugin.inspect` of a checkpoint at its path, or of its files in a source."""
+    with ShardedReader(path, complete=False, files=files) as reader:
+        return info_of(reader)
 
 
 def plain(value: Any) -> Any:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format import DATA_SUFFIX, PACKED, is_own
 from dcp_plugin.media import Medium, Readable, medium_of
-from dcp_plugin.media.elsewhere import Elsewhere
 from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.paths import Where
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.check_rest import told_of
+from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.published import in_one_view
 
 _AT_ONCE = 8 << 20
@@ -27,24 +28,28 @@ _AT_ONCE = 8 << 20
 
 
 @contextmanager
-def local_copy(path: Where, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
-    """A directory with the files of a checkpoint, those of tensors left out, as long as the block runs.
+def local_copy(
+    path: Where, wanted: Callable[[str], bool] = lambda name: True, files: SourceFiles | None = None
+) -> Iterator[Path]:
+    """Yield a directory with the files of a checkpoint, those of tensors left out, as long as the block runs.
 
     Args:
-        wanted: Which of them are fetched, by their names in the checkpoint, with ``/`` between folders.
+        wanted: Selects the files by their names in the checkpoint, with ``/`` between folders.
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: They cannot be fetched.
     """
-    medium = medium_of(path)
-    if isinstance(path, Path) and not isinstance(medium, Elsewhere) and not _is_packed(path):
+    if files is None and isinstance(path, Path) and not _is_packed(path):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="dcp-plugin-") as home:
         with damage_in(path):
-            if isinstance(medium, Elsewhere):
-                _verify(medium, wanted)
-            copied = in_one_view(path, lambda _, files: _fetched(files, path, wanted, Path(home)))
+            if files is not None:
+                _verify(files, path, wanted)
+                copied = _fetched(files, filter(_is_extra, files.all_names()), wanted, Path(home))
+            else:
+                copied = in_one_view(path, lambda _, held: _fetched(held, _names(held, path), wanted, Path(home)))
         yield copied
 
 
@@ -54,19 +59,19 @@ def _is_packed(path: Path) -> bool:
     return False
 
 
-def _verify(nodes: Elsewhere, wanted: Callable[[str], bool]) -> None:
-    """Have files come from nodes that have what was saved. Raises CheckpointCorrupt if none has."""
-    for name, told in nodes.beside.items():
-        while wanted(name) and told_of(nodes.files, name) != told:
-            with nodes.files.open(name) as file:
+def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
+    """Have each file come from a node that has what was saved. Raises CheckpointCorrupt if none has."""
+    for name, saved in open_files(path, files, complete=False).index.beside.items():
+        while wanted(name) and told_of(files, name) != saved:
+            with files.open(name) as file:
                 file.peek(1)  # which tells where it comes from
-                if not nodes.files.distrust(file):
-                    raise CheckpointCorrupt(f"{nodes.files.where}/{name} is not what was saved with the checkpoint")
+                if not files.distrust(file):
+                    raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
 
 
-def _fetched(files: Readable, path: Where, wanted: Callable[[str], bool], home: Path) -> Path:
+def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool], home: Path) -> Path:
     copy = Path(tempfile.mkdtemp(dir=home))  # another look may follow
-    for name in _names(files, path):
+    for name in names:
         if wanted(name):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             with files.open(name) as source, open(copy / name, "wb") as target:
@@ -77,12 +82,14 @@ def _fetched(files: Readable, path: Where, wanted: Callable[[str], bool], home: 
 def _names(files: Readable, path: Where) -> list[str]:
     """The files that belong to nobody but whoever has put them there."""
     medium = medium_of(path).snapshot(path)
-    if isinstance(medium, Elsewhere):
-        return [name for name in medium.names if not is_own(name.partition("/")[0]) and not name.endswith(DATA_SUFFIX)]
-    names = {name for name in _below(medium, path) if not is_own(name.partition("/")[0])}
+    names = set(filter(_is_extra, _below(medium, path)))
     if isinstance(files, PackedFiles):
-        names |= {name for name in _below(medium, path / f"{PACKED}{files.token}") if not is_own(name)}
-    return sorted(name for name in names if not name.endswith(DATA_SUFFIX))
+        names |= set(filter(_is_extra, _below(medium, path / f"{PACKED}{files.token}")))
+    return sorted(names)
+
+
+def _is_extra(name: str) -> bool:
+    return not is_own(name.partition("/")[0]) and not name.endswith(DATA_SUFFIX)
 
 
 def _below(medium: Medium, folder: Where, before: str = "") -> Iterator[str]:

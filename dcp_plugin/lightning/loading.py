@@ -39,6 +39,7 @@ from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import LoadReport
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
     OwnLayout,
     flatten_optimizer,
@@ -87,11 +88,19 @@ class Loaded:
 
 
 def load(
-    path: Where, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool, weights_only: bool | None
+    path: Where,
+    checkpointer: Checkpointer,
+    model: nn.Module,
+    *,
+    strict: bool,
+    hooked: bool,
+    weights_only: bool | None,
+    files: SourceFiles | None,
 ) -> Loaded:
     """Read the checkpoint into ``model``, and all else but the optimizers' state into the result. Collective.
 
     Args:
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
         weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
         strict: Whether keys that do not fit are an error; if ``hooked``, they are judged later.
         hooked: Whether the LightningModule's own hook runs before the model's state is applied.
@@ -100,14 +109,14 @@ def load(
         CheckpointMismatch: The checkpoint does not fit the model.
     """
     unapplied = Unapplied(model)
-    keys, of_lightning = checkpointer.ranks.from_zero(f"read {path}", lambda: _look_into(path))
+    keys, of_lightning = checkpointer.ranks.from_zero(f"read {path}", lambda: _look_into(path, files))
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
     if of_lightning:
         checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
-        _allocate_like_parameters(path, keys[EXTRA], model, checkpoint)
+        _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
     report = checkpointer.restore(state, path, strict=strict and not hooked)
     made_again(checkpoint)
     given = None
@@ -118,9 +127,9 @@ def load(
     return Loaded(path, checkpoint, given, among(OPTIM, keys), report=report, of_lightning=of_lightning)
 
 
-def _look_into(path: Where) -> tuple[dict[str, list[str]], bool]:
-    """The keys of a checkpoint by name, and whether a sharded strategy of Lightning's has saved it."""
-    return keys_by_name(path), stock_format.is_directory_of_lightning(path)
+def _look_into(path: Where, files: SourceFiles | None) -> tuple[dict[str, list[str]], bool]:
+    """Return the keys of a checkpoint by name, and whether a sharded strategy of Lightning's has saved it."""
+    return keys_by_name(path, files), files is None and stock_format.is_directory_of_lightning(path)
 
 
 def load_optimizers(
@@ -154,7 +163,9 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
     return [layout.optimizer_of(tree) for tree in state.values()]
 
 
-def _allocate_like_parameters(path: Where, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
+def _allocate_like_parameters(
+    path: Where, files: SourceFiles | None, keys: list[str], model: nn.Module, checkpoint: Checkpoint
+) -> None:
     """Give what callbacks keep of every parameter, such as averages, distributed tensors to be loaded into.
 
     What has a parameter's name and shape comes back distributed as the parameter is, as it was handed in, and no rank
@@ -162,7 +173,7 @@ def _allocate_like_parameters(path: Where, keys: list[str], model: nn.Module, ch
     parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
     if not parameters:
         return
-    with ShardedReader(path, check_files=False) as reader:
+    with ShardedReader(path, check_files=False, files=files) as reader:
         index = reader.index
     for key in keys:
         entry, steps = index[f"{EXTRA}.{key}"], index.path_of(f"{EXTRA}.{key}")[1:]

@@ -29,6 +29,7 @@ from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpat
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.runs.resume import Restart
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import gather_module, gather_optimizer, inside_ddp, unwrapped_optimizer
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ class LightningAdapter(StrategyAdapter):
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
         if not self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
-            with self.checkpointer.shown(path):
-                return self._load_directory(path, weights_only)
+            with self.checkpointer.shown(path) as files:
+                return self._load_directory(path, weights_only, files)
         if self.keeps_shards:
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.model)
@@ -181,7 +182,7 @@ class LightningAdapter(StrategyAdapter):
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"))
         return checkpoint
 
-    def _load_directory(self, path: Where, weights_only: bool | None) -> Checkpoint:
+    def _load_directory(self, path: Where, weights_only: bool | None, files: SourceFiles | None) -> Checkpoint:
         strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
         if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
@@ -192,6 +193,7 @@ class LightningAdapter(StrategyAdapter):
             strict=self.module.strict_loading,
             hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
             weights_only=weights_only,
+            files=files,
         )
         checkpoint = loaded.checkpoint
         if self.fitting:

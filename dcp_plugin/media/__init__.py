@@ -508,10 +508,6 @@ def with_newest(homes: Sequence[P], home: P) -> tuple[P, ...]:
     return tuple(names[:_HOMES])
 
 
-shown_elsewhere: dict[Where, Medium] = {}
-"""Paths of checkpoints whose files are somewhere else for a while, see :mod:`dcp_plugin.media.elsewhere`."""
-
-
 def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium:
     """What a path is of.
 
@@ -521,8 +517,6 @@ def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium
     Raises:
         ValueError: A URL, and what talks to its store is not installed.
     """
-    if shown_elsewhere and (found := shown_elsewhere.get(path)) is not None:
-        return found
     if isinstance(path, ObjectPath):
         from dcp_plugin.media.objects import ObjectStore  # only who has a URL needs it
 

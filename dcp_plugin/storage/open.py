@@ -88,8 +88,11 @@ def open_checkpoint(path: Where, base: Where | None = None, check: bool = False)
     return _open(path, lambda opened: completed(opened, base), check)
 
 
-def open_files(path: Where, files: Readable, base: Where | None = None) -> OpenCheckpoint:
-    """:func:`open_checkpoint` of files that are held: of a checkpoint of ours, called by ``path``, wherever they are.
+def open_files(path: Where, files: Readable, base: Where | None = None, complete: bool = True) -> OpenCheckpoint:
+    """:func:`open_checkpoint` of the files of a checkpoint of ours, wherever they are; messages name ``path``.
+
+    Args:
+        complete: Open the base, too.
 
     Raises:
         CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As there.
@@ -105,7 +108,7 @@ def open_files(path: Where, files: Readable, base: Where | None = None) -> OpenC
             except CheckpointCorrupt:
                 if not _elsewhere(files):
                     raise
-        return completed(opened, base)
+        return completed(opened, base) if complete else opened
 
 
 def _elsewhere(files: Readable) -> bool:

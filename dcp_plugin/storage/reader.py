@@ -37,9 +37,9 @@ from dcp_plugin.format.pickles.rebuild import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.format.whole_tensors import decode
-from dcp_plugin.media import Readable
 from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
@@ -104,10 +104,10 @@ class ShardedReader(StorageReader):
         base: str | os.PathLike[str] | None = None,
         complete: bool = True,
         storage_options: StorageOptions | None = None,
-        files: Readable | None = None,
+        files: SourceFiles | None = None,
     ) -> None:
         self._storage_options = storage_options
-        self._files = files
+        self.files = files
         self.path = self._asked_for = as_path(path, storage_options)
         self._io_threads = io_threads
         self._verify = verify
@@ -127,8 +127,8 @@ class ShardedReader(StorageReader):
     def opened(self) -> OpenCheckpoint:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
-            if self._files is not None:
-                self._opened = open_files(self.path, self._files, self._base)
+            if self.files is not None:
+                self._opened = open_files(self.path, self.files, self._base, self._complete)
             elif self._complete:
                 self._opened = open_checkpoint(self.path, self._base, self._check_files)
             else:

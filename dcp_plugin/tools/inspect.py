@@ -18,7 +18,7 @@ from dcp_plugin.types import CheckpointInfo, TensorInfo
 
 
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """What is in a checkpoint; without what it leaves out because its base has it. No tensor is read.
+    """Return what a checkpoint has; without what it leaves out because its base has it. No tensor is read.
 
     Args:
         path: A checkpoint of this package or of stock DCP, or what another tool saved; or the URL of one.
@@ -39,9 +39,14 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         ('w', (2, 3), ['step'])
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-        index, summary, files = reader.index, reader.summary, reader.opened.files
-        is_file_of_other_tool = files.where != str(reader.path)
-        below = [] if is_file_of_other_tool or exists(files, METADATA) else checkpoints_below(reader.path)
+        return info_of(reader)
+
+
+def info_of(reader: ShardedReader) -> CheckpointInfo:
+    """:func:`inspect` of a checkpoint that a reader opens."""
+    path, index, summary, files = reader.path, reader.index, reader.summary, reader.opened.files
+    is_file_of_other_tool = files.where != str(path)
+    below = [] if is_file_of_other_tool or exists(files, METADATA) else checkpoints_below(path)
     if below:
         raise CheckpointNotFound(
             f"{path} is not a checkpoint: it has {some(list(index.files))} in it, and {below[0]}. Name the one that "

@@ -43,16 +43,16 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.format import DAMAGED, exists, read
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, inspect_files, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.scan import state_of
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import unwrapped_optimizer
 from dcp_plugin.state.names import contains_fsdp1
-from dcp_plugin.tools.inspect import inspect
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
 
@@ -194,10 +194,10 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     )
 
 
-def named(path: PathLike, config: CheckpointConfig) -> Found:
+def named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -> Found:
     """:func:`examine` of a path that the user has named; what is wrong with it comes with a way out."""
     try:
-        return examine(path, config)
+        return examine(path, config, files)
     except (CheckpointNotFound, CheckpointIncomplete) as error:
         raise type(error)(
             f"Can't find a valid checkpoint at {error}. "
@@ -205,29 +205,32 @@ def named(path: PathLike, config: CheckpointConfig) -> Found:
         ) from None
 
 
-def examine(path: PathLike, config: CheckpointConfig) -> Found:
-    """What there is to resume from at a path.
+def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None = None) -> Found:
+    """Return what a checkpoint has to resume from.
+
+    Args:
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing complete.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is at the path, or nothing complete.
     """
     path = as_path(path, config.storage_options)
-    state = state_of(path)
-    if state is None:
+    state = state_of(path) if files is None else None
+    if files is None and state is None:
         path = _local(path)
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
         return Found(path)
-    if not state.committed:
+    if state is not None and not state.committed:
         raise CheckpointIncomplete(f"{path}: {state.reason}")
-    info = inspect(path)
+    info = inspect_files(path, files)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
     extra = {name: None for name in (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}") if name in names}
-    Checkpointer(config, solo=True).restore(extra, path)
+    Checkpointer(config, solo=True).restore(extra, path, files=files)
     if config.verify_on_load:
-        _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
+        _compare_trainer_state(path, files, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
-    return Found(path, False, names, info.world_size, samples, _has_trainer_state(path))
+    return Found(path, False, names, info.world_size, samples, _has_trainer_state(path, files))
 
 
 def _local(path: Where) -> Path:
@@ -239,9 +242,9 @@ def _local(path: Where) -> Path:
     return local_path(path, "what transformers has saved without this package", _COPY_IT)
 
 
-def _has_trainer_state(path: Where) -> bool:
+def _has_trainer_state(path: Where, files: SourceFiles | None) -> bool:
     with damage_in(path):
-        return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
+        return exists(files or unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
@@ -318,11 +321,11 @@ def _name_of(key: str) -> str:
     return ".".join(parts[: 1 if parts[0] != EXTRA else 3 if parts[1:2] == [RNG] else 2])
 
 
-def _compare_trainer_state(path: Where, saved: str | None) -> None:
+def _compare_trainer_state(path: Where, source: SourceFiles | None, saved: str | None) -> None:
     if saved is None:
         return
     with damage_in(path):
-        files = unpacked(medium_of(path).open(path))
+        files = source or unpacked(medium_of(path).open(path))
         found = read(files, TRAINER_STATE_NAME) if exists(files, TRAINER_STATE_NAME) else b""
     if found != saved.encode():
         raise CheckpointCorrupt(

@@ -40,6 +40,7 @@ from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.paths import PathLike, as_local, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -277,18 +278,19 @@ class TrainerAdapter:
             note_chosen(chosen.path)
             return self._resume_from(chosen)
         path = as_path(chosen, config.storage_options)
-        with self._checkpointer.shown(path):
-            found = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config))
-            return self._resume_from(found)
+        with self._checkpointer.shown(path) as files:
+            found = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
+            return self._resume_from(found, files)
 
-    def _resume_from(self, found: Found) -> str | None:
+    def _resume_from(self, found: Found, files: SourceFiles | None = None) -> str | None:
         config, ranks = self._trainer.checkpoint_config, self._checkpointer.ranks
         self.found = None if found.stock else found
         if not found.stock and not found.has_trainer_state:  # a new training, with loaded weights
             return None
 
         def directory() -> str:
-            copy = local_copy(as_path(found.path, config.storage_options), lambda name: name == TRAINER_STATE_NAME)
+            where = as_path(found.path, config.storage_options)
+            copy = local_copy(where, lambda name: name == TRAINER_STATE_NAME, files)
             return os.fspath(self._small_files.enter_context(copy))
 
         return ranks.agree(f"read {found.path}", directory)
@@ -477,9 +479,9 @@ class TrainerAdapter:
         """Load the best model; returns False, and loads nothing, if stock transformers has saved it."""
         best, config = self._trainer.state.best_model_checkpoint, self._trainer.checkpoint_config
         assert best is not None
-        with self._checkpointer.shown(best):
+        with self._checkpointer.shown(best) as files:
             found = self._checkpointer.ranks.from_zero(
-                "open the best checkpoint", lambda: checkpoints.examine(best, config)
+                "open the best checkpoint", lambda: checkpoints.examine(best, config, files)
             )
             if not found.stock:
                 self._checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, found.path)
