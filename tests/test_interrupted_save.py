@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media import medium_of
+from dcp_plugin.media import lease, medium_of
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.paths import Where
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
+from tests.limits import HANG
 from tests.places import is_tidy, save_file
+from tests.programs import Program
 
 KILLED = -signal.SIGKILL
 
@@ -285,3 +289,68 @@ def _sweep_as_another_node(workspace: Path) -> None:
         commit.sweep(workspace)
     finally:
         os._exit(0)
+
+
+_SAVE_ONCE_THE_GATE_OPENS = """
+import sys, torch, dcp_plugin as dcp
+from dcp_plugin.media.disk import commit
+
+publish = commit.publish
+
+def wait_and_publish(reservation):
+    print("ready", flush=True)
+    open(sys.argv[2]).read()
+    publish(reservation)
+
+commit.publish = wait_and_publish
+dcp.save({"w": torch.ones(1000)}, sys.argv[1], step=2)
+"""
+
+
+@pytest.mark.parametrize("other", ["boot", "mount"])
+def test_a_suspended_save_whose_locks_are_not_shared_is_kept_for_its_lease_and_then_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Lustre with ``localflock``, NFS with ``nolock``, or a mount for each container: all locks succeed."""
+    path, gate = tmp_path / "run" / "ck", tmp_path / "gate"
+    dcp.save({"w": torch.zeros(1000)}, path, step=1)
+    os.mkfifo(gate)
+    owner = Program("-c", _SAVE_ONCE_THE_GATE_OPENS, path, gate)
+    assert owner.stdout.readline() == "ready\n"
+    owner.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(fcntl, "lockf", lambda *args: None)
+    monkeypatch.setattr(posix, "mount_of", lambda fd: "another")
+    if other == "boot":
+        monkeypatch.setattr(posix, "machine", lambda: "another")
+    (record,) = path.parent.glob(".dcp_plugin/*.json")
+
+    dcp.save({"n": 1}, path.with_name("beside"))
+    assert record.exists() and record.with_suffix(".saving").is_dir()
+    os.utime(record, (0, 0))  # the lease is over
+    dcp.save({"n": 2}, path.with_name("beside"))
+    assert is_tidy(path.parent)
+
+    owner.send_signal(signal.SIGCONT)
+    gate.write_text("open")
+    assert "SaveFailed" in owner.communicate()[1]
+    assert dcp.verify(path).ok and dcp.inspect(path).step == 1
+    assert is_tidy(path.parent)
+
+
+def test_the_record_of_a_save_in_flight_is_touched_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utime, touches = os.utime, threading.Semaphore(0)
+
+    def touch(*args: Any, **options: Any) -> None:
+        utime(*args, **options)
+        touches.release()
+
+    monkeypatch.setattr(lease, "_BEAT", 0.001)
+    monkeypatch.setattr(os, "utime", touch)
+    reservation = commit.reserve(tmp_path / "ck")
+    record = reservation.directory.with_suffix(".json")
+    utime(record, (0, 0))
+    while record.stat().st_mtime == 0:
+        assert touches.acquire(timeout=HANG)
+    commit.discard(reservation)

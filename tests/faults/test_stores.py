@@ -24,6 +24,7 @@ from obstore.store import from_url
 import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointUnreadable
 from dcp_plugin.format.packed import token_in
+from dcp_plugin.media import lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, as_path
@@ -83,7 +84,7 @@ def _left(bucket: Bucket, kept: int = 0) -> list[str]:
 
 
 def _without_leases(url: ObjectPath, number: int) -> None:
-    commit._LEASE = -1.0
+    lease.LEASE = -1.0
     save(url, number)
 
 

@@ -13,12 +13,14 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
 - :func:`discard` ends a save that failed. :func:`leave` ends a copy that is to be gone on with: who reserves the same
   copy again takes over its record and its directory, as it does after a copy that died.
 
-Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
-:func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. It begins by renaming the
-directory of the dead to ``<token>.deleted``, so that a save that was wrongly taken for dead cannot be published. Where
-a file system has no locks, it does so after processes of its own machine that have ended. Nothing in ``.dcp_plugin`` is
-ever taken for a checkpoint, and its names do not contain those of checkpoints, because frameworks look for patterns in
-layout. Where ``.dcp_plugin`` is another user's, this user's has the number of the user behind its name.
+Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, :func:`sweep`, called by the next
+save, puts back what was moved aside and deletes the rest. It begins by renaming the directory of the dead to
+``<token>.deleted``, so that a save that was wrongly taken for dead cannot be published. A lock that can be taken proves
+that a process has ended only where both processes share locks: in one boot of one machine, and on one mount. Between
+others the lease decides (:mod:`dcp_plugin.media.lease`), because Lustre with ``localflock`` and NFS with ``nolock``
+grant the same lock on each node. Nothing in ``.dcp_plugin`` is ever taken for a checkpoint, and its names do not
+contain those of checkpoints, because frameworks look for patterns in layout. Where ``.dcp_plugin`` is another user's,
+this user's has the number of the user behind its name.
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -31,12 +33,13 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ from typing import Any
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of, workspaces_of
+from dcp_plugin.media import Leftover, Reservation, is_target, lease, other_things, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import usage_of
 
@@ -62,6 +65,8 @@ class _Held:
     naming: bool = False
     """Whether its save is being given its name, or has been: then what is in its directory may be the old checkpoint,
     with files of the user's in it."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Ends the heartbeat of the record."""
 
 
 _held: dict[str, _Held] = {}
@@ -131,10 +136,13 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
             reservation = _reservation(final, record.stem)
             descriptor = _open_if_ended(record)
             if descriptor is None:
-                raise SaveFailed(f"cannot copy to {final}: another process ({noted.get('pid')}) is copying the same.")
+                raise SaveFailed(
+                    f"cannot copy to {final}: another process ({noted.get('pid')} on {noted.get('host')}) is copying "
+                    f"the same, or died on another machine less than {lease.LEASE / 60:.0f} minutes ago."
+                )
             _held[record.stem] = _Held(descriptor, str(noted["target"]))
             os.lseek(descriptor, 0, os.SEEK_END)
-            _note_in_record(reservation, _maker())
+            _note_maker(reservation)
             return reservation
     return None
 
@@ -352,16 +360,32 @@ def _left_by(reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
 
 
 def _open_if_ended(record: Path) -> int | None:
-    """A record, locked, if the process that made it has ended. Without locks that can be told on its machine only."""
+    """Open a record, and lock it where the file system has locks. None if the process that made it may be alive."""
     try:
-        return posix.lock(record, create=False)
+        descriptor, is_locked = posix.lock(record, create=False), True
     except OSError:
-        descriptor = posix.open_own(record, os.O_RDWR)
-    noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-    if posix.has_ended(noted.get("machine"), noted.get("pid")):
-        return descriptor
-    os.close(descriptor)
-    return None
+        descriptor, is_locked = posix.open_own(record, os.O_RDWR), False
+    if descriptor is None:
+        return None
+    has_ended = False
+    try:
+        noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+        is_older = "mount" not in noted  # torn, or of a version that has no heartbeat
+        shares_locks = is_older or (noted["mount"] and noted["mount"] == posix.mount_of(descriptor))
+        has_ended = (is_locked and shares_locks) or lease.has_ended(
+            noted, lambda: 0.0 if is_older else _age(record, descriptor)
+        )
+    finally:
+        if not has_ended:
+            os.close(descriptor)
+    return descriptor if has_ended else None
+
+
+def _age(record: Path, descriptor: int) -> float:
+    """Return the seconds since the last heartbeat of a record. The clock is that of the file system: the workspace gets
+    its present time."""
+    os.utime(record.parent, follow_symlinks=False)
+    return os.lstat(record.parent).st_mtime - os.fstat(descriptor).st_mtime
 
 
 def _sweep_one(workspace: Path, record: Path) -> None:
@@ -529,9 +553,14 @@ def _open_record(final: Path, **said: str) -> Reservation[Path]:
     return reservation
 
 
-def _maker() -> dict[str, Any]:
+def _note_maker(reservation: Reservation[Path], **said: str) -> None:
+    """Note in a record that this process has made it, and begin its heartbeat."""
+    held, record = _held[reservation.token], _record(reservation)
     maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
-    return {**maker, "launch": launch_record()}
+    maker |= {"mount": posix.mount_of(held.descriptor), "launch": launch_record()}
+    _note_in_record(reservation, {**maker, **said})
+    # By its path: the descriptor may belong to another file once the record is closed.
+    lease.start_heartbeat(held.ended, lambda: os.utime(record, follow_symlinks=False))
 
 
 def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
@@ -540,7 +569,7 @@ def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
     held = _held[reservation.token] = _Held(-1, target)
     try:
         held.descriptor = _create_locked(_record(reservation))
-        _note_in_record(reservation, {"target": target, **_maker(), **said})
+        _note_maker(reservation, target=target, **said)
         # Before what it is about: after a loss of power nobody would sweep what no record tells of.
         posix.sync_directory(_record(reservation).parent)
     except BaseException:
@@ -592,6 +621,7 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
     held = _held.pop(reservation.token, None)
     if held is None:
         return
+    held.ended.set()
     with suppress(OSError):
         if finished:
             _record(reservation).unlink(missing_ok=True)

@@ -182,10 +182,21 @@ def delete(path: Path) -> bool:
 
 
 def machine() -> str:
-    """Where the number of a process means this process: a boot of a machine, and its name space of processes there.
-    Empty where nobody can tell."""
+    """Return the identity of the boot and the process namespace, within which a number names one process. Empty where
+    the system does not tell."""
+    return _boot_and_namespace("pid")
+
+
+def mount_of(fd: int) -> str:
+    """Return the identity of the boot, the mount namespace and the device of an open file: processes with the same one
+    share its locks. Empty where the system does not tell."""
+    here = _boot_and_namespace("mnt")
+    return here and f"{here} {os.fstat(fd).st_dev}"
+
+
+def _boot_and_namespace(kind: str) -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
 

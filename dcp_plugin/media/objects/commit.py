@@ -46,7 +46,7 @@ from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packe
 from dcp_plugin.format.summary import MAX_SIZE
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, lease, other_things, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
@@ -63,9 +63,6 @@ from dcp_plugin.paths import ObjectPath
 
 logger = logging.getLogger("dcp_plugin")
 
-_BEAT = 60.0
-_LEASE = 15 * _BEAT
-"""Seconds after which who has not put its record again is dead, unless its machine says so before."""
 _CLOCKS_DIFFER = 2.0
 """Seconds. Below that, the clock of this machine is the finer one; a store tells full seconds."""
 _ATTEMPTS = 5
@@ -159,10 +156,10 @@ def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]
             continue
         if not is_target(noted.get("target")) or workspace.parent / noted["target"] != reservation.final:
             continue
-        if token in _held or not (noted.get("dead") or _is_dead(noted, found, now)):
+        if token in _held or not _is_dead(noted, found, now):
             raise SaveFailed(
                 f"cannot copy to {reservation.final}: another process ({noted.get('pid')} on {noted.get('host')}) is "
-                f"copying the same, or has died less than {_LEASE / 60:.0f} minutes ago."
+                f"copying the same, or has died less than {lease.LEASE / 60:.0f} minutes ago."
             )
 
 
@@ -193,7 +190,7 @@ def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> 
     except BaseException:
         _let_go(client, held.reservation)
         raise
-    threading.Thread(target=_beat, args=(client, held), name="dcp-beat", daemon=True).start()
+    lease.start_heartbeat(held.ended, lambda: _put_again(client, held))
     return held.reservation
 
 
@@ -213,12 +210,11 @@ def _put_record(client: Client, final: ObjectPath, tag: str | None, now: float, 
     return held
 
 
-def _beat(client: Client, held: _Held) -> None:
-    """Put a record again every minute, as long as its save is in flight and nobody takes it for dead."""
-    while not held.ended.wait(_BEAT):
-        with suppress(OSError, Changed):
-            if (found := _own(client, held)) is not None:
-                _put_over(client, held.reservation.final, found.key, held.said, found.tag)
+def _put_again(client: Client, held: _Held) -> None:
+    """Put the record of a save of this process again, unless another job took the save for dead."""
+    with suppress(Changed):
+        if (found := _own(client, held)) is not None:
+            _put_over(client, held.reservation.final, found.key, held.said, found.tag)
 
 
 def _own(client: Client, held: _Held) -> Found | None:
@@ -324,7 +320,7 @@ def _refuse_if_taken_for_dead(client: Client, held: _Held) -> None:
     if _own(client, held) is None:
         raise SaveFailed(
             f"cannot commit {held.reservation.final}: another job took this save for dead, since nothing was heard of "
-            f"it for {_LEASE / 60:.0f} minutes, and has deleted what it had written. Save again."
+            f"it for {lease.LEASE / 60:.0f} minutes, and has deleted what it had written. Save again."
         )
 
 
@@ -548,7 +544,7 @@ def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None
     dead = [
         _Dead(token, found, noted)
         for token, (found, noted) in there.items()
-        if token not in _held and noted is not None and (noted.get("dead") or _is_dead(noted, found, now))
+        if token not in _held and noted is not None and _is_dead(noted, found, now)
     ]
     for first in range(0, len(dead), _SWEPT_TOGETHER):
         _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
@@ -619,7 +615,7 @@ def leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath
         noted = _noted(client, record) if token not in _held else None
         if noted is None or not is_target(noted.get("target")):
             continue
-        if noted.get("dead") or _is_dead(noted, record, time.time()):
+        if _is_dead(noted, record, time.time()):
             found += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
     alive = _Records(client, workspace).alive()
     for key in uploads:
@@ -687,11 +683,8 @@ def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None
         _put_over(client, path, found.key, other, found.tag)
 
 
-def _is_dead(noted: Mapping[str, Any], found: Found, now: float) -> bool:
-    """``found`` is the record, of no save that this process knows of."""
-    machine, pid = noted.get("machine"), noted.get("pid")
-    of_this_process = bool(machine) and machine == posix.machine() and pid == os.getpid()
-    return of_this_process or posix.has_ended(machine, pid) or now - found.modified > _LEASE
+def _is_dead(noted: Mapping[str, Any], record: Found, now: float) -> bool:
+    return bool(noted.get("dead")) or lease.has_ended(noted, lambda: now - record.modified)
 
 
 def noted_in(client: Client, record: Found) -> tuple[str | None, object]:
