@@ -73,8 +73,8 @@ def test_an_overwrite_replaces_attached_files_and_keeps_those_of_others(tmp_path
 def _die_after_the_exchange(path: Path) -> None:
     exchange = posix.exchange
 
-    def die(one: Path, other: Path) -> bool:
-        exchange(one, other)
+    def die(*names: Any) -> bool:
+        exchange(*names)
         os.kill(os.getpid(), signal.SIGKILL)
         return True
 

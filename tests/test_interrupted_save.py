@@ -97,13 +97,13 @@ def _die_inside(call: str, path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    def die_after(one: Path, other: Path) -> bool:
-        real_exchange(one, other)
+    def die_after(*names: Any) -> bool:
+        real_exchange(*names)
         os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    def die_between(one: Path, other: Path) -> None:
-        real_rename(one, other)
+    def die_between(*names: Any, **folders: int) -> None:
+        real_rename(*names, **folders)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if call == "before the exchange":
@@ -111,7 +111,7 @@ def _die_inside(call: str, path: Path) -> None:
     elif call == "after the exchange":
         posix.exchange = die_after
     else:  # a file system without exchange: between the two renames
-        posix.exchange = lambda one, other: False
+        posix.exchange = lambda *names: False
         os.rename = die_between  # type: ignore[assignment]
     dcp.save({"model": model, "optim": optimizer}, path, step=99)
 
@@ -148,12 +148,12 @@ def test_a_file_system_that_fails_between_two_renames_costs_no_checkpoint(
     dcp.save({"n": 4}, other, step=4)
     real_rename = os.rename
 
-    def rename(one: Path, to: Path) -> None:
-        if to == path and one.suffix == ".saving":
+    def rename(one: Any, to: Any, **folders: int) -> None:
+        if to == path and str(one).endswith(".saving"):
             raise OSError(errno.ESTALE, "Stale file handle")
-        real_rename(one, to)
+        real_rename(one, to, **folders)
 
-    monkeypatch.setattr(posix, "exchange", lambda one, other: False)
+    monkeypatch.setattr(posix, "exchange", lambda *names: False)
     monkeypatch.setattr(os, "rename", rename)
     attempt = {"with a link": lambda: commit.link(path, other)}
     with pytest.raises(dcp.CheckpointError, match="Stale file handle"):
@@ -253,23 +253,23 @@ def test_a_save_that_another_node_takes_for_dead_fails_and_harms_nothing(
     """The other node shares no locks with this one, and is itself stopped in the middle of the deletion."""
     path = tmp_path / "ck"
     dcp.save({"w": torch.zeros(1000)}, path, step=1)
-    publish, sync = commit.publish, posix.sync_directory
+    publish, sync = commit.publish, posix.Folder.sync
 
     def be_swept_and_publish(reservation: Any) -> None:
-        def sweep_once(directory: Path) -> None:  # when the directory is known to be there
-            monkeypatch.setattr(posix, "sync_directory", sync)
-            sync(directory)
+        def sweep_once(folder: posix.Folder) -> None:  # when the directory is known to be there
+            monkeypatch.setattr(posix.Folder, "sync", sync)
+            sync(folder)
             pid = os.fork()
             if pid == 0:
-                _sweep_as_another_node(directory.parent)
+                _sweep_as_another_node(folder.path.parent)
             os.waitpid(pid, 0)
 
-        monkeypatch.setattr(posix, "sync_directory", sweep_once)
+        monkeypatch.setattr(posix.Folder, "sync", sweep_once)
         publish(reservation)
 
     monkeypatch.setattr(commit, "publish", be_swept_and_publish)
     if not exchange:
-        monkeypatch.setattr(posix, "exchange", lambda one, other: False)
+        monkeypatch.setattr(posix, "exchange", lambda *names: False)
     with pytest.raises(dcp.SaveFailed, match="No such file or directory"):
         dcp.save({"w": torch.ones(1000)}, path, step=2)
     assert dcp.verify(path).ok and dcp.inspect(path).step == 1
@@ -277,15 +277,15 @@ def test_a_save_that_another_node_takes_for_dead_fails_and_harms_nothing(
 
 
 def _sweep_as_another_node(workspace: Path) -> None:
-    def delete_the_data(path: Path) -> bool:
-        for file in path.glob("*.distcp"):
+    def delete_the_data(folder: posix.Folder, name: str) -> bool:
+        for file in (folder.path / name).glob("*.distcp"):
             file.unlink()
         return False
 
     try:
         commit._held.clear()
-        posix.lock = lambda record, create=True: os.open(record, os.O_RDWR)  # type: ignore[assignment]
-        posix.delete = delete_the_data  # type: ignore[assignment]
+        posix.lock = lambda folder, name, create=True: folder.open(name, os.O_RDWR)
+        posix.Folder.delete = delete_the_data  # type: ignore[method-assign]
         commit.sweep(workspace)
     finally:
         os._exit(0)

@@ -436,7 +436,7 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
 def _link_and_die(root: Path) -> None:
     from dcp_plugin.media.disk import posix
 
-    def die(*args: object) -> None:
+    def die(*names: object, **folders: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     posix.exchange = die  # type: ignore[assignment]

@@ -50,11 +50,11 @@ def test_what_the_second_user_has_moved_aside_is_found(shared: Path, monkeypatch
 def _die_between_the_renames(path: Path) -> None:
     rename = os.rename
 
-    def rename_and_die(source: Path, target: Path) -> None:
+    def rename_and_die(source: Path, target: Path, **folders: int) -> None:
         if target == path:
             os._exit(1)
-        rename(source, target)
+        rename(source, target, **folders)
 
-    commit.posix.exchange = lambda one, other: False
+    commit.posix.exchange = lambda *names: False
     os.rename = rename_and_die  # type: ignore[assignment]
     _save(path, 2)

@@ -53,7 +53,7 @@ def make_run(root: Where) -> str:
         workspace = workspace_in(root)
         if isinstance(workspace, Path):
             workspace.mkdir(parents=True, exist_ok=True)
-            posix.refuse_link(workspace)
+            posix.Folder(workspace).close()  # a link is refused
         medium_of(root).mark(workspace, RUN, fresh.encode())
         found = run_of(root) or fresh
     return found

@@ -118,13 +118,15 @@ def _columns(event: events.SaveFinished, ranks: Sequence[events.RankCost]) -> di
 
 def _append(file: Path, line: bytes) -> None:
     posix.make_directories(file.parent)
-    posix.refuse_link(file.parent)
     if file not in _sizes or len(_sizes) > 64:
         _sizes.clear()
         data = _read(file.parent).get(NAME, b"")
         _sizes[file] = data.count(b"\n"), len(data)
         line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died while it wrote
-    with open(posix.open_own(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end:
+    with (
+        posix.Folder(file.parent) as folder,
+        open(folder.open(file.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end,
+    ):
         end.write(line)  # in one write, which no other process cuts
     lines, nbytes = _sizes[file]
     _sizes[file] = lines + 1, nbytes + len(line)

@@ -54,7 +54,7 @@ def _end_within_a_save(path: Path) -> None:
 def test_without_locks_what_a_process_of_this_machine_left_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without(path: Path, create: bool = True) -> int:
+    def without(folder: posix.Folder, name: str, create: bool = True) -> int:
         raise OSError(37, "No locks available")
 
     launch.outcomes_of(_end_within_a_save, 1, tmp_path / "step-1")

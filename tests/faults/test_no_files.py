@@ -170,6 +170,26 @@ def test_a_workspace_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Pa
     assert all((target / name).read_text() == '{"target": "1"}' for name in before)
 
 
+@on_ranks(1)
+def test_a_workspace_that_becomes_a_link_during_a_save_leads_no_deletion_to_its_target(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "mine"
+
+    def put_a_link(directory: Path) -> None:
+        workspace = directory.parent
+        target.mkdir()
+        for name in os.listdir(workspace):
+            (target / name).write_text("mine")
+        workspace.rename(tmp_path / "moved")
+        workspace.symlink_to(target)
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(dcp.SaveFailed, match="the disk is full"):
+        dcp.Checkpointer().save({"n": 1}, run / "1", files=put_a_link)
+    names = os.listdir(target)
+    assert len(names) >= 2 and all((target / name).read_text() == "mine" for name in names)
+    assert list((tmp_path / "moved").glob("*.*")) == []
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 @on_ranks(1)
 def test_figures_in_place_of_which_something_else_is_are_left_out(tmp_path: Path, kind: str) -> None:

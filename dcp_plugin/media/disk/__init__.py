@@ -101,7 +101,7 @@ class LocalDisk:
         if entry.suffix != ".saving":
             return None
         try:
-            target, launch = commit.noted_in(entry.with_suffix(".json"))
+            target, launch = commit.noted_in(entry)
             return InFlight(target or "?", entry.stat().st_mtime, launch)
         except OSError:
             return None

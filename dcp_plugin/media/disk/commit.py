@@ -58,8 +58,9 @@ logger = logging.getLogger("dcp_plugin")
 class _Held:
     """A record that this process has made, and locked where the file system has locks."""
 
-    descriptor: int
+    workspace: posix.Folder
     target: str
+    descriptor: int = -1
     as_a_whole: bool = False
     """Whether it is a copy: what it replaces goes, with all that is in it."""
     naming: bool = False
@@ -86,10 +87,6 @@ def _reservation(final: Path, token: str) -> Reservation[Path]:
     return Reservation(final, token, workspace_of(final) / f"{token}.saving")
 
 
-def _record(reservation: Reservation[Path]) -> Path:
-    return reservation.directory.with_suffix(".json")
-
-
 def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> Reservation[Path]:
     """Make the directory that a save to ``final`` writes into.
 
@@ -113,8 +110,10 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
             sweep(workspace)
         if reservation is None:
             reservation = _open_record(final, **({"copy_of": copy_of} if copy_of else {}))
-        _held[reservation.token].as_a_whole = bool(copy_of)
-        reservation.directory.mkdir(exist_ok=bool(copy_of))
+        held = _held[reservation.token]
+        held.as_a_whole = bool(copy_of)
+        if not (copy_of and held.workspace.has(reservation.directory.name)):
+            os.mkdir(reservation.directory.name, dir_fd=held.workspace.descriptor)
     except OSError as error:
         if reservation is not None:
             _tidy_up(reservation)
@@ -125,22 +124,21 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     """What is left of the same copy by a process that has ended. Raises SaveFailed if it goes on."""
     workspace = workspace_of(final)
-    for record in _records(workspace):
-        if record.stem in _held:
+    for folder, token in _records(workspace):
+        if token in _held:
             continue
         with suppress(OSError):
-            with FileIO(posix.open_own(record, os.O_RDONLY)) as file:
-                noted = _parsed(file.readall())
+            noted = _noted(folder, token)
             if noted.get("copy_of") != copy_of or _checked_target(noted) != _name_in(workspace, final):
                 continue
-            reservation = _reservation(final, record.stem)
-            descriptor = _open_if_ended(record)
+            reservation = _reservation(final, token)
+            descriptor = _open_if_ended(folder, token)
             if descriptor is None:
                 raise SaveFailed(
                     f"cannot copy to {final}: another process ({noted.get('pid')} on {noted.get('host')}) is copying "
                     f"the same, or died on another machine less than {lease.LEASE / 60:.0f} minutes ago."
                 )
-            _held[record.stem] = _Held(descriptor, str(noted["target"]))
+            _held[token] = _Held(posix.Folder(workspace), str(noted["target"]), descriptor)
             os.lseek(descriptor, 0, os.SEEK_END)
             _note_maker(reservation)
             return reservation
@@ -160,12 +158,13 @@ def publish(reservation: Reservation[Path]) -> None:
         DurabilityUnknown: The new checkpoint is there; whether it outlives a loss of power is not known.
     """
     final, directory = reservation.final, reservation.directory
-    posix.sync_directory(directory)
     held = _held[reservation.token]
+    with held.workspace.folder(directory.name) as folder:
+        folder.sync()
     replaces = os.path.lexists(final)
     keeps_others = replaces and not held.as_a_whole
     if keeps_others:
-        _note_in_record(reservation, {"publishing": _identity(directory)})
+        _note_in_record(reservation, {"publishing": _identity(held.workspace, directory.name)})
     held.naming = True
     try:
         try:
@@ -174,8 +173,8 @@ def publish(reservation: Reservation[Path]) -> None:
             held.naming = False  # nothing has its name yet, and what was moved aside can be put back
             raise
         try:
-            for parent in (final.parent, directory.parent):
-                posix.sync_directory(parent)
+            posix.sync_directory(final.parent)
+            held.workspace.sync()
         except OSError as error:
             raise DurabilityUnknown(
                 f"{final} is saved, and can be loaded, but its name could not be made durable ({error}): after a loss "
@@ -183,8 +182,8 @@ def publish(reservation: Reservation[Path]) -> None:
             ) from error
         if keeps_others:
             # Not before the names are durable: else a loss of power could undo the exchange, but not these renames.
-            for old in (directory, directory.with_suffix(".aside")):
-                _keep_other_files(old, final)
+            for name in (directory.name, f"{reservation.token}.aside"):
+                _keep_other_files(held.workspace, name, final)
     except OSError as error:
         if not held.naming:
             raise
@@ -203,9 +202,10 @@ def publish(reservation: Reservation[Path]) -> None:
 
 def publish_file(reservation: Reservation[Path]) -> None:
     """Give the one file of a copy, which is called as it will be, its final name. Raises as :func:`publish`."""
-    final, file = reservation.final, reservation.directory / reservation.final.name
-    posix.sync_directory(reservation.directory)
-    os.replace(file, final)
+    final = reservation.final
+    with _held[reservation.token].workspace.folder(reservation.directory.name) as folder:
+        folder.sync()
+        os.replace(final.name, final, src_dir_fd=folder.descriptor)
     try:
         posix.sync_directory(final.parent)
     except OSError as error:
@@ -216,13 +216,14 @@ def publish_file(reservation: Reservation[Path]) -> None:
 
 def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     """Rename the directory to its final name. What was there is in its place, or aside, then."""
-    final, directory = reservation.final, reservation.directory
-    if replaces and posix.exchange(directory, final):
+    final, name, workspace = reservation.final, reservation.directory.name, _held[reservation.token].workspace
+    if replaces and posix.exchange(workspace, name, final):
         return
     if replaces:
-        os.lstat(directory)  # where another process has taken it, what is there stays where it is
-        os.rename(final, directory.with_suffix(".aside"))
-    os.rename(directory, final)
+        # Where another process has taken it, what is there stays where it is.
+        os.stat(name, dir_fd=workspace.descriptor, follow_symlinks=False)
+        os.rename(final, f"{reservation.token}.aside", dst_dir_fd=workspace.descriptor)
+    os.rename(name, final, src_dir_fd=workspace.descriptor)
 
 
 def discard(reservation: Reservation[Path], all_ended: bool = True) -> None:
@@ -250,7 +251,7 @@ def remove(path: Path) -> None:
             raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
         reservation = _open_record(path)
         try:
-            os.rename(path, reservation.directory.with_suffix(".deleted"))
+            os.rename(path, f"{reservation.token}.deleted", dst_dir_fd=_held[reservation.token].workspace.descriptor)
         except OSError:
             _tidy_up(reservation)
             raise
@@ -270,11 +271,11 @@ def link(path: Path, target: Path) -> None:
     """
     with _as_it_was(f"link {path} to {target}"):
         reservation = _open_record(path)
-        fresh = reservation.directory
+        fresh, workspace = reservation.directory.name, _held[reservation.token].workspace.descriptor
         try:
-            os.symlink(os.path.relpath(target, path.parent), fresh)
+            os.symlink(os.path.relpath(target, path.parent), fresh, dir_fd=workspace)
             if path.is_symlink() or not path.is_dir():
-                os.replace(fresh, path)
+                os.replace(fresh, path, src_dir_fd=workspace)
             else:
                 _take_name(reservation, replaces=True)
         except BaseException:
@@ -287,22 +288,22 @@ def link(path: Path, target: Path) -> None:
 
 def note(path: Path, data: bytes, replaced: Iterable[Path] = ()) -> None:
     """Put a small file into a workspace, in place of what has its name, and of other files. Not durable at once."""
-    fresh = path.with_name(f"{path.name}.new")
+    fresh = f"{path.name}.new"
     for attempt in range(_ATTEMPTS):
         posix.make_directories(path.parent)
-        posix.refuse_link(path.parent)
         try:
-            fresh.unlink(missing_ok=True)
-            with open(fresh, "xb") as file:
-                file.write(data)
-            os.replace(fresh, path)
+            with posix.Folder(path.parent) as folder:
+                folder.delete(fresh)
+                with open(folder.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(data)
+                folder.rename(fresh, path.name)
+                for other in replaced:
+                    folder.delete(other.name)
         except (FileNotFoundError, FileExistsError):  # an empty workspace was removed; or another process does the same
             if attempt + 1 == _ATTEMPTS:
                 raise
         else:
             break
-    for other in replaced:
-        other.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -318,53 +319,47 @@ def sweep(workspace: Path) -> None:
 
     What fails again is left for the next time.
     """
-    try:
-        records = _records(workspace)
-    except OSError:
-        return
-    for record in records:
-        if record.stem not in _held:
-            with suppress(OSError):
-                _sweep_one(workspace, record)
+    with suppress(OSError):
+        for folder, token in _records(workspace):
+            if token not in _held:
+                with suppress(OSError):
+                    _sweep_one(folder, token)
 
 
 def leftovers(workspace: Path) -> list[Leftover[Path]]:
     """What :func:`sweep` would tidy up. Where nothing can be locked or read, nobody can tell."""
     found: list[Leftover[Path]] = []
-    try:
-        records = _records(workspace)
-    except OSError:
-        return found
-    for record in records:
-        with suppress(OSError):
-            descriptor = _open_if_ended(record) if record.stem not in _held else None
-            if descriptor is None:
-                continue
-            try:
-                noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-                found += _left_by(_reservation(workspace.parent / (_checked_target(noted) or "?"), record.stem))
-            finally:
-                os.close(descriptor)
+    with suppress(OSError):
+        for folder, token in _records(workspace):
+            with suppress(OSError):
+                descriptor = _open_if_ended(folder, token) if token not in _held else None
+                if descriptor is None:
+                    continue
+                try:
+                    noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+                    found += _left_by(folder, _reservation(workspace.parent / (_checked_target(noted) or "?"), token))
+                finally:
+                    os.close(descriptor)
     return found
 
 
-def _left_by(reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
+def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
     what = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
     aside = "{}, moved aside by a save that was interrupted"
-    for path in sorted(reservation.directory.parent.glob(f"{reservation.token}.*")):
-        if path.suffix == ".aside" and _is_missed(reservation):
+    for path in (folder.path / name for name in folder.names() if name.startswith(f"{reservation.token}.")):
+        if path.suffix == ".aside" and _is_missed(folder, reservation):
             yield Leftover(path, f"{aside}: it gets its name back".format(reservation.final), 0)
         elif path.suffix != ".json":
             text = what.get(path.suffix, aside).format(reservation.final)
             yield Leftover(path, text, usage_of(path).own)
 
 
-def _open_if_ended(record: Path) -> int | None:
+def _open_if_ended(folder: posix.Folder, token: str) -> int | None:
     """Open a record, and lock it where the file system has locks. None if the process that made it may be alive."""
     try:
-        descriptor, is_locked = posix.lock(record, create=False), True
+        descriptor, is_locked = posix.lock(folder, f"{token}.json", create=False), True
     except OSError:
-        descriptor, is_locked = posix.open_own(record, os.O_RDWR), False
+        descriptor, is_locked = folder.open(f"{token}.json", os.O_RDWR), False
     if descriptor is None:
         return None
     has_ended = False
@@ -373,7 +368,7 @@ def _open_if_ended(record: Path) -> int | None:
         is_older = "mount" not in noted  # torn, or of a version that has no heartbeat
         shares_locks = is_older or (noted["mount"] and noted["mount"] == posix.mount_of(descriptor))
         has_ended = (is_locked and shares_locks) or lease.has_ended(
-            noted, lambda: 0.0 if is_older else _age(record, descriptor)
+            noted, lambda: 0.0 if is_older else _age(folder, descriptor)
         )
     finally:
         if not has_ended:
@@ -381,15 +376,15 @@ def _open_if_ended(record: Path) -> int | None:
     return descriptor if has_ended else None
 
 
-def _age(record: Path, descriptor: int) -> float:
+def _age(folder: posix.Folder, descriptor: int) -> float:
     """Return the seconds since the last heartbeat of a record. The clock is that of the file system: the workspace gets
     its present time."""
-    os.utime(record.parent, follow_symlinks=False)
-    return os.lstat(record.parent).st_mtime - os.fstat(descriptor).st_mtime
+    os.utime(folder.descriptor)
+    return os.fstat(folder.descriptor).st_mtime - os.fstat(descriptor).st_mtime
 
 
-def _sweep_one(workspace: Path, record: Path) -> None:
-    descriptor = _open_if_ended(record)
+def _sweep_one(folder: posix.Folder, token: str) -> None:
+    descriptor = _open_if_ended(folder, token)
     if descriptor is None:  # it lives
         return
     try:
@@ -398,11 +393,12 @@ def _sweep_one(workspace: Path, record: Path) -> None:
         # First of all the directory loses its name: its process may only have been suspended on a node that shares no
         # locks with this one, and would give the final name to a directory that is half deleted.
         with suppress(FileNotFoundError):
-            os.rename(record.with_suffix(".saving"), record.with_suffix(".deleted"))
+            folder.rename(f"{token}.saving", f"{token}.deleted")
         if (target := _checked_target(noted)) is not None:
-            _recover(_reservation(workspace.parent / target, record.stem), noted)
-        if _delete_all(path for path in workspace.glob(f"{record.stem}.*") if path != record):
-            posix.delete(record)
+            _recover(folder, _reservation(folder.path.parent / target, token), noted)
+        record = f"{token}.json"
+        if _delete_all(folder, (name for name in folder.names() if name.startswith(f"{token}.") and name != record)):
+            folder.delete(record)
     finally:
         os.close(descriptor)
 
@@ -412,23 +408,16 @@ def locate(path: Path) -> Path:
     for _ in range(_ATTEMPTS):
         if looks_like_checkpoint(path):
             break
-        try:
-            records = [
-                record
-                for workspace in workspaces_of(path)
-                for record in _records(workspace)
-                if target_of(record) == _name_in(workspace, path)
-            ]
-        except NotADirectoryError:
-            break
-        except FileNotFoundError:  # the workspace has just been removed: a save has ended
-            continue
-        for record in records:
-            aside = record.with_suffix(".aside")
-            if uncommitted_reason(aside) == "":
-                return aside
-        if not records:
-            break  # else a save is in flight, and the new one may have got its name meanwhile
+        is_in_flight = False
+        for workspace in workspaces_of(path):
+            with suppress(NotADirectoryError):
+                for folder, token in _records(workspace):
+                    if _target_in(folder, token) == _name_in(workspace, path):
+                        is_in_flight, aside = True, workspace / f"{token}.aside"
+                        if uncommitted_reason(aside) == "":
+                            return aside
+        if not is_in_flight:
+            break  # else the new one may have got its name meanwhile
     return path
 
 
@@ -497,52 +486,67 @@ def _refuse_below_a_file(final: Path) -> None:
             )
 
 
-def _keep_other_files(old: Path, new: Path) -> None:
+def _keep_other_files(workspace: posix.Folder, old: str, new: Path) -> None:
     """Move files that others put into the old checkpoint directory to the new one; what its save made stays."""
-    if old.is_dir() and not old.is_symlink():
-        attached, moved = _attached(old), False
-        for name in os.listdir(old):
+    try:
+        folder = workspace.folder(old)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with folder:
+        attached, moved = _attached(folder), False
+        for name in folder.names():
             foreign = name not in attached and not layout.is_own(name)
             if foreign and not os.path.lexists(new / name):
-                os.rename(old / name, new / name)
+                os.rename(name, new / name, src_dir_fd=folder.descriptor)
                 moved = True
         if moved:  # before anybody deletes the old directory
             posix.sync_directory(new)
 
 
-def _attached(checkpoint: Path) -> list[str]:
+def _attached(checkpoint: posix.Folder) -> list[str]:
     """What the summary lists besides the checkpoint's own files."""
     try:
-        return [str(name) for name in json.loads(_summary(checkpoint))["attached"]]
+        return [str(name) for name in json.loads(_contents(checkpoint, layout.SUMMARY))["attached"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
-def _summary(checkpoint: Path) -> bytes:
-    with posix.open_regular(checkpoint / layout.SUMMARY) as file:
+def _contents(folder: posix.Folder, name: str) -> bytes:
+    with FileIO(folder.open(name, os.O_RDONLY)) as file:
         return file.readall()
 
 
-def _identity(checkpoint: Path) -> str:
+def _identity(workspace: posix.Folder, name: str) -> str:
     """Tells one save from any other; empty if this is no checkpoint of ours."""
     try:
-        return hashlib.sha256(_summary(checkpoint)).hexdigest()
+        with workspace.folder(name) as checkpoint:
+            return hashlib.sha256(_contents(checkpoint, layout.SUMMARY)).hexdigest()
     except OSError:
         return ""
 
 
-def _records(workspace: Path) -> list[Path]:
-    """Return the records in a workspace. Raises NotADirectoryError for a link: its target may have the user's files."""
-    posix.refuse_link(workspace)
-    return sorted(workspace.glob("*.json"))
+def _records(workspace: Path) -> Iterator[tuple[posix.Folder, str]]:
+    """Yield a workspace, open, and the token of each record in it.
+
+    Raises:
+        NotADirectoryError: It is a link. The target may have files of the user's.
+    """
+    try:
+        folder = posix.Folder(workspace)
+    except (FileNotFoundError, PermissionError):
+        return
+    with folder:
+        for name in folder.names():
+            if name.endswith(".json"):
+                yield folder, name.removesuffix(".json")
 
 
 def _open_record(final: Path, **said: str) -> Reservation[Path]:
     """A new token, with its locked record in the workspace."""
+    posix.require_locks()
     for attempt in range(_ATTEMPTS):
         reservation = _reservation(final, uuid.uuid4().hex[:16])
-        posix.make_directories(_record(reservation).parent)
-        posix.refuse_link(_record(reservation).parent)
+        posix.make_directories(reservation.directory.parent)
         try:
             _make_record(reservation, said)
         except (FileNotFoundError, BlockingIOError, PermissionError):  # or another user has just made the workspace
@@ -555,7 +559,7 @@ def _open_record(final: Path, **said: str) -> Reservation[Path]:
 
 def _note_maker(reservation: Reservation[Path], **said: str) -> None:
     """Note in a record that this process has made it, and begin its heartbeat."""
-    held, record = _held[reservation.token], _record(reservation)
+    held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
     maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
     maker |= {"mount": posix.mount_of(held.descriptor), "launch": launch_record()}
     _note_in_record(reservation, {**maker, **said})
@@ -564,29 +568,30 @@ def _note_maker(reservation: Reservation[Path], **said: str) -> None:
 
 
 def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
-    target = _name_in(workspace_of(reservation.final), reservation.final)
+    workspace = posix.Folder(reservation.directory.parent)
+    target = _name_in(workspace.path, reservation.final)
     # Known before it is there: another thread of this process that sweeps could lock it, and would drop the lock.
-    held = _held[reservation.token] = _Held(-1, target)
+    held = _held[reservation.token] = _Held(workspace, target)
     try:
-        held.descriptor = _create_locked(_record(reservation))
+        held.descriptor = _create_locked(workspace, f"{reservation.token}.json")
         _note_maker(reservation, target=target, **said)
         # Before what it is about: after a loss of power nobody would sweep what no record tells of.
-        posix.sync_directory(_record(reservation).parent)
+        workspace.sync()
     except BaseException:
         _let_go(reservation, finished=True)
         raise
 
 
-def _create_locked(record: Path) -> int:
+def _create_locked(workspace: posix.Folder, record: str) -> int:
     """Raises BlockingIOError if another process takes it for one of the dead: it has found it between two calls."""
     try:
-        descriptor = posix.lock(record)
+        descriptor = posix.lock(workspace, record)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without locks: then nobody sweeps
-        descriptor = posix.open_own(record, os.O_RDWR | os.O_CREAT)
+    except OSError:  # a file system without locks
+        descriptor = workspace.open(record, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
-        raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(record))
+        raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(workspace.path / record))
     return descriptor
 
 
@@ -601,17 +606,18 @@ def _tidy_up(reservation: Reservation[Path]) -> None:
     """Put back what was moved aside, if its name is free, and delete the rest. What fails is left for the next save."""
     finished = False
     with suppress(OSError):
-        _restore(reservation)
-        finished = _delete_all(reservation.directory.with_suffix(s) for s in _OF_A_SAVE)
+        workspace = _held[reservation.token].workspace
+        _restore(workspace, reservation)
+        finished = _delete_all(workspace, (f"{reservation.token}{suffix}" for suffix in _OF_A_SAVE))
     _let_go(reservation, finished)
 
 
-def _delete_all(paths: Iterable[Path]) -> bool:
-    """Delete names in a workspace; whether they are gone, durably: their record may go then."""
-    there = list(filter(os.path.lexists, paths))
-    gone = not [path for path in there if not posix.delete(path)]
+def _delete_all(workspace: posix.Folder, names: Iterable[str]) -> bool:
+    """Delete entries of a workspace; whether they are gone, durably: their record may go then."""
+    there = list(filter(workspace.has, names))
+    gone = not [name for name in there if not workspace.delete(name)]
     if there:
-        posix.sync_directory(there[0].parent)
+        workspace.sync()
     return gone
 
 
@@ -622,13 +628,13 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
     if held is None:
         return
     held.ended.set()
-    with suppress(OSError):
-        if finished:
-            _record(reservation).unlink(missing_ok=True)
+    if finished:
+        held.workspace.delete(f"{reservation.token}.json")
+    held.workspace.close()
     with suppress(OSError):
         os.close(held.descriptor)
     with suppress(OSError):  # not if other saves are using it
-        _record(reservation).parent.rmdir()
+        held.workspace.path.rmdir()
 
 
 def _parsed(record: bytes) -> dict[str, Any]:
@@ -644,18 +650,28 @@ def _name_in(workspace: Path, final: Path) -> str:
     return final.relative_to(workspace.parent).as_posix()
 
 
-def target_of(record: Path) -> str | None:
+def _noted(folder: posix.Folder, token: str) -> dict[str, Any]:
+    return _parsed(_contents(folder, f"{token}.json"))
+
+
+def _target_in(folder: posix.Folder, token: str) -> str | None:
     """The checkpoint that a record is about, relative to the workspace's parent; None if it names none."""
-    return noted_in(record)[0]
-
-
-def noted_in(record: Path) -> tuple[str | None, object]:
-    """The checkpoint that a record is about, as :func:`target_of`, and the launch of the other process that saves."""
-    if record.stem in _held:
-        return _held[record.stem].target, None
+    if token in _held:
+        return _held[token].target
     try:
-        with FileIO(posix.open_own(record, os.O_RDONLY)) as file:
-            noted = _parsed(file.readall())
+        return _checked_target(_noted(folder, token))
+    except OSError:
+        return None
+
+
+def noted_in(directory: Path) -> tuple[str | None, object]:
+    """The checkpoint that a save in flight is for, as in its record, and the launch of the other process that saves."""
+    token = directory.stem
+    if token in _held:
+        return _held[token].target, None
+    try:
+        with posix.Folder(directory.parent) as folder:
+            noted = _noted(folder, token)
     except OSError:
         return None, None
     return _checked_target(noted), noted.get("launch")
@@ -666,38 +682,41 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
     return target if is_target(target) else None
 
 
-def _recover(reservation: Reservation[Path], noted: dict[str, Any]) -> None:
+def _recover(workspace: posix.Folder, reservation: Reservation[Path], noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
-    final, directory = reservation.final, reservation.directory
-    if _restore(reservation) or "publishing" not in noted or not final.is_dir():
+    final, token = reservation.final, reservation.token
+    if _restore(workspace, reservation) or "publishing" not in noted or not final.is_dir():
         return
-    for old in (directory.with_suffix(".deleted"), directory.with_suffix(".aside")):
-        if _identity(old) != noted["publishing"]:
-            _keep_other_files(old, final)
+    for name in (f"{token}.deleted", f"{token}.aside"):
+        if _identity(workspace, name) != noted["publishing"]:
+            _keep_other_files(workspace, name, final)
 
 
-def _restore(reservation: Reservation[Path]) -> bool:
+def _restore(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
     """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
-    missed = _is_missed(reservation)
+    missed = _is_missed(workspace, reservation)
     if missed:
-        _put_back(reservation.directory.with_suffix(".aside"), reservation.final)
+        _put_back(workspace, f"{reservation.token}.aside", reservation.final)
     return missed
 
 
-def _is_missed(reservation: Reservation[Path]) -> bool:
+def _is_missed(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
     """Whether the old checkpoint was moved aside, and nothing has taken its name."""
-    final, aside = reservation.final, reservation.directory.with_suffix(".aside")
-    if not os.path.lexists(aside):  # a link leads nowhere from there
+    final, aside = reservation.final, f"{reservation.token}.aside"
+    if not workspace.has(aside):
         return False
+    if not os.path.lexists(final):
+        return True
     made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
-    return not os.path.lexists(final) or (made_anew and not aside.is_symlink())
+    return made_anew and not (workspace.path / aside).is_symlink()
 
 
-def _put_back(aside: Path, final: Path) -> None:
+def _put_back(workspace: posix.Folder, aside: str, final: Path) -> None:
     """Give the old checkpoint its name again. A script may have made the directory anew, and put files there."""
     if final.is_dir():
-        for name in os.listdir(final):
-            posix.delete(aside / name)
-            os.rename(final / name, aside / name)
-    os.rename(aside, final)  # replaces an empty directory
+        with workspace.folder(aside) as old:
+            for name in os.listdir(final):
+                old.delete(name)
+                os.rename(final / name, name, dst_dir_fd=old.descriptor)
+    os.rename(aside, final, src_dir_fd=workspace.descriptor)  # replaces an empty directory
     posix.sync_directory(final.parent)

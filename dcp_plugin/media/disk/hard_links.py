@@ -16,7 +16,6 @@ from io import FileIO
 from pathlib import Path
 
 from dcp_plugin.media import CannotLink, Usage, with_newest
-from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.files import LocalFile
 
 _GONE = "its files are gone, or were written to since"
@@ -94,7 +93,7 @@ class LinkableFile:
             except OSError as error:
                 if _reflink(home, target) and self._is_at(home):
                     return LinkableFile.written(target)
-                posix.delete(target)
+                target.unlink(missing_ok=True)
                 if error.errno != errno.ENOENT:  # not deleted just now
                     reason = f"the file system makes no hard links there ({error.strerror})"
                 continue
@@ -151,6 +150,6 @@ def _reflink(source: Path, target: Path) -> bool:
             fcntl.ioctl(here.fileno(), _FICLONE, there.fileno())
             os.fsync(here.fileno())
     except OSError:
-        posix.delete(target)
+        target.unlink(missing_ok=True)
         return False
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import io
 import os
 import shutil
@@ -34,12 +35,17 @@ def sync_directory(path: Path) -> None:
     """Make the names in a directory durable. File systems that cannot sync a directory need not."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        _sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(fd: int) -> None:
+    try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-    finally:
-        os.close(fd)
 
 
 def make_directories(path: Path) -> None:
@@ -64,22 +70,83 @@ def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
     return file
 
 
-def open_own(path: Path, flags: int) -> int:
-    """Open a regular file in a workspace and return its descriptor. A link is an error, since writes would go to its
-    target."""
-    without_waiting = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    fd = os.open(path, flags | without_waiting, 0o644)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return fd
+_OWN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-def refuse_link(directory: Path) -> None:
-    """Raise NotADirectoryError if a path is anything but a directory, such as a link to one."""
-    with suppress(FileNotFoundError):
-        if not stat.S_ISDIR(os.lstat(directory).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(directory))
+class Folder:
+    """An open directory of this package. Its entries are reached through the descriptor without following links, since
+    somebody else may put a link in place of the directory or of an entry at any time.
+
+    Args:
+        path: The directory; an entry of ``within``, if that is given.
+
+    Raises:
+        NotADirectoryError: It is a link, or no directory.
+    """
+
+    def __init__(self, path: Path, within: Folder | None = None) -> None:
+        self.path = path
+        flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _OWN
+        try:
+            self.descriptor: int = (
+                os.open(path, flags) if within is None else os.open(path.name, flags, dir_fd=within.descriptor)
+            )
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise OSError(error.errno, error.strerror, str(path)) from None
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(path)) from None
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.descriptor))
+
+    def folder(self, name: str) -> Folder:
+        """Open a directory in this one."""
+        return Folder(self.path / name, self)
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a regular file and return its descriptor."""
+        try:
+            fd = os.open(name, flags | _OWN, 0o644, dir_fd=self.descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no regular file", str(self.path / name))
+        return fd
+
+    def has(self, name: str) -> bool:
+        """Return whether an entry exists, of any kind."""
+        try:
+            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename an entry within the directory."""
+        os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def delete(self, name: str) -> bool:
+        """Delete a file, a link or a directory tree. Return whether it is gone."""
+        with suppress(OSError):
+            if stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, ignore_errors=True, dir_fd=self.descriptor)
+            else:
+                os.unlink(name, dir_fd=self.descriptor)
+        return not self.has(name)
+
+    def sync(self) -> None:
+        """Make the names durable."""
+        _sync(self.descriptor)
 
 
 def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
@@ -158,27 +225,18 @@ def start_writeback(fd: int, offset: int, count: int) -> None:
         libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two existing names in one step; False where kernel or file system cannot (``renameat2(2)``)."""
+def exchange(folder: Folder, name: str, other: Path) -> bool:
+    """Swap an entry and a path, both of which exist, in one step; False where kernel or file system cannot
+    (``renameat2(2)``)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if libc.renameat2(folder.descriptor, os.fsencode(name), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in _UNSUPPORTED | _RENAMED:
         return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def delete(path: Path) -> bool:
-    """Remove a file, a link or a directory tree; whether it is gone. One that was gone already is fine."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return not os.path.lexists(path)
+    raise OSError(code, os.strerror(code), str(folder.path / name), None, str(other))
 
 
 def machine() -> str:
@@ -214,7 +272,7 @@ def has_ended(on_machine: object, pid: object) -> bool:
     return False
 
 
-def lock(path: Path, create: bool = True) -> int | None:
+def lock(folder: Folder, name: str, create: bool = True) -> int | None:
     """Create or open a file and lock it for this process; its descriptor, or None while another process holds it.
 
     The kernel drops the lock when the process dies, however it dies. POSIX locks, because a forked data loader
@@ -222,16 +280,10 @@ def lock(path: Path, create: bool = True) -> int | None:
 
     Raises:
         OSError: The file system has no locks, or the file cannot be made.
-        SaveFailed: The platform has none.
     """
-    try:
-        import fcntl  # here, so that everything else can be imported without
-    except ImportError as error:
-        raise SaveFailed(
-            f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
-            f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
-        ) from error
-    fd = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
+    import fcntl  # not on every platform; see require_locks
+
+    fd = folder.open(name, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -240,3 +292,14 @@ def lock(path: Path, create: bool = True) -> int | None:
             return None
         raise
     return fd
+
+
+def require_locks() -> None:
+    """Raise SaveFailed where the platform has no POSIX file locks."""
+    try:
+        importlib.import_module("fcntl")
+    except ImportError as error:
+        raise SaveFailed(
+            f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
+            f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
+        ) from error
