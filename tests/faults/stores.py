@@ -42,7 +42,7 @@ PRELOADED = ("obstore", "obstore.store", "s3fs", "torch.distributed.checkpoint._
 
 def _is_left(key: str) -> bool:
     """Whether it is in a workspace, and not the figures that stay there."""
-    return "/.dcp_plugin/" in key and not key.endswith(f"/{figures.NAME}")
+    return "/.dcp_plugin/" in key and not key.endswith(figures.SUFFIX)
 
 
 @dataclass

@@ -72,7 +72,7 @@ def _left(bucket: Bucket, kept: int = 0) -> list[str]:
     keys = _keys(bucket)
     folders = {key.rpartition("/")[0] for key in keys if key.endswith("/.metadata")}
     strays = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
-    strays = [key for key in strays if not key.endswith(figures.NAME)]
+    strays = [key for key in strays if not key.endswith(figures.SUFFIX)]
     tokens = {
         folder: {token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders
     }
@@ -206,6 +206,22 @@ def test_what_a_save_writes_while_another_one_cleans_the_same_path_stays(
     assert len(begun) == 1 and f"run/last/__0_0-{begun[0].token}.distcp" in _keys(bucket)
     commit.discard(begun[0])
     assert number_in(root / "last") == 3
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_what_a_dead_save_would_have_replaced_is_replaced_by_the_next(root: ObjectPath, moment: str) -> None:
+    """The dead save is swept, which gives ``.metadata`` another tag: by the next save, or by another one beside it."""
+
+    def die_and_be_swept(directory: Path) -> None:
+        commit.leave(commit.reserve(root / "last"))
+        save(root / "beside", 3)
+
+    save(root / "last", 1)
+    if moment == "before":
+        commit.leave(commit.reserve(root / "last"))
+    files = die_and_be_swept if moment == "during" else None
+    dcp.Checkpointer().save({"n": 2}, root / "last", step=2, files=files)
+    assert dcp.inspect(root / "last").step == 2 and dcp.verify(root / "last").ok
 
 
 def test_a_removal_that_died_long_ago_deletes_no_newer_checkpoint(

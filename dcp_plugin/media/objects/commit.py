@@ -85,6 +85,8 @@ class _Held:
     reservation: Reservation[ObjectPath]
     tag: str | None
     """Of the ``.metadata`` that this save replaces."""
+    replaced: str
+    """The token in that ``.metadata``; empty if it has none."""
     said: bytes
     """What its record says."""
     ended: threading.Event
@@ -125,8 +127,7 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
         names = {one.key.rpartition("/")[2]: one for one in objects}
         among_other_files = among_other_files or bool(copy_of)  # who copies has looked at what is there
         replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
-        tag = names[METADATA].tag if METADATA in names else None
-        reservation = _begin(client, final, tag, **({"copies": copy_of} if copy_of else {}))
+        reservation = _begin(client, final, names.get(METADATA), **({"copies": copy_of} if copy_of else {}))
         if copy_of:
             reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
         _held[reservation.token].replaces_file = replaces_file
@@ -170,19 +171,19 @@ def leave(reservation: Reservation[ObjectPath]) -> None:
         held.ended.set()
 
 
-def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> Reservation[ObjectPath]:
-    """Put a record of what is to be done with the checkpoint at a path.
+def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: Any) -> Reservation[ObjectPath]:
+    """Put a record of what is to be done with the checkpoint at a path, of which ``published`` is the ``.metadata``.
 
     Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
-    held = _put_record(client, final, tag, now, noted)
+    held = _put_record(client, final, published, now, noted)
     try:
         found = client.head(_record(held.reservation))
         if found is not None and abs(found.modified - now) > _CLOCKS_DIFFER:
             _let_go(client, held.reservation)
             _last_time[0] = last  # what comes next need not be later than a time that is wrong
-            held = _put_record(client, final, tag, found.modified, noted)
+            held = _put_record(client, final, published, found.modified, noted)
         if final.store not in _conditional:
             _conditional[final.store] = _refuses(client, _record(held.reservation), held.said)
             if not _conditional[final.store]:
@@ -194,14 +195,18 @@ def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> 
     return held.reservation
 
 
-def _put_record(client: Client, final: ObjectPath, tag: str | None, now: float, noted: Mapping[str, Any]) -> _Held:
+def _put_record(
+    client: Client, final: ObjectPath, published: Found | None, now: float, noted: Mapping[str, Any]
+) -> _Held:
     began = _last_time[0] = max(now, _last_time[0] + 0.001)
     token = new_token(began)
     reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
     maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
+    tag = published.tag if published else None
     said = json.dumps({"target": target, **maker, "launch": launch_record(), "replaces": tag, **noted}).encode()
-    held = _held[token] = _Held(reservation, tag, said, threading.Event(), str(noted.get("copies", "")))
+    replaced = _token_of(client, published)
+    held = _held[token] = _Held(reservation, tag, replaced, said, threading.Event(), str(noted.get("copies", "")))
     try:
         client.put(_record(reservation), said)
     except BaseException:
@@ -336,7 +341,8 @@ def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
 
 
 def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
-    """Put ``.metadata``. An answer that was lost on the way is no failure: what is there tells whose it is."""
+    """Put ``.metadata``. An answer that was lost on the way is no failure: what is there tells whose it is. Nor is
+    another edition of the checkpoint that is replaced: a dead save would have replaced it too."""
     final, held = reservation.final, _held[reservation.token]
     key = below(final, METADATA)
     until = time.monotonic() + _COMMITTING
@@ -349,11 +355,17 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
             failure = error
         held.in_doubt = held.in_doubt or isinstance(failure, OSError)
         with suppress(OSError):
-            if token and token_at(client, final) == token:
+            found = client.head(key)
+            published = _token_of(client, found)
+            if token and published == token:
                 held.in_doubt = False
                 return
             if isinstance(failure, Changed):
                 held.in_doubt = False
+                if found is not None and published and published == held.replaced:  # see _outdate
+                    _refuse_if_taken_for_dead(client, held)
+                    held.tag = found.tag
+                    continue
         if isinstance(failure, Changed):
             raise SaveFailed(
                 f"cannot commit {final}: another save was published there, or it was deleted, since this one began. "
@@ -366,7 +378,11 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
 
 def token_at(client: Client, path: ObjectPath) -> str:
     """The save that is published at a path; empty if it is none of this kind."""
-    found = client.head(below(path, METADATA))
+    return _token_of(client, client.head(below(path, METADATA)))
+
+
+def _token_of(client: Client, found: Found | None) -> str:
+    """Return the token at the end of a ``.metadata``; empty if it has none, or is gone."""
     if found is None or found.size < END:
         return ""
     last = bytearray(END)
@@ -465,8 +481,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         metadata = there.pop(METADATA)
         data = bytearray(metadata.size)
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
-        published = client.head(below(path, METADATA))
-        reservation = _begin(client, path, published.tag if published else None, copies=token)
+        reservation = _begin(client, path, client.head(below(path, METADATA)), copies=token)
         _clean(client, path, _listed(client, path), _Records(client, workspace_of(path)).alive())
         for name, one in there.items():
             if token_in(name) in ("", token):
