@@ -13,6 +13,7 @@
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
 #   PIP_ARGS="..."              more arguments for pip, say another index
 #   ARGS="-k resume -x"         more arguments for pytest, bench-report or bench-cuda (--only save, --from-json)
+#   TEST_SEED=93af1c0e2b11      the sample of cases that pytest's header shows, instead of one by the commit
 #   TEST_TIMEOUT_SCALE=3        three times the time limit that ends what hangs, 20 minutes
 #   TORCH=2.15.0                another version of torch, in an environment of its own (.venv-torch-2.15.0)
 
@@ -31,6 +32,9 @@ EXTRAS_docs := docs,lightning,hf,cli
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
+# Hundreds of processes import the package and the tests, and Python would compile both in each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 # No ranks, no frameworks, and none of the files that start scripts.
 SCRIPTS := async_save benchmarks cli cuda documentation site torch_canary when_busy
 FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
@@ -38,9 +42,10 @@ FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
 
-# Four files of tests at a time, on two cores too: ranks wait for each other, and for the disk, most of the time.
+# Three files of tests at a time, on two cores too, since ranks wait for each other and for the disk. A fourth worker
+# would import every framework once more.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 4 --dist loadfile --ignore=tests/test_site.py $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/test_site.py $(ARGS)
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long $(ARGS)

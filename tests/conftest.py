@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from dcp_plugin.paths import Where, as_path
-from tests import object_server
+from tests import object_server, sampling
 from tests.faults.proxy import Proxy
 from tests.limits import HANG
 
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_report_header() -> str:
+    return f"sample of long lists: TEST_SEED={sampling.seed()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,8 @@
 """Programs in processes of their own, as ``python`` starts them, but for the seconds in which it imports frameworks.
 
 They are forked from a process that has imported what is named, and never this package, which is left to the program.
-They end as Python does: with its exit handlers, the threads that it waits for, and its exit code.
+They end as Python does: with its exit handlers, the threads that it waits for, and its exit code. The ranks of
+``torch.distributed.run`` are forked as well: it starts the small program of :func:`_python_exec` for each.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +30,8 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parent.parent
 TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
-LIGHTNING = (*TORCH, "lightning.pytorch")
+LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs")
+TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
 """What a program may find imported."""
 
 
@@ -63,12 +67,15 @@ class Program:
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode = 0
-        request = json.dumps([self.args, str(cwd or Path.cwd()), dict(os.environ if env is None else env)])
+        environment = dict(os.environ if env is None else env)
+        if self.args[:2] == ["-m", "torch.distributed.run"]:
+            environment["PYTHON_EXEC"] = _python_exec(tuple(imported))
+        request = json.dumps([self.args, str(cwd or Path.cwd()), environment])
         out, theirs = os.pipe()
         err, err_theirs = os.pipe() if stderr is None else (-1, os.dup(stderr))
-        self._told, told_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with told_theirs:
-            socket.send_fds(_server(tuple(imported)), [request.encode()], [theirs, err_theirs, told_theirs.fileno()])
+        self._told = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._told.connect(_server(tuple(imported)))
+        socket.send_fds(self._told, [request.encode()], [theirs, err_theirs])
         os.close(theirs)
         os.close(err_theirs)
         self.stdout = os.fdopen(out)
@@ -97,40 +104,72 @@ class Program:
 
 
 @functools.cache
-def _server(imported: tuple[str, ...]) -> socket.socket:
-    """The process that forks, and the socket in which it is asked to."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    code = f"from tests.programs import _serve; _serve({theirs.fileno()}, {imported!r})"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    server = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
-    theirs.close()
+def _server(imported: tuple[str, ...]) -> bytes:
+    """The address of a process that forks for each connection. It ends with this process."""
+    lives, ours = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind("")  # Linux gives it a name, which is no file
+        listening.listen(64)
+        address: bytes = listening.getsockname()
+        code = f"from tests.programs import _serve; _serve({listening.fileno()}, {lives}, {imported!r})"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        server = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[listening.fileno(), lives])
+    os.close(lives)
 
     @atexit.register
     def end() -> None:
-        ours.close()
+        os.close(ours)
         server.wait()
 
-    return ours
+    return address
 
 
-def _serve(control: int, imported: tuple[str, ...]) -> None:
+_STAND_IN = """\
+import json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.connect({address!r})
+    socket.send_fds(server, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()], [1, 2])
+    pid = int(server.recv(20))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    code = os.waitstatus_to_exitcode(int(server.recv(20)))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@functools.cache
+def _python_exec(imported: tuple[str, ...]) -> str:
+    """A program that takes Python's arguments, has a server run them, and ends as they do."""
+    folder = tempfile.TemporaryDirectory(prefix="dcp-programs-")
+    atexit.register(folder.cleanup)
+    code, program = Path(folder.name, "stand_in.py"), Path(folder.name, "python")
+    code.write_text(_STAND_IN.format(address=_server(imported)))
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{code}" "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def _serve(listening: int, lives: int, imported: tuple[str, ...]) -> None:
     """Fork for each request. Returns in the processes that have run a program, and they end as Python does."""
     for module in imported:
         importlib.import_module(module)
     gc.freeze()  # what was imported is no garbage: a program that looks for some looks at what is its own
-    requests = socket.socket(fileno=control)
-    while True:
-        request, files, *_ = socket.recv_fds(requests, 1 << 18, 3)
-        if not request:
-            return
-        if not os.fork():
-            requests.close()
-            if _watches(*files):
-                os._exit(0)
-            _be(*json.loads(request))
-            return
-        for file in files:
+    requests = socket.socket(fileno=listening)
+    while requests in select.select([requests, lives], [], [])[0]:
+        with requests.accept()[0] as asker:
+            request, (out, err), *_ = socket.recv_fds(asker, 1 << 18, 2)
+            if not os.fork():
+                requests.close()
+                os.close(lives)
+                if _watches(out, err, asker.detach()):
+                    os._exit(0)
+                _be(*json.loads(request))
+                return
+        for file in (out, err):
             os.close(file)
         while _reaped():
             pass
@@ -144,7 +183,8 @@ def _reaped() -> bool:
 
 
 def _watches(out: int, err: int, told: int) -> bool:
-    """Fork once more. The parent tells the process ID of the child, and how it has ended."""
+    """Fork once more. The parent tells the process ID of the child, and how it has ended. It kills the child if the
+    asker ends before."""
     pid = os.fork()
     if pid == 0:
         os.close(told)
@@ -155,8 +195,11 @@ def _watches(out: int, err: int, told: int) -> bool:
     os.close(out)
     os.close(err)
     os.write(told, b"%d" % pid)
+    if told in select.select([told, os.pidfd_open(pid)], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    os.write(told, b"%d" % status)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(told, b"%d" % status)
     return True
 
 
@@ -165,6 +208,9 @@ def _be(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     program, *rest = arguments
+    if program == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        program, *rest = rest
     if program == "-c":
         code, *rest = rest
         sys.argv, sys.path[0] = [program, *rest], ""

@@ -77,14 +77,14 @@ class RankGate:
         self._store.set(self._name, "open")
 
     def __call__(self) -> None:
-        self._store.wait([self._name], timedelta(seconds=60))
+        self._store.wait([self._name], timedelta(seconds=HANG))
 
 
 def has_ended(pid: int) -> None:
     """Wait until a process has ended."""
     descriptor = os.pidfd_open(pid)
     try:
-        assert select.select([descriptor], [], [], 30)[0]
+        assert select.select([descriptor], [], [], HANG)[0]
     finally:
         os.close(descriptor)
 

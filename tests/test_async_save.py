@@ -357,7 +357,7 @@ def test_a_checkpointer_that_a_fork_inherits_refuses_to_save_and_closes_at_once(
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=_save_and_close_in_the_child, args=(ours, tmp_path, said := fork.SimpleQueue()))
     child.start()
-    child.join(60)
+    child.join(HANG)
     child.kill()
     assert child.exitcode == 0
     assert f"belongs to process {os.getpid()}" in said.get()

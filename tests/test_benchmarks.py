@@ -18,18 +18,24 @@ from benchmarks import names
 from benchmarks.report.figures import tables_of
 from tests import launch
 
+SMOKE = ("comparing", "load", "plan", "save")
+"""One benchmark of each family runs in ``make test``: of tools, loads, planning and saves. The others are long."""
+NAMES = [name if name in SMOKE else pytest.param(name, marks=pytest.mark.long) for name in names()]
+
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each failed with. One process runs all of them: alone, each would take a second, and four for imports."""
-    (found,) = launch.run(_run_all, 1, tmp_path_factory.mktemp("benchmarks"))
-    return found  # type: ignore[no-any-return]
+def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Errors of the selected benchmarks by name. One process runs all of them, since the imports take four seconds."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    selected = [test.callspec.params["name"] for test in tests if test.function is test_it_runs_at_its_smallest]
+    [errors] = launch.run(_run_all, 1, tmp_path_factory.mktemp("benchmarks"), selected)
+    return errors  # type: ignore[no-any-return]
 
 
-def _run_all(root: Path) -> dict[str, str]:
+def _run_all(root: Path, selected: list[str]) -> dict[str, str]:
     dist.destroy_process_group()
     os.chdir(root)
-    return {name: _run(name, root / f"{name}.json") for name in names()}
+    return {name: _run(name, root / f"{name}.json") for name in selected}
 
 
 def _run(name: str, figures: Path) -> str:
@@ -45,6 +51,6 @@ def _run(name: str, figures: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_it_runs_at_its_smallest(name: str, failures: dict[str, str]) -> None:
     assert not failures[name], failures[name]

@@ -23,6 +23,7 @@ from dcp_plugin.keeper.spool import Spool
 from tests import launch, programs
 from tests.compare import same_tree
 from tests.hosts import hosts, python
+from tests.limits import HANG
 from tests.programs import ROOT, Program
 
 ELASTIC = ROOT / "examples/elastic"
@@ -105,7 +106,7 @@ def test_the_node_that_is_left_goes_on_alone_from_its_own_memory_when_the_other_
             agents.append(host.run(python, *TORCHRUN, *common, *own, *dying, *train, env=ENVIRONMENT))
         complete.read_text()
         h[1].lose()
-        code, said = agents[0].wait(120), agents[0].log.read_text()
+        code, said = agents[0].wait(HANG), agents[0].log.read_text()
     assert code == 0, said
     second = _lives(said)[-1]  # the first life is told by rank 0, which may be on the other node
     assert "1 ranks, restart 1: resumed at step 8:" in second

@@ -21,6 +21,7 @@ from dcp_plugin.media.disk import posix
 from tests import launch
 from tests.host_process import Process, why_no_namespaces
 from tests.hosts import Host, Hosts, hosts, python
+from tests.limits import HANG
 
 pytestmark = pytest.mark.ranks
 launch.preload(__name__)
@@ -28,7 +29,7 @@ apart = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces()
 
 
 def _sum(elements: int = 1) -> tuple[str, float, str]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG))
     total = torch.full((elements,), float(os.environ["RANK"]))
     dist.all_reduce(total)
     dist.destroy_process_group()
@@ -55,7 +56,7 @@ def _others_reached(h: Hosts, number: int, patience: float = 30.0) -> list[bool]
 
 
 def _add_until_it_fails(met: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG))
     impatient = dist.new_group(timeout=timedelta(seconds=1))
     dist.barrier()
     met.touch()
@@ -267,5 +268,5 @@ def test_nothing_remains_of_a_test_that_is_killed(tmp_path: Path) -> None:
         killed.kill()
     assert len(descriptors) == 5
     for descriptor in descriptors:
-        assert select.select([descriptor], [], [], 30)[0]
+        assert select.select([descriptor], [], [], HANG)[0]
         os.close(descriptor)

@@ -18,6 +18,7 @@ from dcp_plugin import events, meeting
 from dcp_plugin.meeting import meet
 from tests import launch
 from tests.launch import on_ranks
+from tests.limits import HANG
 from tests.slowness import RankGate, has_ended
 
 STATE = {"n": 1, "t": torch.ones(4)}
@@ -42,7 +43,7 @@ def _outlive_each_other() -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"failed {dist.get_rank()}", "")
     if dist.get_rank() == 0:
-        store.wait(["failed 2"], timedelta(seconds=30))
+        store.wait(["failed 2"], timedelta(seconds=HANG))
 
 
 def _refused(call: Any) -> dcp.RankFailure:

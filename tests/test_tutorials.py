@@ -15,14 +15,13 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import programs
 from tests.limits import HANG
-from tests.programs import LIGHTNING, TORCH
+from tests.programs import LIGHTNING, TORCH, TRANSFORMERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.stem != "index")
@@ -43,6 +42,12 @@ def _rest_of(text: str) -> str:
     return VARIES.sub("#", LOSS.sub(r"\1", text))
 
 
+PROGRAMS = {"python": (), "dcp-plugin": ("-m", "dcp_plugin"), "torchrun": ("-m", "torch.distributed.run")}
+IMPORTED = dict.fromkeys(("lightning", "fabric"), LIGHTNING) | dict.fromkeys(
+    ("transformers", "accelerate"), TRANSFORMERS
+)
+
+
 def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
     words = shlex.split(command)
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -50,13 +55,10 @@ def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings}
     ran: subprocess.CompletedProcess[str]
-    if name == "python":
-        ran = programs.run(*arguments, imported=imported, cwd=cwd, env=env)
-    elif name == "dcp-plugin":
-        ran = programs.run("-m", "dcp_plugin", *arguments, imported=imported, cwd=cwd, env=env)
+    if name in PROGRAMS:
+        ran = programs.run(*PROGRAMS[name], *arguments, imported=imported, cwd=cwd, env=env)
     else:
-        line = [sys.executable, "-m", "torch.distributed.run"] if name == "torchrun" else [name]
-        ran = subprocess.run([*line, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG)
+        ran = subprocess.run([name, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG)
     assert ran.returncode in (0, -signal.SIGKILL), f"$ {command}\n{ran.stdout}{ran.stderr[-3000:]}"
     return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
 
@@ -70,7 +72,7 @@ def test_what_a_page_says_is_printed(page: Path, tmp_path: Path) -> None:
             (tmp_path / block["title"]).write_text(block["text"])
         elif block["kind"] == "console":
             for command, expected in _commands(block["text"]):
-                printed = _output_of(command, tmp_path, LIGHTNING if page.stem in ("lightning", "fabric") else TORCH)
+                printed = _output_of(command, tmp_path, IMPORTED.get(page.stem, TORCH))
                 same = doctest.OutputChecker().check_output(_rest_of(expected), _rest_of(printed), LIKE_A_READER)
                 assert same, f"$ {command}\nexpected:\n{expected}\nprinted:\n{printed}"
                 found = LOSS.findall(printed)

@@ -251,7 +251,7 @@ worker = fork.Process(target=work, args=(ready := fork.Event(),))
 worker.start()
 ready.wait()
 worker.terminate()  # it has inherited the handler, and a copy of what is in flight
-worker.join(20)
+worker.join()
 say(f"worker {worker.exitcode}")
 for _ in range(300):
     time.sleep(0.1)

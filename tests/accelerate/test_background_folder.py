@@ -15,6 +15,7 @@ import pytest
 import dcp_plugin as dcp
 from tests import launch
 from tests.launch import on_ranks
+from tests.limits import HANG
 
 
 def _hold_back_writes(resume: threading.Event) -> None:
@@ -24,7 +25,7 @@ def _hold_back_writes(resume: threading.Event) -> None:
     write = PartWriter.write
 
     def held(self: PartWriter, *args: Any) -> Any:
-        assert resume.wait(60)
+        assert resume.wait(HANG)
         return write(self, *args)
 
     PartWriter.write = held  # type: ignore[method-assign]

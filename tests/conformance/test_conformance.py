@@ -13,37 +13,23 @@ from tests.conformance.cases import CORPORA, Case, all_cases, combinable, find
 from tests.conformance.checking import verdicts
 from tests.conformance.differences import PAGE, page
 from tests.conformance.known import KNOWN, known_failure
-from tests.conformance.moments import MOMENTS
 from tests.conformance.verdict import Verdict
+from tests.sampling import is_sampled
 
-ONE_OF = {"modules": 12, "optimizers": 12, "tensors": 6, "interchange": 3, "programs": 4}
-"""Large corpora. Of what they have that declares no difference, ``make test`` runs one case of so many, and
-``make test-long`` the rest."""
-
-
-def _is_long(corpus: str, number: int, case: Case) -> bool:
-    if known_failure(case.name):
-        return False
-    if corpus == "moments":
-        return case.layout not in _layouts_of_moment(case)
-    return bool(number % ONE_OF.get(corpus, 1)) and not case.differs
+ONE_OF = {"modules": 24, "optimizers": 24, "tensors": 12, "interchange": 12, "programs": 6, "runs": 4, "moments": 10}
+"""Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
+rest. Cases of the other corpora always run."""
 
 
-def _layouts_of_moment(case: Case) -> set[str]:
-    """Those in which ``make test`` runs it: one, in turns. What declares a difference runs in the two besides in which
-    all of those are seen, and one moment in every layout."""
-    moment = case.name.partition("-")[2]
-    if moment == "trained":
-        return {case.layout}
-    layouts = ("plain", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_reshard")
-    in_turns = {layouts[list(MOMENTS).index(moment) % len(layouts)]}
-    return in_turns | {"plain", "fsdp2"} if case.differs else in_turns
+def _is_long(corpus: str, case: Case) -> bool:
+    if known_failure(case.name) or (case.differs and (corpus != "moments" or case.layout in ("plain", "fsdp2"))):
+        return False  # of a moment, all declared differences are seen in these two layouts
+    return not is_sampled(case.name, ONE_OF.get(corpus, 1))
 
 
 @functools.cache
 def _verdicts(corpus: str, long: bool) -> dict[str, Verdict]:
-    cases = enumerate(CORPORA[corpus]().values())
-    return verdicts([case for number, case in cases if _is_long(corpus, number, case) == long])
+    return verdicts([case for case in CORPORA[corpus]().values() if _is_long(corpus, case) == long])
 
 
 def _check(case: Case, corpus: str) -> None:
@@ -55,8 +41,8 @@ def _check(case: Case, corpus: str) -> None:
 
 def _parameters(corpus: str) -> list[object]:
     found = []
-    for number, (name, case) in enumerate(CORPORA[corpus]().items()):
-        marks = [pytest.mark.long] if _is_long(corpus, number, case) else []
+    for name, case in CORPORA[corpus]().items():
+        marks = [pytest.mark.long] if _is_long(corpus, case) else []
         if item := known_failure(case.name):
             marks = [pytest.mark.xfail(reason=item)]
         found.append(pytest.param(case, id=name, marks=marks))

@@ -26,6 +26,7 @@ import dcp_plugin as dcp
 from tests.faults.kept import ALL, Life, live, noted
 from tests.host_process import Process, Ranks
 from tests.hosts import Host, Hosts, hosts
+from tests.limits import HANG
 
 CALLS = {"": 16_000, "/keeper/": 270}
 """Of functions of ours in five saves, about: of all modules, and of those that hand over to the keeper."""
@@ -69,7 +70,7 @@ class Training:
         self._obey(life, ranks, dict(does or {}))
         first = [ranks[life.dies[0]]] if life.dies is not None and life.dies[0] != ALL else []
         for rank in [*first, *ranks]:
-            if rank.wait(120) and life.dies is not None:
+            if rank.wait(HANG) and life.dies is not None:
                 for other in ranks:
                     other.kill()
         wrong = self.learn(life)

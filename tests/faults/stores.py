@@ -34,6 +34,7 @@ from tests.faults.oracle import Facts, find, wrong
 from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
 from tests.faults.scenes import NEW, SCENES, Scene, number_in, prepare, resume, save, state_of
 from tests.faults.victims import Outcome, Victims
+from tests.limits import HANG
 from tests.object_server import Bucket, Server, serving
 
 IN_BUCKETS = [name for name, scene in SCENES.items() if not scene.others]
@@ -286,7 +287,7 @@ def races(server: Server, writers: int, rounds: int) -> Iterator[str | None]:
         process.start()
     for turn in range(rounds):
         together.wait()
-        outcomes = dict(told.get(timeout=300) for _ in range(writers))
+        outcomes = dict(told.get(timeout=HANG) for _ in range(writers))
         with _with(environment):
             number = number_in(as_path(f"{url}/last" if turn % 2 else f"{url}/new-{turn}"))
         won = [one for one, error in outcomes.items() if not error]
@@ -295,7 +296,7 @@ def races(server: Server, writers: int, rounds: int) -> Iterator[str | None]:
             bad.append(f"{number} is there, and {won} have won")
         yield f"{writers} writers, turn {turn}: {bad}" if bad else None
     ended.set()
-    found = seen.get(timeout=300)
+    found = seen.get(timeout=HANG)
     for process in (*processes, reader):
         process.join()
     bad = [f"{text} ({count} times)" for text, count in found.items() if text.startswith("WRONG")]

@@ -96,7 +96,7 @@ def _beside(others: Victims, bucket: Bucket, tmp_path: Path, function: Callable[
 @pytest.mark.parametrize("scene", IN_BUCKETS)
 def test_killed_at_a_request_the_next_save_goes_on(others: Victims, s3: Server, scene: str) -> None:
     start = 2 + IN_BUCKETS.index(scene) % 5
-    assert [one for one in at_each_request(others, s3, scene, every=31, start=start) if one] == []
+    assert [one for one in at_each_request(others, s3, scene, every=62, start=start) if one] == []
 
 
 def test_killed_while_it_deletes_what_a_dead_one_has_left(others: Victims, s3: Server) -> None:

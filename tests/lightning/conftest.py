@@ -5,3 +5,4 @@ from __future__ import annotations
 from tests import launch
 
 launch.preload("tests.lightning.training")
+launch.preload("s3fs")  # ModelCheckpoint imports it, where it is installed
