@@ -13,7 +13,7 @@ from dcp_plugin.types import VERSION
 if TYPE_CHECKING:
     from dcp_plugin import events as events
     from dcp_plugin import hf as hf
-    from dcp_plugin.api import load, resume_or_init, save
+    from dcp_plugin.api import load, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
     from dcp_plugin.errors import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
+    from dcp_plugin.start import resume_or_init
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
-    "dcp_plugin.api": ("load", "resume_or_init", "save"),
+    "dcp_plugin.api": ("load", "save"),
+    "dcp_plugin.start": ("resume_or_init",),
     "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),

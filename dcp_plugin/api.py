@@ -1,20 +1,15 @@
-"""``dcp_plugin.save``, ``load`` and ``resume_or_init``: one call, no object to keep."""
+"""``dcp_plugin.save`` and ``load``: one call, no object to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.paths import PathLike
 from dcp_plugin.records import LoadReport
-from dcp_plugin.runs.catalog import parts_beside, refuse_other_ranks
-from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
-from dcp_plugin.storage.published import read_summary
 
 
 def save(
@@ -98,96 +93,3 @@ def load(
         return checkpointer.load(state, path, partial, strict)
     finally:
         checkpointer.close()
-
-
-def resume_or_init(
-    state: Mapping[str, Any],
-    root: PathLike,
-    *,
-    resume: str | PathLike = "auto",
-    init_from: PathLike | None = None,
-    partial: PartialLoad | None = None,
-    strict: bool = True,
-    checkpointer: Checkpointer | None = None,
-    config: CheckpointConfig | None = None,
-    **overrides: Any,
-) -> Restart:
-    """Load the run's own newest checkpoint into ``state``; else the pre-trained weights ``init_from``. Collective.
-
-    A resume restores: mappings, lists and ``Stateful`` objects are handed what they had at the save, tensors of any
-    shape and number. One warning names the tensors that the target has and the checkpoint lacks.
-
-    Args:
-        state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
-        root: Where this run's checkpoints are; it need not exist yet. Only rank 0 looks there.
-        resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see
-            :func:`~dcp_plugin.resolve_resume`. If the newest turns out to be damaged while it is loaded, ``"auto"``
-            sets it aside and loads the one before; ``"must"`` and a path raise.
-        init_from: A checkpoint to take the model's weights from if there is none of this run.
-        partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted. Not for a resume.
-        strict: Whether keys that do not fit are errors.
-        checkpointer: The one that saves, to load with its settings and process group; else ``config`` and
-            ``overrides`` are those of a new one.
-
-    Returns:
-        How the run starts: ``"resumed"``, ``"warm-started"`` or ``"fresh"``, from where, and what was loaded.
-
-    Raises:
-        ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
-        CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
-        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried, but with
-            ``"auto"`` an older checkpoint of the run in place of one that is damaged.
-        RankFailure: A rank died, or did not answer within the timeout.
-
-    Example:
-        >>> import torch, dcp_plugin
-        >>> state = {"model": torch.nn.Linear(2, 2), "step": 0}
-        >>> dcp_plugin.resume_or_init(state, "run").how
-        'fresh'
-        >>> dcp_plugin.save(state, "run/step-1", step=1)
-        >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
-        'resumed at step 1: loaded 3 items from ...run/step-1'
-    """
-    StartOptions(resume, init_from, partial, strict)  # before anything else, what is wrong with these
-    if checkpointer is not None and (config is not None or overrides):
-        raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
-    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
-    used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
-    try:
-        local = used.surviving(root) if resume != "never" else ()
-        options = StartOptions(resume, init_from, partial, strict, used.config.storage_options, local)
-
-        def find(damaged: Collection[Where]) -> Where | None:
-            if resume != "never":
-                refuse_other_ranks(as_path(root, used.config.storage_options), used.ranks.launch)
-            return options.find(root, without=damaged)
-
-        return options.start(
-            used,
-            modules_of(state),
-            find,
-            lambda path: _resume(used, state, path, strict),
-        )
-    finally:
-        if checkpointer is None:
-            used.close()
-
-
-def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
-    try:
-        return checkpointer.restore(state, path, strict=strict)
-    except CheckpointMismatch as error:
-        if len(parts := parts_beside(path)) > 1:
-            error.add_note(
-                f"{path} is one of {len(parts)} parts of {path.parent}, each a checkpoint of its own: "
-                f"{', '.join(part.name for part in parts)}. Load each into what it was saved from: "
-                + ", ".join(f"dcp_plugin.load({{...}}, {str(part)!r})" for part in parts)
-                + "."
-            )
-        elif medium_of(path).kind(path) == "file" or read_summary(path) is None:
-            error.add_note(
-                f"Another tool has saved {path}. What only that tool restores, such as an optimizer whose "
-                "parameters have numbers, is resumed there. To take the weights alone: "
-                "resume_or_init(..., resume='never', init_from=PATH)."
-            )
-        raise

@@ -31,10 +31,9 @@ from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest, StagedState
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import launches
 from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.runs.interval import SaveInterval
-from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.job import HostCopy, SavePipeline, objects_of, raise_as_failed_save
 from dcp_plugin.saving.pace import Pace
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
@@ -163,6 +162,8 @@ class Checkpointer:
         call = Call.save(handle.path, step)
         with self._queue.beginning(handle), together(call):
             if self.config.finish_on_sigterm:
+                from dcp_plugin.saving import sigterm  # few configurations ask for it
+
                 sigterm.watch(self._queue, self.config.timeout)
             if self._to_be_skipped(handle.path):
                 handle.set_skipped()
@@ -257,7 +258,7 @@ class Checkpointer:
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             where = as_path(path, self.config.storage_options)
-            catalog.refuse_another_rank(where, ranks.launch)
+            launches.refuse_another_rank(where, ranks.launch)
             opening = self._open(where, ranks) if shown is None else nullcontext(shown)
             with collector_paused(), setting_aside(ranks, where), opening as files:
                 loading = Loading(ranks, self.config, where, partial, strict, files, mode)
@@ -280,6 +281,8 @@ class Checkpointer:
         if not self.config.has_local_tier:
             yield None
             return
+        from dcp_plugin.media.elsewhere import Elsewhere, shown_at  # only a local tier has files elsewhere
+
         with self._queue.call(f"look at {path}"):
             ranks = self._meet_again()
             where = as_path(path, self.config.storage_options)
@@ -331,14 +334,16 @@ class Checkpointer:
                 that, or a whole bucket: nothing is deleted. Or the file system failed; or a subscriber of that save's
                 events calls it.
         """
+        from dcp_plugin.runs import retention  # few programs delete by themselves
+
         where = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
             if handle.path == where:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
-        catalog.refuse_to_remove_other_things(where)
+        retention.refuse_to_remove_other_things(where)
         (self._source if self._kept is None else self._kept).forget(where)
-        catalog.remove(where)
+        retention.remove(where)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -458,7 +463,10 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
-                sigterm.forget(self._queue)
+                if self.config.finish_on_sigterm:
+                    from dcp_plugin.saving import sigterm  # as in save
+
+                    sigterm.forget(self._queue)
                 self.pace.ended(clean)
                 for pool in self._pools:
                     pool.free()

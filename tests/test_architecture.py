@@ -38,7 +38,7 @@ LAYERS = [
     ("runs",),
     ("saving",),
     ("keeper",),
-    ("checkpointer", "api"),
+    ("checkpointer", "api", "start"),
     ("tools",),
     ("integration", "tracking"),
     ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),

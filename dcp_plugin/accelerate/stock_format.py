@@ -39,7 +39,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import StorageOptions, Where, as_path
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.foreign import RANDOM_STATES
 from dcp_plugin.sources import Source
@@ -293,7 +293,7 @@ class Project:
         if paths := self._paths():
             self.config.iteration = _number_of(paths[-1]) + 1
 
-    def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = catalog.remove) -> None:
+    def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = retention.remove) -> None:
         """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. ``local_keep`` says how
         many stay on the nodes alone."""
         if self.config.total_limit is not None and event.tier == "durable":
@@ -301,7 +301,7 @@ class Project:
             for path in self._paths():
                 with suppress(OSError):  # a checkpoint that cannot be read stays, and does not count
                     complete += [] if _why_incomplete(path) else [path]
-            catalog.remove_oldest(complete, max(1, self.config.total_limit), delete)
+            retention.remove_oldest(complete, max(1, self.config.total_limit), delete)
 
     @property
     def root(self) -> Where:

@@ -35,7 +35,7 @@ from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.keeper.wire import connect
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.runs import catalog, figures
+from dcp_plugin.runs import bases, figures, retention
 from dcp_plugin.storage.writer import Facts, Publication, compose
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -304,7 +304,7 @@ class Coordinator:
         publication = Publication(save.path, medium_of(save.path, save.job.config.direct_io))
         publication.save_id = head.save_id
         try:
-            catalog.refuse_to_replace_a_base(save.path)
+            bases.refuse_to_replace_a_base(save.path)
             directory = publication.reserve(head.among_other_files)
             self._write_parts(save, directory)
             index = self._index(save, publication.file_sizes())
@@ -498,7 +498,7 @@ class Coordinator:
         publication = Publication(save.path, medium_of(save.path, config.direct_io))
         publication.save_id = record.save_id
         try:
-            catalog.refuse_to_replace_a_base(save.path)
+            bases.refuse_to_replace_a_base(save.path)
             if not save.parts:  # a keeper before has written it
                 self._write_parts(save, None)
             directory = publication.reserve(save.head.among_other_files)
@@ -546,7 +546,7 @@ class Coordinator:
         keep = save.job.config.keep_last
         if keep is not None:
             try:
-                catalog.prune(save.path, keep)
+                retention.prune(save.path, keep)
             except (OSError, CheckpointError) as error:
                 self._say(f"could not delete old checkpoints beside {save.path}: {error}")
 

@@ -50,7 +50,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import retention
 from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
@@ -466,7 +466,7 @@ class DCPCheckpointIO:
         self._warn_if_not_promoted()
         where = self.where(path)
         if not self.config.has_local_tier:
-            self.post_commit.with_files(lambda: catalog.remove(where))
+            self.post_commit.with_files(lambda: retention.remove(where))
         else:
             self.post_commit.remove_in_training(where, lambda: self._remove_everywhere(where))
 

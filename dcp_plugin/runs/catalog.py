@@ -10,32 +10,28 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import (
-    CheckpointCorrupt,
     CheckpointError,
-    CheckpointMismatch,
     CheckpointNotFound,
     CheckpointUnreadable,
-    SaveFailed,
     some,
 )
-from dcp_plugin.format import METADATA, SUMMARY, exists, has_traces
-from dcp_plugin.format.summary import Base, NewerFormat, Summary
-from dcp_plugin.launcher import Launch
-from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces_in
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.format import SUMMARY, exists
+from dcp_plugin.format.summary import NewerFormat
+from dcp_plugin.media import is_workspace, medium_of
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order, is_checkpoint_folder
-from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read, may_pass
+from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order
+from dcp_plugin.runs.patience import Patience, cannot_read
+from dcp_plugin.runs.scan import Scan
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage.published import check_complete, read_summary, said_base
+from dcp_plugin.storage.published import check_complete
 from dcp_plugin.types import CheckpointState
 
 T = TypeVar("T")
@@ -209,214 +205,6 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
         except OSError as error:
             refused.append(cannot_read(path, error))
     return None, refused
-
-
-def prune(newest: Where, keep: int) -> None:
-    """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
-
-    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
-    """
-    times: dict[Where, float] = {}
-    medium = medium_of(newest).snapshot(newest.parent)
-    for one in medium.entries(newest.parent):
-        if one.path != newest and one.is_folder:
-            with suppress(CheckpointCorrupt, OSError):
-                if not medium.uncommitted_reason(one.path) and (time := _time_if_ours(one.path, medium)) is not None:
-                    times[one.path] = time
-    remove_oldest(sorted(times, key=times.__getitem__), keep - 1)
-
-
-def _time_if_ours(path: Where, medium: Medium) -> float | None:
-    if (time := medium.time_from_names(path)) is not None:
-        return time
-    summary = read_summary(path)
-    return summary.time if summary is not None else None
-
-
-def remove_oldest(paths: Sequence[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
-    """Delete all but the last ``keep`` of ``paths``, which are sorted from old to new.
-
-    What cannot be deleted is logged: the checkpoint that replaces it is published, and an old one does no harm.
-    """
-    # The newest of them first: a base can go only after the checkpoints that it completes.
-    for path in reversed(paths[: max(0, len(paths) - keep)]):
-        try:
-            (delete or remove)(path)
-        except (OSError, CheckpointError) as error:
-            logger.warning("could not delete the old checkpoint %s: %s", path, error)
-
-
-def remove(path: PathLike) -> None:
-    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
-
-    One that completes another beside it (``trainable_only``), or may complete one that cannot be read, is kept, with a
-    warning in the log.
-
-    Raises:
-        CheckpointError: The file system failed, and it is there as it was.
-    """
-    path = as_path(path)
-    try:
-        completed, unreadable = _completed_by(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot delete {path}: {error}. It is there as it was.") from error
-    if completed is not None:
-        _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
-    elif unreadable:
-        _warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
-    else:
-        medium_of(path).remove(path)
-
-
-def refuse_to_remove_other_things(path: Where) -> None:
-    """Refuse to delete anything but a checkpoint of this package or another tool, complete or torn, or a link to one.
-
-    Raises:
-        CheckpointError: The path is something else.
-        CheckpointUnreadable: The file system fails to read it.
-    """
-    medium = medium_of(path)
-    try:
-        kind = medium.kind(path)
-        if kind == "folder":
-            names = [name.rstrip("/") for name in medium.open(path).names()]
-            is_ours = has_traces(names) or is_workspace(path.parent.name)
-            is_checkpoint = is_ours or is_checkpoint_folder(medium.open(path), path.name)
-        else:
-            is_checkpoint = not kind or Saved(medium.open(path.parent), path.name, 0.0).examined() is not None
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    if not is_checkpoint:
-        raise CheckpointError(
-            f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
-            f"those below a directory."
-        )
-
-
-@functools.cache  # ``keep_last`` comes by after every save
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
-
-
-def _completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
-    """Return a checkpoint in the same directory that cannot be loaded without this one; and the entries there that may
-    be one, and cannot be read. Symlinks are ignored."""
-    medium = medium_of(base)
-    if (isinstance(base, Path) and base.is_symlink()) or not exists(medium.open(base), METADATA):
-        return None, {}
-    summary: Summary | None = None
-    with suppress(CheckpointCorrupt):
-        summary = read_summary(base)
-    own = summary.index_sha256 if summary else ""
-    medium = medium.snapshot(base.parent)
-    unreadable: dict[Where, Exception] = {}
-    for one in medium.entries(base.parent):
-        checkpoint: Where = one.path
-        is_none = one.is_file or checkpoint.name == LOST_AND_FOUND or is_workspace(checkpoint.name)
-        if is_none or not medium.may_have_base(checkpoint):
-            continue
-        try:
-            said = said_base(checkpoint, medium)
-            needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
-            if needed and not _is_replaced(checkpoint):
-                return checkpoint, {}
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        except (CheckpointUnreadable, OSError) as error:
-            if summary is None or (not summary.base and may_need(checkpoint, summary.time, medium)):
-                unreadable[checkpoint] = error
-        except (CheckpointCorrupt, ValueError):
-            continue
-    return None, unreadable
-
-
-def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
-    """Return whether an entry that cannot be read may need a checkpoint saved at this time as its base: a base is older
-    than the checkpoints that need it."""
-    with suppress(OSError):
-        return medium.open(unreadable.parent).modified(unreadable.name) >= saved
-    return True
-
-
-def refuse_to_replace_a_base(path: Where) -> None:
-    """Refuse to replace a checkpoint that completes another one, which could not be loaded any more.
-
-    Raises:
-        SaveFailed: It does, or a failing disk hides whether it does.
-    """
-    dependent, unreadable = _completed_by(path)
-    if error := next(filter(may_pass, unreadable.values()), None):
-        raise SaveFailed(f"cannot save {path}: {error}. It may leave out what the checkpoint there has.") from error
-    if dependent is not None:
-        raise SaveFailed(
-            f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
-            f"out. Save to a new name, or delete {dependent} first."
-        )
-
-
-def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
-    """Refuse a root that another rank of the same launch saves to on its own.
-
-    Args:
-        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
-
-    Raises:
-        CheckpointMismatch: The root has a checkpoint of that rank, or a save in flight.
-    """
-    if launch is None:
-        return
-    medium = medium_of(root)
-    entries: list[Listed[Any]] = []
-    for folder in (root, *workspaces_in(root)):
-        with suppress(OSError):
-            entries += medium.entries(folder)
-    for entry in entries:
-        in_flight = medium.in_flight(entry.path) if is_workspace(entry.path.parent.name) else None
-        if in_flight is not None and (rank := launch.rank_in(in_flight.launch)) is not None:
-            raise _without_group(root / in_flight.target, rank, launch)
-        if entry.is_folder:
-            refuse_another_rank(entry.path, launch)
-
-
-def refuse_another_rank(path: Where, launch: Launch | None) -> None:
-    """Refuse a checkpoint that another rank of the same launch has saved on its own.
-
-    Args:
-        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
-
-    Raises:
-        CheckpointMismatch: That rank has no process group, as this one.
-    """
-    summary = None
-    with suppress(CheckpointError, OSError):
-        summary = read_summary(path) if launch is not None else None
-    if launch is None or summary is None or summary.world_size > 1:
-        return
-    if (rank := launch.rank_in(summary.launch)) is not None:
-        raise _without_group(path, rank, launch)
-
-
-def _without_group(path: Where, rank: int, launch: Launch) -> CheckpointMismatch:
-    return CheckpointMismatch(
-        f"{path} is of rank {rank} of the same launch by {launch.launcher}, and this is rank {launch.rank} of "
-        f"{launch.world_size}, without a process group: the ranks would resume from each other's checkpoints, or "
-        f"replace them. Call torch.distributed.init_process_group() before the first save or load. Ranks that are to "
-        f"train by themselves need a root each; Checkpointer(solo=True) accepts any checkpoint."
-    )
-
-
-def _is_replaced(checkpoint: Where) -> bool:
-    """Whether stock has saved over a checkpoint of ours. One that is damaged may be repaired, and needs its base."""
-    try:
-        return read_summary(checkpoint) is None
-    except CheckpointCorrupt:
-        return False
-
-
-def _is_base(path: Where, fingerprint: str, said: Base, checkpoint: Where) -> bool:
-    """Whether a load of the checkpoint would find its base at this path."""
-    places = map(resolved, (said.path, checkpoint / said.relative))
-    return resolved(path) in places and fingerprint in ("", said.fingerprint)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from dcp_plugin.records import (
     StagedState,
     WrittenPart,
 )
-from dcp_plugin.runs import catalog, figures
+from dcp_plugin.runs import bases, figures, launches
 from dcp_plugin.saving.base import KeySelection
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -142,6 +142,11 @@ class SavePipeline:
     def __init__(self, config: CheckpointConfig) -> None:
         figures.subscribe()
         self._config = config
+        self._delete_old: Callable[[Where], None] | None = None
+        if config.keep_last is not None:
+            from dcp_plugin.runs import retention  # now, and not in the background on a disk that is full by then
+
+            self._delete_old = partial(retention.prune, keep=config.keep_last)
         self.exchange = PlanExchange()
         self._local = RankLocal()
         self._has_compared = False  # whether data was compared between ranks, at the first save
@@ -293,9 +298,9 @@ class SavePipeline:
         index.empty = [key for key in planned.empty if key in index]
         facts = self.facts(request, staged, planned, len(parts))
         summary = publication.publish(index, replace(facts, reused=self._reused(parts)))
-        if self._config.keep_last is not None:
+        if self._delete_old is not None:
             try:
-                catalog.prune(request.path, self._config.keep_last)
+                self._delete_old(request.path)
             except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
                 logger.warning("could not delete old checkpoints beside %s: %s", request.path, error)
         return Published(summary, parts)
@@ -360,10 +365,10 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
     """Reserve the directory in which a checkpoint is made. On rank 0."""
-    catalog.refuse_to_replace_a_base(publication.path)
+    bases.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: of two processes that reserve at the same time, one at least sees the other.
-    catalog.refuse_other_ranks(publication.path.parent, ranks.launch)
+    launches.refuse_other_ranks(publication.path.parent, ranks.launch)
     return directory
 
 

@@ -13,14 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dcp_plugin import events
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs.history import RunHistory
 from dcp_plugin.runs.interval import Failures, SaveCost, SaveInterval, propose
+
+if TYPE_CHECKING:
+    from dcp_plugin.runs.history import RunHistory
 
 FIRST_SECONDS = 60.0
 """When the first save is due with ``"auto"``, which knows what a save costs when there has been one."""
@@ -118,6 +121,7 @@ class Pace:
         self._meter = CostMeter()
         self._failures = Failures()  # on rank 0; elsewhere nothing is known
         self._history: RunHistory | None = None
+        self._new_history: type[RunHistory]  # set by the first call of due
         self._began: float | None = None  # the first step that was asked about
         self._since = 0.0  # when the training has gone on after the last save
         self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
@@ -148,7 +152,10 @@ class Pace:
             return self._answered[1]
         self.step_ended(saving)
         if self._began is None:
+            from dcp_plugin.runs.history import RunHistory  # now: published() runs in the thread that saves
+
             self._began = self._since = self.clock()
+            self._new_history = RunHistory
         self._answered = step, False
         if self._wanted is not None:
             self._calls += 1
@@ -197,7 +204,7 @@ class Pace:
         if event.rank != 0 or self._began is None:  # a history is kept for those alone who ask when to save
             return
         if self._history is None:
-            self._history = RunHistory(event.path)
+            self._history = self._new_history(event.path)
         self._failures = self._history.note(self.clock() - self._began)
         if (proposed := self.proposal) is not None:
             self._tell(event, proposed)

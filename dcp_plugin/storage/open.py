@@ -15,17 +15,12 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import (
     INDEX,
-    METADATA,
     SUMMARY,
-    exists,
     has_traces,
     index_file,
-    is_own,
     read,
-    stock_metadata,
     uncommitted_reason,
 )
-from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Base, Summary, fingerprint
 from dcp_plugin.media import RangedFile, Readable, medium_of
@@ -41,9 +36,6 @@ from dcp_plugin.storage.published import (
     summary_of,
 )
 from dcp_plugin.tensors.host_memory import collector_paused
-
-_MOST_LISTED = 1000
-"""Entries of a directory that are looked at for a hint."""
 
 
 def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> None:
@@ -272,78 +264,17 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
-    if reason:
-        return _open_foreign(path, files, reason)
-    if INDEX in names and (summary := summary_in(files)) is not None:
+    if not reason and INDEX in names and (summary := summary_in(files)) is not None:
         index = _own_index(files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
-        files.close()
-        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
-    data = read(files, METADATA)
-    if frameworks.is_of_lightning(files):
-        index, kinds = frameworks.lightning_index(files)
-        return OpenCheckpoint(path, files, index, fingerprint(data), "lightning", kinds)
-    index = stock_metadata.index_of(stock_metadata.decode(data, f"{files.where}/{METADATA}"), files)
-    return OpenCheckpoint(path, files, index, fingerprint(data), "stock")
+    return _open_foreign(path, files, reason)
+
+
+def _open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
+    from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints, and need none of it
+
+    return open_foreign(path, files, reason)
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
     return index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
-
-
-def _open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
-    kind = medium_of(path).kind(path)
-    is_folder = kind == "folder"
-    folders = frameworks.accelerate_folders(files) if is_folder else []
-    if folders:
-        index, kinds = frameworks.accelerate_index(files, folders)
-        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
-        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
-    if is_folder:
-        try:
-            contents = detect.read_directory(files, reason)
-        except CheckpointNotFound:
-            _refuse_directory_of_checkpoints(path)
-            raise
-    else:
-        files = medium_of(path).open(path.parent)
-        contents = _read_one(files, path, kind, reason)
-    index = contents.index(files.where)
-    if not files.streams:
-        return OpenCheckpoint(
-            path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True
-        )
-
-    def find_fingerprint() -> str:
-        with damage_in(path):
-            return fingerprint_of(files, contents)
-
-    said = repr([(name, size, files.modified(name)) for name, size in sorted(contents.files.items())])
-    identity, known = fingerprint(said.encode()), contents.kinds
-    return OpenCheckpoint(
-        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
-    )
-
-
-def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
-    if not kind:
-        is_link = not isinstance(path, ObjectPath) and path.is_symlink()
-        raise detect.not_found(str(path), reason if is_link else "nothing is there")
-    if is_own(path.name) and has_traces(files.names()):
-        raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
-    return detect.read_file(files, path.name)
-
-
-def _refuse_directory_of_checkpoints(path: Where) -> None:
-    """A run's directory of checkpoints is named easily in place of one of them."""
-    medium = medium_of(path).snapshot(path)
-    for found in medium.entries(path)[:_MOST_LISTED]:
-        names: list[str] = []
-        with suppress(OSError):
-            names = [] if found.is_file or found.path.name.startswith(".") else medium.open(found.path).names()
-        if has_traces(names):
-            raise CheckpointNotFound(
-                f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "
-                f"dcp_plugin.latest({str(path)!r}) finds the newest."
-            )

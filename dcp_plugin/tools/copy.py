@@ -24,7 +24,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.runs.catalog import refuse_to_replace_a_base
+from dcp_plugin.runs.bases import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_alone, open_checkpoint
 from dcp_plugin.tools.stream import Progress

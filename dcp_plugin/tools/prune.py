@@ -22,7 +22,7 @@ from dcp_plugin.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.media import Leftover, Usage, is_workspace, medium_of, workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs import figures
-from dcp_plugin.runs.catalog import may_need
+from dcp_plugin.runs.bases import may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
 from dcp_plugin.tools.stream import Progress

@@ -48,7 +48,7 @@ from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import unwrapped_optimizer
@@ -269,7 +269,7 @@ def rotate(
     newest: PathLike,
     best: PathLike | None,
     limit: int | None,
-    delete: Callable[[Where], None] = catalog.remove,
+    delete: Callable[[Where], None] = retention.remove,
 ) -> None:
     """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best. What is
     set aside as damaged stays, and does not count; so does what cannot be read.
@@ -287,7 +287,7 @@ def rotate(
             if path not in protected and not (path / DAMAGED).exists():
                 ages[path] = _is_complete(path), path.stat().st_mtime
     others = sorted(ages, key=ages.__getitem__)
-    catalog.remove_oldest(others, max(0, limit - len(protected)), delete)
+    retention.remove_oldest(others, max(0, limit - len(protected)), delete)
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:

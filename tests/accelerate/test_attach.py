@@ -324,19 +324,19 @@ def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> None:
-    from dcp_plugin.runs import catalog
+    from dcp_plugin.runs import retention
     from tests.accelerate import training as t
 
     run = t.start("ddp", project=tmp_path, limit=1, timeout=20.0)
-    accelerator, remove = run.accelerator, catalog.remove
+    accelerator, remove = run.accelerator, retention.remove
 
     def broken(*args: Any) -> None:
         raise OSError("broken here")
 
-    catalog.remove = broken  # which rank 0 alone calls
+    retention.remove = broken  # which rank 0 alone calls
     accelerator.save_state()
     accelerator.save_state()
-    catalog.remove = remove
+    retention.remove = remove
     dist.barrier()
     if accelerator.is_main_process:
         run.scheduler.scheduler.load_state_dict = broken

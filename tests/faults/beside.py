@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, retention
 from tests.faults.scenes import NEW, number_in, save, save_and_keep_two
 from tests.faults.victims import NO_EXCHANGE, Beside, Fault, Victims
 
@@ -65,7 +65,7 @@ def link_to_a_new_one(root: Path, number: int) -> None:
     before = (root / "last").resolve()
     save(root / f"step-{number}", number)
     catalog.link(root / "last", root / f"step-{number}")
-    catalog.remove(before)
+    retention.remove(before)
 
 
 WRITERS = {

@@ -13,7 +13,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where, as_path
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, retention
 
 LARGE = 1 << 19
 """Elements of a tensor that is worth a hard link."""
@@ -61,7 +61,7 @@ def _note(directory: Path, number: int) -> None:
 
 
 def remove(path: Where, number: int) -> None:
-    catalog.remove(path)
+    retention.remove(path)
 
 
 def number_in(path: Where) -> int:

@@ -28,7 +28,7 @@ from dcp_plugin.media import lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, as_path
-from dcp_plugin.runs import catalog, figures
+from dcp_plugin.runs import figures, retention
 from tests import launch
 from tests.faults import stores
 from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
@@ -239,7 +239,7 @@ def test_to_delete_spares_a_save_in_flight(bucket: Bucket, root: ObjectPath) -> 
     reservation = commit.reserve(root / "step-1")
     key = f"run/step-1/__0_0-{reservation.token}.distcp"
     obstore.put(from_url(bucket.url), key, b"data")
-    catalog.remove(root / "step-1")
+    retention.remove(root / "step-1")
     assert key in _keys(bucket)
     commit.discard(reservation)
     assert not _keys(bucket)

@@ -1,0 +1,63 @@
+"""Refuses a root that two ranks of one launch, each without a process group, use as their own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.launcher import Launch
+from dcp_plugin.media import Listed, is_workspace, medium_of, workspaces_in
+from dcp_plugin.paths import Where
+from dcp_plugin.storage.published import read_summary
+
+
+def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
+    """Refuse a root that another rank of the same launch saves to on its own.
+
+    Args:
+        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+
+    Raises:
+        CheckpointMismatch: The root has a checkpoint of that rank, or a save in flight.
+    """
+    if launch is None:
+        return
+    medium = medium_of(root)
+    entries: list[Listed[Any]] = []
+    for folder in (root, *workspaces_in(root)):
+        with suppress(OSError):
+            entries += medium.entries(folder)
+    for entry in entries:
+        in_flight = medium.in_flight(entry.path) if is_workspace(entry.path.parent.name) else None
+        if in_flight is not None and (rank := launch.rank_in(in_flight.launch)) is not None:
+            raise _without_group(root / in_flight.target, rank, launch)
+        if entry.is_folder:
+            refuse_another_rank(entry.path, launch)
+
+
+def refuse_another_rank(path: Where, launch: Launch | None) -> None:
+    """Refuse a checkpoint that another rank of the same launch has saved on its own.
+
+    Args:
+        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+
+    Raises:
+        CheckpointMismatch: That rank has no process group, as this one.
+    """
+    summary = None
+    with suppress(CheckpointError, OSError):
+        summary = read_summary(path) if launch is not None else None
+    if launch is None or summary is None or summary.world_size > 1:
+        return
+    if (rank := launch.rank_in(summary.launch)) is not None:
+        raise _without_group(path, rank, launch)
+
+
+def _without_group(path: Where, rank: int, launch: Launch) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{path} is of rank {rank} of the same launch by {launch.launcher}, and this is rank {launch.rank} of "
+        f"{launch.world_size}, without a process group: the ranks would resume from each other's checkpoints, or "
+        f"replace them. Call torch.distributed.init_process_group() before the first save or load. Ranks that are to "
+        f"train by themselves need a root each; Checkpointer(solo=True) accepts any checkpoint."
+    )

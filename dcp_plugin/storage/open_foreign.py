@@ -1,0 +1,98 @@
+"""Opens checkpoints of other tools: stock DCP, Lightning, Accelerate, safetensors and ``torch.save`` files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from dcp_plugin.errors import CheckpointNotFound, damage_in
+from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata
+from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
+from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.media import Readable, medium_of
+from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.records import OpenCheckpoint
+from dcp_plugin.storage.open import open_alone
+
+_MOST_LISTED = 1000
+"""Entries of a directory that are looked at for a hint."""
+
+
+def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
+    """Open what another tool has saved.
+
+    Args:
+        reason: Why the path is no DCP checkpoint; empty if it is one.
+
+    Raises:
+        CheckpointError: As :func:`dcp_plugin.storage.open.open_checkpoint`.
+    """
+    return _open_other(path, files, reason) if reason else _open_dcp(path, files)
+
+
+def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
+    if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
+        files.close()
+        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
+    data = read(files, METADATA)
+    if frameworks.is_of_lightning(files):
+        index, kinds = frameworks.lightning_index(files)
+        return OpenCheckpoint(path, files, index, fingerprint(data), "lightning", kinds)
+    index = stock_metadata.index_of(stock_metadata.decode(data, f"{files.where}/{METADATA}"), files)
+    return OpenCheckpoint(path, files, index, fingerprint(data), "stock")
+
+
+def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
+    kind = medium_of(path).kind(path)
+    is_folder = kind == "folder"
+    folders = frameworks.accelerate_folders(files) if is_folder else []
+    if folders:
+        index, kinds = frameworks.accelerate_index(files, folders)
+        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
+        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
+    if is_folder:
+        try:
+            contents = detect.read_directory(files, reason)
+        except CheckpointNotFound:
+            _refuse_directory_of_checkpoints(path)
+            raise
+    else:
+        files = medium_of(path).open(path.parent)
+        contents = _read_one(files, path, kind, reason)
+    index = contents.index(files.where)
+    if not files.streams:
+        return OpenCheckpoint(
+            path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True
+        )
+
+    def find_fingerprint() -> str:
+        with damage_in(path):
+            return fingerprint_of(files, contents)
+
+    said = repr([(name, size, files.modified(name)) for name, size in sorted(contents.files.items())])
+    identity, known = fingerprint(said.encode()), contents.kinds
+    return OpenCheckpoint(
+        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
+    )
+
+
+def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
+    if not kind:
+        is_link = not isinstance(path, ObjectPath) and path.is_symlink()
+        raise detect.not_found(str(path), reason if is_link else "nothing is there")
+    if is_own(path.name) and has_traces(files.names()):
+        raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
+    return detect.read_file(files, path.name)
+
+
+def _refuse_directory_of_checkpoints(path: Where) -> None:
+    """A run's directory of checkpoints is named easily in place of one of them."""
+    medium = medium_of(path).snapshot(path)
+    for found in medium.entries(path)[:_MOST_LISTED]:
+        names: list[str] = []
+        with suppress(OSError):
+            names = [] if found.is_file or found.path.name.startswith(".") else medium.open(found.path).names()
+        if has_traces(names):
+            raise CheckpointNotFound(
+                f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "
+                f"dcp_plugin.latest({str(path)!r}) finds the newest."
+            )
