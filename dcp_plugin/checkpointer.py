@@ -281,8 +281,6 @@ class Checkpointer:
         if not self.config.has_local_tier:
             yield None
             return
-        from dcp_plugin.media.elsewhere import Elsewhere, shown_at  # only a local tier has files elsewhere
-
         with self._queue.call(f"look at {path}"):
             ranks = self._meet_again()
             where = as_path(path, self.config.storage_options)

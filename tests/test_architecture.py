@@ -125,6 +125,26 @@ def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp
     assert not frameworks & {name.split(".")[0] for name in loaded}
 
 
+CORE_FILES, CORE_STATEMENTS = 95, 15_200
+"""Size of what a plain save and load on a local disk import. Whoever makes it smaller lowers these; they never rise."""
+
+
+def test_the_core_that_a_plain_save_and_load_import_does_not_grow(tmp_path: Path) -> None:
+    printed = _python(
+        "import sys, torch, dcp_plugin as dcp; model = torch.nn.Linear(4, 4); "
+        "optimizer = torch.optim.AdamW(model.parameters()); model(torch.ones(1, 4)).sum().backward(); "
+        "optimizer.step(); state = {'model': model, 'optim': optimizer, 'step': 1}; "
+        f"path = {str(tmp_path / 'step-1')!r}; dcp.save(state, path); dcp.load(state, path); "
+        "ours = {m.__file__ for name, m in sys.modules.items() if name.split('.')[0] == 'dcp_plugin'}; "
+        "print(*ours, sep=chr(10))"
+    )
+    sizes = {
+        path: sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(Path(path).read_text())))
+        for path in printed.splitlines()
+    }
+    assert (len(sizes) <= CORE_FILES, sum(sizes.values()) <= CORE_STATEMENTS) == (True, True), sizes
+
+
 def test_only_the_keeper_and_one_registration_know_that_a_keeper_exists() -> None:
     importing = {
         str(path.relative_to(ROOT))
