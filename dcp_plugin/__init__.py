@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
-    from dcp_plugin.loading.partial import PartialLoad
+    from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.records import LoadReport
@@ -78,7 +78,7 @@ _HOMES = {
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.tools.inspect": ("inspect",),
     "dcp_plugin.tools.verify": ("verify",),
-    "dcp_plugin.loading.partial": ("PartialLoad",),
+    "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
     "dcp_plugin.runs.interval": ("SaveInterval",),

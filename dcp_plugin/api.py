@@ -7,7 +7,7 @@ from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike
 from dcp_plugin.records import LoadReport
 

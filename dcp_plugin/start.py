@@ -8,8 +8,8 @@ from typing import Any
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.catalog import parts_beside

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import dcp_plugin as dcp
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredValue
 from dcp_plugin.loading.key_map import KeyMap, Rename, prefixes_of
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from tests.compare import assert_same, same_bytes
 from tests.layouts import Net, train
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import gather_module
 from tests import launch
 from tests.compare import assert_same, full_state

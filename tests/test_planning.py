@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import filled_rows, partitioned
-from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.format.keys import flatten, unflatten
 from dcp_plugin.planning.global_plan import Share, make_global_plan
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import LocalInventory

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from dcp_plugin.planning.local_inventory import LocalSlot
+from dcp_plugin.format.keys import LocalSlot
 from tests import launch
 from tests.launch import on_ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_plugin as dcp
-from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.format.keys import flatten
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from tests.compare import same_tree
 from tests.conformance.interchange import STATES as CONTAINERS

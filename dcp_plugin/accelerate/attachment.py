@@ -38,7 +38,7 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.integration.local_copy import local_copy
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport

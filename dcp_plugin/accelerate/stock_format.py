@@ -35,9 +35,9 @@ from dcp_plugin.errors import (
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.integration.local_copy import local_copy
-from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.damage import note_chosen

@@ -58,7 +58,7 @@ def load_plan_command(
     """What a partial load would take. No tensor is read; exits with 1, and the load's own error, if it would fail."""
     with told(as_json):
         from dcp_plugin.loading.load import plan_load
-        from dcp_plugin.loading.partial import PartialLoad
+        from dcp_plugin.partial import PartialLoad
 
         try:
             partial = PartialLoad(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric import state_mapping
@@ -32,7 +33,6 @@ from dcp_plugin.state import inside_ddp, unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
-from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 from dcp_plugin.tools.inspect import info_of
 

@@ -27,7 +27,7 @@ from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.integration import BaseAttachment, is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs.foreign import OTHERS
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of

@@ -23,7 +23,7 @@ from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.hf import _transformers
 from dcp_plugin.hf.settings import Given, Settings
 from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import Where
 from dcp_plugin.records import LoadReport
 from dcp_plugin.storage.reader import ShardedReader

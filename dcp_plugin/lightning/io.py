@@ -46,9 +46,9 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
 from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
-from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
 from dcp_plugin.runs.interval import SaveInterval

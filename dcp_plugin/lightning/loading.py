@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format.foreign.frameworks import META
@@ -36,7 +37,7 @@ from dcp_plugin.lightning import _lightning, layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
-from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import LoadReport
 from dcp_plugin.sources import SourceFiles
@@ -52,7 +53,6 @@ from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import flatten_tree
-from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.format.keys import flatten
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
@@ -34,7 +35,6 @@ from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import TYPES, Checkpoint
-from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.state.per_rank import without_sampler
 from dcp_plugin.tensors._torch import is_tensor

@@ -30,6 +30,7 @@ from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, UnsafeChec
 from dcp_plugin.format import values
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
+from dcp_plugin.format.keys import flatten, holds_sharded
 from dcp_plugin.format.metadata import Aliases
 from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
@@ -39,7 +40,6 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, Where
-from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import OwnLayout, flatten_optimizer, gather_module, load_into, unwrapped_optimizer
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names

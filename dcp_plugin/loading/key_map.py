@@ -1,7 +1,7 @@
 """Which key of a checkpoint holds a key of the state.
 
 An object of the state is stored under its own name, unless a rename says otherwise: one that the user has given
-(:class:`~dcp_plugin.loading.partial.PartialLoad`), or the prefix by which a module that was saved as a part of a larger
+(:class:`~dcp_plugin.partial.PartialLoad`), or the prefix by which a module that was saved as a part of a larger
 one, or the other way round, is found (:func:`find_prefix`). An optimizer follows its module.
 
 Every key has exactly one place. A regular expression decides before prefixes, and of the prefixes the longest. Each
@@ -22,8 +22,8 @@ from torch import nn
 
 from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import CheckpointIndex, Entry
-from dcp_plugin.loading.partial import PATTERN
-from dcp_plugin.planning.flatten import join
+from dcp_plugin.format.keys import join
+from dcp_plugin.partial import PATTERN
 from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
 from dcp_plugin.types import KeyPath
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
+from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import LoadMode, Matching, locate
-from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
 from dcp_plugin.loading.union import Answer, Union, ask_all
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks

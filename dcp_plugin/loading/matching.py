@@ -19,8 +19,8 @@ from torch import nn
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.keys import join, without_rank
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
-from dcp_plugin.loading.partial import PartialLoad, Policy
 from dcp_plugin.loading.suggestions import (
     Fit,
     about_front,
@@ -35,9 +35,8 @@ from dcp_plugin.loading.suggestions import (
     taken_by,
 )
 from dcp_plugin.loading.union import Answer, Union
+from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.paths import Where
-from dcp_plugin.planning.flatten import join
-from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.records import LoadReport, Match
 from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred

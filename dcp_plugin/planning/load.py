@@ -27,7 +27,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, near
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows, in_all
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.planning.flatten import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
+from dcp_plugin.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.records import LoadPlan, WholeChunk
 from dcp_plugin.tensors._torch import is_tensor, sharded_value, with_memory

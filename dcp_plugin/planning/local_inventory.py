@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 import warnings
 import zlib
 from collections import Counter, defaultdict
@@ -37,6 +36,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
+from dcp_plugin.format.keys import LocalSlot
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.planning.shared_values import about_different, shared_hashes
 from dcp_plugin.ranks import Ranks
@@ -185,34 +185,6 @@ def _begin_of(chunks: Sequence[LocalChunk]) -> int:
 
 _OWN = b""
 """In place of the hash of a tensor that has the shape of the shard, and so is the rank's own."""
-_LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class LocalSlot:
-    """A slot of an optimizer as one rank had it."""
-
-    slot: str
-    rank: int
-    box: Box
-
-    def __str__(self) -> str:
-        begin, end = (",".join(map(str, edge)) for edge in self.box)
-        return f"{self.slot}.rank{self.rank}({begin}:{end})"
-
-    @classmethod
-    def parse(cls, name: str) -> LocalSlot | None:
-        """The slot of a name; None if it is not of one rank alone."""
-        found = _LOCAL.fullmatch(name)
-        if found is None:
-            return None
-        begin, end = (tuple(int(each) for each in found[edge].split(",") if each) for edge in ("begin", "end"))
-        return cls(found["slot"], int(found["rank"]), (begin, end))
-
-
-def without_rank(key: str) -> str:
-    """A key without the rank and the part that it may be for."""
-    return found.slot if (found := LocalSlot.parse(key)) else key
 
 
 class RankLocal:

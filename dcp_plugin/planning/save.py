@@ -48,9 +48,9 @@ from torch.distributed.checkpoint.planner import (
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, default_path
+from dcp_plugin.format.keys import flatten, holds_sharded, is_empty_mapping, walked_by_stock
 from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.format.whole_tensors import WholeItem
-from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping, walked_by_stock
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
 from dcp_plugin.ranks import Ranks, pack, unpack

@@ -12,27 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from numbers import Number
-from typing import Any
 
 from dcp_plugin.errors import some
 from dcp_plugin.format.payload import hashes_of, sample_of
-from dcp_plugin.tensors._torch import is_tensor
-from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.types import EncodedValue, Flat, ShardedValue
 
 _SAMPLED = 4 << 20  # bytes of a tensor above which a sample of it is hashed
-
-
-def is_expected_equal(leaf: Any) -> bool:
-    """Whether a leaf of data should be the same on all ranks: not a number, and not a shard."""
-    if type(leaf) in EXACTLY_TENSORS:
-        return bool(leaf.numel() > 1)
-    if type(leaf) in (list, tuple):
-        return not all(type(item) is float for item in leaf)
-    if isinstance(leaf, (set, frozenset)):  # whose order, and so whose bytes, differ between processes
-        return False
-    return not isinstance(leaf, (Number, ShardedValue)) and not is_tensor(leaf)
 
 
 def shared_hashes(state: Flat, keys: Collection[str]) -> dict[str, bytes]:

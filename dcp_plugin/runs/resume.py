@@ -21,8 +21,8 @@ from torch import nn
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
-from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.records import LoadReport

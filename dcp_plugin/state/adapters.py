@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import (
+from dcp_plugin.format.keys import (
     Walks,
     flatten,
     has_keys_below,
@@ -36,7 +37,6 @@ from dcp_plugin.planning.flatten import (
     walked_by_us,
     with_types_of,
 )
-from dcp_plugin.planning.shared_values import is_expected_equal
 from dcp_plugin.records import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
@@ -321,7 +321,7 @@ def shared_keys(
     apart = {*kinds, *(adapter.name for adapter in adapters if not adapter.is_shared)}
     fronts = tuple(f"{name}." for name in apart)
     return frozenset(
-        key for key, leaf in leaves.items() if is_expected_equal(leaf) and not f"{key}.".startswith(fronts)
+        key for key, leaf in leaves.items() if _is_expected_equal(leaf) and not f"{key}.".startswith(fronts)
     )
 
 
@@ -718,3 +718,14 @@ class ValueAdapter(TreeAdapter):
         if filled := self.with_empty(filled):
             loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
             self._value[self._key] = values.on_devices_of(self._value[self._key], loaded)
+
+
+def _is_expected_equal(leaf: Any) -> bool:
+    """Whether a leaf of data should be the same on all ranks: not a number, and not a shard."""
+    if type(leaf) in EXACTLY_TENSORS:
+        return bool(leaf.numel() > 1)
+    if type(leaf) in (list, tuple):
+        return not all(type(item) is float for item in leaf)
+    if isinstance(leaf, (set, frozenset)):  # whose order, and so whose bytes, differ between processes
+        return False
+    return not isinstance(leaf, (Number, ShardedValue)) and not is_tensor(leaf)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import flatten, name_of, unflatten, with_types_of
+from dcp_plugin.format.keys import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.state.module import (
     ModuleState,
     apply_module,

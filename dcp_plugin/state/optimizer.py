@@ -32,8 +32,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch, some
-from dcp_plugin.planning.flatten import Walks, flatten, holds_sharded, walked_by_us, with_types_of
-from dcp_plugin.planning.local_inventory import LocalSlot
+from dcp_plugin.format.keys import LocalSlot, Walks, flatten, holds_sharded, walked_by_us, with_types_of
 from dcp_plugin.records import Box
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name

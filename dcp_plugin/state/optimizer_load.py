@@ -16,7 +16,8 @@ from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import (
+from dcp_plugin.format.keys import (
+    LocalSlot,
     has_keys_below,
     is_empty_mapping,
     name_of,
@@ -25,7 +26,6 @@ from dcp_plugin.planning.flatten import (
     walked_as_stored,
     with_types_of,
 )
-from dcp_plugin.planning.local_inventory import LocalSlot
 from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name

@@ -138,7 +138,7 @@ def test_models_in_another_order_on_rank_1_are_not_exchanged(tmp_path: Path) -> 
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    from dcp_plugin.planning.flatten import flatten
+    from dcp_plugin.format.keys import flatten
 
     return flatten(state)[0]
 

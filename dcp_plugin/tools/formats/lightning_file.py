@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_plugin.errors import CheckpointMismatch, some
-from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.format.keys import flatten
 from dcp_plugin.state.optimizer import nested_of, with_numbers
 from dcp_plugin.state.per_rank import without_sampler
 from dcp_plugin.tools.formats import Layout, Selected, torch_file

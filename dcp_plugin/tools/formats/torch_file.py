@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from dcp_plugin.format import torch_archive
+from dcp_plugin.format.keys import name_of, step_of, unflatten
 from dcp_plugin.format.torch_archive import BEHIND, Record
 from dcp_plugin.media import NewFile
-from dcp_plugin.planning.flatten import name_of, step_of, unflatten
 from dcp_plugin.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.tensors import _torch
 from dcp_plugin.tensors.host_memory import memory_view

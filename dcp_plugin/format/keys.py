@@ -9,12 +9,16 @@ a tuple is one value. The rule for what is walked depends on the caller:
 - :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Who loads them has the same containers.
 - :func:`walked_as_stored`: loads. The checkpoint says which containers are one value. Up to 0.1.0 we walked tuples
   with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without tensors.
+
+The key of a :class:`LocalSlot` also names the rank and the part of the parameter that it belongs to.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +27,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Shape
 
 Walks = Callable[[str, Any], bool]
 """Whether the container of a key is walked, or one value."""
@@ -244,3 +248,34 @@ def _holds_tensors(values: Any) -> bool:
     return any(
         is_tensor(child) or (isinstance(child, (list, tuple, Mapping)) and _holds_tensors(child)) for child in children
     )
+
+
+_LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LocalSlot:
+    """A slot of an optimizer's state that one rank has for its own part of the parameter."""
+
+    slot: str
+    rank: int
+    box: tuple[Shape, Shape]
+    """Begin and end of the part of the parameter, in each dimension."""
+
+    def __str__(self) -> str:
+        begin, end = (",".join(map(str, edge)) for edge in self.box)
+        return f"{self.slot}.rank{self.rank}({begin}:{end})"
+
+    @classmethod
+    def parse(cls, name: str) -> LocalSlot | None:
+        """Return the slot of a name; None if all ranks share it."""
+        match = _LOCAL.fullmatch(name)
+        if match is None:
+            return None
+        begin, end = (tuple(int(each) for each in match[edge].split(",") if each) for edge in ("begin", "end"))
+        return cls(match["slot"], int(match["rank"]), (begin, end))
+
+
+def without_rank(key: str) -> str:
+    """Return a key without the rank and the part that it may name."""
+    return slot.slot if (slot := LocalSlot.parse(key)) else key
