@@ -219,8 +219,8 @@ class OpenCheckpoint:
     files: Readable
     """Files that the names in the index refer to."""
     index: CheckpointIndex
-    identity: str
-    """Equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless that takes many reads."""
+    known_identity: str
+    """:attr:`identity`; empty where that is a fingerprint yet to be computed."""
     format: str
     """As in :class:`~dcp_plugin.types.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -233,10 +233,16 @@ class OpenCheckpoint:
     """The checkpoint with the keys that this one leaves out. The index has its files under their full paths."""
     find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
 
+    @property
+    def identity(self) -> str:
+        """Equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless that takes requests to a
+        store."""
+        return self.known_identity or self.fingerprint
+
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for the same checkpoint in any place."""
-        return self.find_fingerprint() if self.find_fingerprint else self.identity
+        """Equal for the same checkpoint in any place. For files of other tools, a part of every tensor is read."""
+        return self.find_fingerprint() if self.find_fingerprint else self.known_identity
 
     @property
     def save_ids(self) -> str:

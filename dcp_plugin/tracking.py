@@ -139,13 +139,13 @@ def _facts(where: Where) -> dict[str, Any]:
     summary = read_summary(where)
     if summary is None:
         with ShardedReader(where, complete=False) as reader:
-            opened = reader.opened
+            opened, fingerprint = reader.opened, reader.fingerprint
         return {
             "step": None,
             "saved": None,
             "bytes": sum(opened.index.files.values()),
             "format": opened.format,
-            "fingerprint": opened.fingerprint,
+            "fingerprint": fingerprint,
             "metrics": {},
         }
     base = {"base": summary.base["path"]} if summary.base else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -43,18 +44,23 @@ def _calls_of_a_load(state: Callable[..., dict[str, Any]], count: int, path: Pat
     target, saved = state(count, filled=False), state(count)
     checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io_threads=1))  # all in the thread that is looked at
     checkpointer.load(state(count), path)  # imports
+    calls = _calls_of(lambda: checkpointer.load(target, path))
+    assert_same(_tensors(target), _tensors(saved))
+    return calls
+
+
+def _calls_of(work: Callable[[], Any]) -> int:
     calls = 0
 
-    def seen(frame: Any, event: str, argument: Any) -> None:
+    def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event == "call"
 
-    sys.setprofile(seen)
+    sys.setprofile(count)
     try:
-        checkpointer.load(target, path)
+        work()
     finally:
         sys.setprofile(None)
-    assert_same(_tensors(target), _tensors(saved))
     return calls
 
 
@@ -62,6 +68,17 @@ def _calls_of_a_load(state: Callable[..., dict[str, Any]], count: int, path: Pat
 def test_a_small_tensor_takes_few_python_calls(tmp_path: Path, state: Callable[..., dict[str, Any]], most: int) -> None:
     few, many = (_calls_of_a_load(state, count, tmp_path / str(count)) for count in (100, 300))
     assert (many - few) / 200 <= most
+
+
+def test_inspect_goes_over_the_keys_of_a_safetensors_file_by_columns(tmp_path: Path) -> None:
+    """Such a file may have a million keys. For each of them an object of the answer is made, and its size is added."""
+
+    def calls(count: int) -> int:
+        save_file(_flat(count), tmp_path / f"{count}.safetensors")
+        return _calls_of(lambda: dcp.inspect(tmp_path / f"{count}.safetensors"))
+
+    calls(10)  # imports
+    assert (calls(1500) - calls(500)) / 1000 <= 2
 
 
 class _Columns(LoadPlanner):

@@ -209,6 +209,13 @@ class Places:
         )
 
     @classmethod
+    def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
+        """Return the places of items that have neither checksums nor hashes: another tool has written them."""
+        nothing = np.zeros(len(file), np.int64)
+        empty = np.empty(0, np.uint32)
+        return cls(files, file, place, nothing.astype(np.uint32), nothing, empty, np.zeros((len(file), 2), np.uint64))
+
+    @classmethod
     def joined(cls, parts: Sequence[Places]) -> Places:
         """One after the other. No two parts have a file in common."""
         first_file = np.cumsum([0, *(len(part.files) for part in parts)], dtype=np.int32)

@@ -222,13 +222,13 @@ class CheckpointIndex(Mapping[str, Entry]):
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
         """The index of a table whose chunks are at these places, in the same order."""
-        keys = [key.encode() for key in table.keys]
+        keys = list(map(str.encode, table.keys))
         file_ids = {name: number for number, name in enumerate(files)}
         renumbered = np.array([file_ids[name] for name in places.files], np.int32)
         columns = {
             **table.columns,
             "keys": np.frombuffer(b"".join(keys), np.uint8),
-            "key_ends": np.cumsum([len(key) for key in keys], dtype=np.int64),
+            "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
             "file": renumbered[places.file],
             "place": places.place,
             "frame_crc": places.frame_crc,

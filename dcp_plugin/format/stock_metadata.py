@@ -290,9 +290,6 @@ def _placed(
     place = np.zeros((len(order), 4), np.int64)
     place[:, 0], place[:, 1], place[:, 2] = _integers(offsets)[order], _integers(lengths)[order], -1
     file = np.fromiter((numbers[name] for name in names), np.int32, len(names))[order]
-    nothing = np.zeros(len(order), np.int64)
-    hashes = np.zeros((len(order), 2), np.uint64)
-    found = Places(files, file, place, nothing.astype(np.uint32), nothing, np.empty(0, np.uint32), hashes)
     went_through = {
         (name, offset): _descriptors(said)
         for name, offset, said in zip(names, offsets, described, strict=True)
@@ -300,7 +297,7 @@ def _placed(
     }
     for descriptors in set(went_through.values()):
         _check_transforms(descriptors)
-    return found, files, went_through
+    return Places.without_hashes(files, file, place), files, went_through
 
 
 def _found(table: KeyColumns, items: list[Any]) -> Column:

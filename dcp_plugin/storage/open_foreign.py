@@ -12,6 +12,7 @@ from dcp_plugin.media import Readable, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_alone
+from dcp_plugin.tensors.host_memory import collector_paused
 
 _MOST_LISTED = 1000
 """Entries of a directory that are looked at for a hint."""
@@ -41,6 +42,7 @@ def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     return OpenCheckpoint(path, files, index, fingerprint(data), "stock")
 
 
+@collector_paused()
 def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     kind = medium_of(path).kind(path)
     is_folder = kind == "folder"
@@ -59,17 +61,15 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
         files = medium_of(path).open(path.parent)
         contents = _read_one(files, path, kind, reason)
     index = contents.index(files.where)
-    if not files.streams:
-        return OpenCheckpoint(
-            path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True
-        )
 
     def find_fingerprint() -> str:
         with damage_in(path):
             return fingerprint_of(files, contents)
 
-    said = repr([(name, size, files.modified(name)) for name, size in sorted(contents.files.items())])
-    identity, known = fingerprint(said.encode()), contents.kinds
+    identity, known = "", contents.kinds
+    if files.streams:
+        times = [(name, size, files.modified(name)) for name, size in sorted(contents.files.items())]
+        identity = fingerprint(repr(times).encode())
     return OpenCheckpoint(
         path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
     )

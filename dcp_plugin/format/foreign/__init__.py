@@ -19,17 +19,19 @@ that directory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
-from operator import add
-from typing import Any
+from operator import add, attrgetter, mul
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import Files, expect
-from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
+from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.types import KeyPath, Shape
 
 _SAMPLES = 8
@@ -37,9 +39,11 @@ _SAMPLE = 512
 _PLACE = 128
 
 
-@dataclass(frozen=True)
-class View:
-    """A tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart."""
+class View(NamedTuple):
+    """A tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart.
+
+    A file may have a million: a tuple is made in a fifth of the time of a frozen dataclass.
+    """
 
     file: str
     start: int
@@ -99,7 +103,9 @@ class Contents:
         Raises:
             CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
         """
-        index = CheckpointIndex.build(self._entries(), self.files, self.paths)
+        chunks = [*self.views.values(), *chain.from_iterable(self.parts.values())]
+        table, places = self._table(chunks), self._places(chunks)
+        index = CheckpointIndex.of(table, places, self.files)
         try:
             index.validate(where, shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
@@ -108,22 +114,51 @@ class Contents:
         index.values_here = self.values
         return index
 
-    def _entries(self) -> Iterable[tuple[str, Entry]]:
-        for key, view in self.views.items():
-            yield key, StoredTensor(view.dtype, view.shape, (_chunk(view),))
-        for key, parts in self.parts.items():
-            ends = [map(add, part.offsets or (), part.shape) for part in parts]
-            yield key, StoredTensor(parts[0].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(map(_chunk, parts)))
-        nowhere = Location(next(iter(self.files)), 0, 0, None, 0)
-        for key in self.values:
-            yield key, StoredValue(nowhere)
+    def _table(self, chunks: list[View]) -> KeyColumns:
+        """Return the columns of the keys: those of views, of tensors in parts, of values."""
+        tensors = [*self.views.values(), *map(_joined, self.parts.values())] if self.parts else chunks
+        dtypes, shapes = list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors))
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes)}
+        numbers = {dtype: number for number, dtype in enumerate(names)}
+        others = [0] * len(self.values)
+        counts = [1] * len(self.views) + [len(parts) for parts in self.parts.values()] + [1] * len(others)
+        begins = [offsets or (0,) * len(sizes) for _, _, _, sizes, _, offsets in chunks]
+        boxes = chain.from_iterable(zip(begins, map(_SHAPE, chunks), strict=True))
+        columns: dict[str, Column] = {
+            "dtype": np.array([*map(numbers.__getitem__, dtypes), *(NO_TENSOR for _ in others)], np.uint8),
+            "ndim": np.array([*map(len, shapes), *others], np.uint8),
+            "shape": np.array(list(chain.from_iterable(shapes)), np.int64),
+            "chunk_ends": np.cumsum(counts, dtype=np.int64),
+            "box": np.array(list(chain.from_iterable(boxes)), np.int64),
+        }
+        unusual = {key: path for key, path in self.paths.items() if path != default_path(key)}
+        return KeyColumns([*self.views, *self.parts, *self.values], list(names.values()), unusual, columns)
+
+    def _places(self, chunks: list[View]) -> Places:
+        """Return where chunks are; a value is nowhere."""
+        numbers = {name: number for number, name in enumerate(self.files)}
+        count = len(chunks)
+        place = np.zeros((count + len(self.values), 4), np.int64)
+        file = np.zeros(len(place), np.int32)
+        file[:count] = list(map(numbers.__getitem__, map(_FILE, chunks)))
+        place[:count, 0] = list(map(_START, chunks))
+        itemsizes = map({dtype: dtype.itemsize for dtype in set(map(_DTYPE, chunks))}.__getitem__, map(_DTYPE, chunks))
+        strided = [number for number, strides in enumerate(map(_STRIDES, chunks)) if strides is not None]
+        spans = list(map(mul, map(prod, map(_SHAPE, chunks)), itemsizes))
+        for number in strided:
+            spans[number] = chunks[number].span
+        place[:count, 1] = place[:count, 3] = spans
+        place[[*strided, *range(count, len(place))], 2:] = -1, 0  # of unknown layout
+        return Places.without_hashes(list(self.files), file, place)
 
 
-def _chunk(view: View) -> StoredChunk:
-    span = view.span
-    payload = (None, 0) if view.strides is not None else (0, span)
-    location = Location(view.file, view.start, span, *payload)
-    return StoredChunk(view.offsets or (0,) * len(view.shape), view.shape, location)
+_FILE, _START, _DTYPE, _SHAPE, _STRIDES = map(attrgetter, ("file", "start", "dtype", "shape", "strides"))
+
+
+def _joined(parts: list[View]) -> View:
+    """Return the tensor that consists of these parts, without its place."""
+    ends = [map(add, part.offsets or (), part.shape) for part in parts]
+    return View("", 0, parts[0].dtype, tuple(map(max, zip(*ends, strict=True))))
 
 
 def fingerprint_of(files: Files, contents: Contents) -> str:

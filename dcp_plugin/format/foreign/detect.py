@@ -40,7 +40,7 @@ def read_file(files: Files, name: str) -> Contents:
     if kind == "safetensors" and (rank := safetensors.rank_of(files, name)) is not None:
         reason = f"it has what rank {rank} had of each tensor. Name the directory, {files.where}"
         raise not_found(f"{files.where}/{name}", reason)
-    return _as_model(_READ[kind](files, name))
+    return _READ[kind](files, name)
 
 
 def kind_of_file(files: Files, name: str) -> str:
@@ -88,11 +88,11 @@ def read_directory(files: Files, reason: str) -> Contents:
         found = [name for name, kind in kinds.items() if kind == wanted]
         parts = [name for name in names if name.endswith(".safetensors")] if wanted == "safetensors" else []
         if parts and all(safetensors.has_parts(files, name) for name in parts):
-            return _as_model(safetensors.read_parts(files, parts))
+            return safetensors.read_parts(files, parts)
         if len(found) != 1:
             several = f"it has {len(found)} files that could be meant, name one: {', '.join(found[:8])}"
             raise not_found(files.where, several if found else f"{reason}. {_LOOKED_FOR}")
-        contents = _as_model(_READ[wanted](files, found[0]))
+        contents = _READ[wanted](files, found[0])
     if _RANDOM_STATES in names:
         contents.format = "accelerate"
     return contents
@@ -114,7 +114,7 @@ def _read_models(files: Files, models: dict[int, str]) -> Contents:
         if kind not in _READ:
             why = kind or "its contents are unknown"
             raise CheckpointCorrupt(f"{files.where}/{name} is not what its name says: {why}")
-        one = _as_model(_READ[kind](files, name))
+        one = _READ[kind](files, name)
         contents.append(_renamed(one, "model", f"model_{number}") if len(models) > 1 else one)
     return _merged(contents)
 
@@ -157,23 +157,13 @@ def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Content
     kind = kind_of_file(files, name)
     if kind not in _READ:
         raise CheckpointCorrupt(f"{files.where}/{name} is no safetensors or torch.save file{kind and f': {kind}'}")
-    shard = _as_model(_READ[kind](files, name))
+    shard = _READ[kind](files, name)
     wanted = {f"model.{key}": key for key in keys}
     lost = [key for stored, key in wanted.items() if stored not in shard.views]
     if lost:
         raise CheckpointCorrupt(f"{files.where}/{name} has no {lost[0]}, which {index} says it has")
     shard.views = {stored: view for stored, view in shard.views.items() if stored in wanted}
     return shard
-
-
-def _as_model(contents: Contents) -> Contents:
-    """A safetensors file has no names but those of one model."""
-    if contents.format != "safetensors":
-        return contents
-    contents.views = {f"model.{key}": view for key, view in contents.views.items()}
-    contents.parts = {f"model.{key}": parts for key, parts in contents.parts.items()}
-    contents.kinds = {"model": "module"}
-    return contents
 
 
 def _renamed(contents: Contents, old: str, new: str) -> Contents:
