@@ -105,25 +105,27 @@ class Program:
 
 @functools.cache
 def _server(imported: tuple[str, ...]) -> bytes:
-    """The address of a process that forks for each connection. It ends with this process."""
-    lives, ours = os.pipe()
+    """The address of a process that forks for each connection. All workers of pytest-xdist share it, and it ends with
+    the process that started them."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    address = f"\0dcp-programs-{session}-{'-'.join(imported)}"[:100].encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind("")  # Linux gives it a name, which is no file
+        try:
+            listening.bind(address)
+        except OSError:  # another worker has started it
+            return address
         listening.listen(64)
-        address: bytes = listening.getsockname()
+        lives = os.pidfd_open(session)
         code = f"from tests.programs import _serve; _serve({listening.fileno()}, {lives}, {imported!r})"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
-        server = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[listening.fileno(), lives])
+        command = [sys.executable, "-c", code]
+        _started.append(subprocess.Popen(command, env=environment, pass_fds=[listening.fileno(), lives]))
     os.close(lives)
-
-    @atexit.register
-    def end() -> None:
-        os.close(ours)
-        server.wait()
-
     return address
 
+
+_started: list[subprocess.Popen[bytes]] = []  # Python warns of one that is forgotten while it runs
 
 _STAND_IN = """\
 import json, os, signal, socket, sys

@@ -302,14 +302,12 @@ def _counted(method: Callable[..., Any], asked: list[str]) -> Callable[..., Any]
     return counted
 
 
-@pytest.mark.parametrize(
-    "key", ["run//log.txt", "run/./a", "run/step-1/..", "run/a%01b", "run/step-1/%7F", "run/step-1//x"]
-)
-def test_a_key_that_is_no_path_changes_nothing(bucket: Bucket, tmp_path: Path, key: str) -> None:
+def test_keys_that_are_no_paths_change_nothing(bucket: Bucket, tmp_path: Path) -> None:
     run = f"{bucket.url}/run"
     for step in (1, 2):
         dcp.save({"step": step}, f"{run}/step-{step}", step=step)
-    bucket.server.ask("PUT", f"{bucket.name}/{key}")
+    for key in ("run//log.txt", "run/./a", "run/step-1/..", "run/a%01b", "run/step-1/%7F", "run/step-1//x"):
+        bucket.server.ask("PUT", f"{bucket.name}/{key}")
     assert dcp.latest(run) == f"{run}/step-2" and len(dcp.list_checkpoints(run)) == 2
     dcp.save({"step": 3}, f"{run}/step-1", step=3)
     assert dcp.latest(run) == f"{run}/step-1"

@@ -465,7 +465,7 @@ def test_two_ranks_of_which_one_hears_nothing(bucket: Bucket, proxy: Proxy, root
     assert dcp.latest(root) == root / "next"
 
 
-@pytest.mark.parametrize("writers", [2, 4])
+@pytest.mark.parametrize("writers", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_writers_to_one_path_at_the_same_time(bucket: Bucket, writers: int) -> None:
     found = list(stores.races(bucket.server, writers, 6))
     assert len(found) == 7 and [one for one in found if one] == []
