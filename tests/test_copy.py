@@ -74,7 +74,7 @@ def _files(path: Where) -> dict[str, bytes]:
 def _nothing_in_flight(place: Where) -> bool:
     workspace = place / WORKSPACE
     found = medium_of(workspace).entries(workspace) if medium_of(place).kind(workspace) else []
-    return all(one.path.name == figures.NAME for one in found)
+    return all(one.path.suffix == figures.SUFFIX for one in found)
 
 
 def _run(*arguments: object) -> Result:
@@ -381,7 +381,7 @@ def test_what_nobody_goes_on_with_is_swept_by_the_next_save(
     assert sum(name.endswith(".distcp") for name in left) >= 2
     dcp.save({"n": 1}, target / "step-2")
     found = medium_of(target).tree(target)
-    assert all(name.startswith("step-2/") or name.endswith(figures.NAME) for name in found), left
+    assert all(name.startswith("step-2/") or name.endswith(figures.SUFFIX) for name in found), left
 
 
 @_LONG

@@ -222,6 +222,17 @@ def _three_saves(root: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     return saved
 
 
+def test_a_load_of_what_latest_returned_changes_no_checkpoint(tmp_path: Path) -> None:
+    _three_saves(tmp_path, {"reuse": False})
+    newest = dcp.latest(tmp_path)
+    assert newest == tmp_path / "step-3"
+    flip(tmp_path / "step-3", "model.inp.weight")
+    before = names_in(newest)
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"model\.inp\.weight"):
+        dcp.load(_run(2), newest)
+    assert names_in(newest) == before and dcp.latest(tmp_path) == newest
+
+
 @pytest.mark.parametrize("key", ["model.inp.weight", "optim.state.out.weight.exp_avg"])
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, echo, progress, show, told, where
+from dcp_plugin.cli.output import FAILED, JsonOption, StorageOptionsOption, echo, progress, show, told, where
+
+if TYPE_CHECKING:
+    from dcp_plugin.tools.copy import CopyReport
 
 _MOST_SHOWN = 5
 
@@ -37,7 +40,13 @@ def copy_command(
             report = copy(source, target, overwrite=overwrite, io_threads=io_threads, progress=tell)
     if as_json:
         show({"copy": report})
-        return
+    else:
+        _print(report)
+    if report.unreadable:
+        raise typer.Exit(FAILED)
+
+
+def _print(report: CopyReport) -> None:
     for path in report.copied:
         echo(f"copied  {path}")
     for path in report.skipped:
@@ -52,3 +61,5 @@ def copy_command(
             echo(f"{title}: and {len(lines) - _MOST_SHOWN} more (--json lists them)")
     for line in report.needs:
         echo(f"NEEDED: {line}", err=True)
+    for line in report.unreadable:
+        echo(f"NOT COPIED: {line}", err=True)

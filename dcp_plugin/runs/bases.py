@@ -5,6 +5,7 @@ The rule: no save and no deletion takes a base from a checkpoint that could not 
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.summary import Base, Summary
 from dcp_plugin.media import Medium, is_workspace, medium_of
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.runs.patience import LOST_AND_FOUND, may_pass
+from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, may_pass
 from dcp_plugin.storage.published import read_summary, said_base
 
 
@@ -27,15 +28,16 @@ def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
     with suppress(CheckpointCorrupt):
         summary = read_summary(base)
     own = summary.index_sha256 if summary else ""
-    medium = medium.snapshot(base.parent)
+    patience = Patience()
+    medium = patience.read(lambda: medium_of(base).snapshot(base.parent))
     unreadable: dict[Where, Exception] = {}
-    for one in medium.entries(base.parent):
+    for one in patience.read(lambda: medium.entries(base.parent)):
         checkpoint: Where = one.path
         is_none = one.is_file or checkpoint.name == LOST_AND_FOUND or is_workspace(checkpoint.name)
         if is_none or not medium.may_have_base(checkpoint):
             continue
         try:
-            said = said_base(checkpoint, medium)
+            said = patience.read(functools.partial(said_base, checkpoint, medium))
             needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
             if needed and not _is_replaced(checkpoint):
                 return checkpoint, {}

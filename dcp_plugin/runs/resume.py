@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -24,13 +24,15 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 from dcp_plugin.media import medium_of
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.ranks import Ranks
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.storage.published import read_summary
 from dcp_plugin.types import CheckpointState
+
+if TYPE_CHECKING:
+    from dcp_plugin.ranks import Ranks
 
 
 @dataclass(frozen=True)

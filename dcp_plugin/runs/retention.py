@@ -13,7 +13,7 @@ from dcp_plugin.media import Medium, is_workspace, medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs.bases import completed_by
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
-from dcp_plugin.runs.patience import cannot_read
+from dcp_plugin.runs.patience import Patience, cannot_read
 from dcp_plugin.storage.published import read_summary
 
 logger = logging.getLogger("dcp_plugin")
@@ -25,16 +25,20 @@ def prune(newest: Where, keep: int) -> None:
     Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
     """
     times: dict[Where, float] = {}
-    medium = medium_of(newest).snapshot(newest.parent)
-    for one in medium.entries(newest.parent):
+    patience = Patience()
+    medium = patience.read(lambda: medium_of(newest).snapshot(newest.parent))
+    for one in patience.read(lambda: medium.entries(newest.parent)):
         if one.path != newest and one.is_folder:
             with suppress(CheckpointCorrupt, OSError):
-                if not medium.uncommitted_reason(one.path) and (time := _time_if_ours(one.path, medium)) is not None:
+                time = patience.read(functools.partial(_time_if_ours, one.path, medium))
+                if time is not None:
                     times[one.path] = time
     remove_oldest(sorted(times, key=times.__getitem__), keep - 1)
 
 
 def _time_if_ours(path: Where, medium: Medium) -> float | None:
+    if medium.uncommitted_reason(path):
+        return None
     if (time := medium.time_from_names(path)) is not None:
         return time
     summary = read_summary(path)

@@ -55,6 +55,8 @@ class CopyReport:
     compared."""
     passed_over: list[str] = field(default_factory=list)
     """What was not copied, and why: torn checkpoints, and links that the target cannot have."""
+    unreadable: list[str] = field(default_factory=list)
+    """Entries below the source that cannot be read, with the reason: the copy lacks the checkpoints in them."""
     needs: list[str] = field(default_factory=list)
     """Which base has to be copied as well, and where to, before a checkpoint at the target can be loaded."""
 
@@ -71,6 +73,8 @@ class CopyReport:
             parts.append(f"{len(self.unverified)} file(s) or key(s) could not be verified")
         if self.passed_over:
             parts.append(f"{len(self.passed_over)} passed over")
+        if self.unreadable:
+            parts.append(f"{len(self.unreadable)} cannot be read, and may hold more checkpoints")
         return "; ".join(parts)
 
 
@@ -122,7 +126,8 @@ def copy(
     counts = run.counts
     return CopyReport(
         source, target, run.copied, run.skipped, run.links, counts.copied, counts.linked, counts.reused,
-        time.monotonic() - began, counts.unverified, [*found.passed_over, *run.passed_over], run.needs,
+        time.monotonic() - began, counts.unverified, [*found.passed_over, *run.passed_over],
+        found.unreadable, run.needs,
     )  # fmt: skip
 
 
@@ -138,6 +143,7 @@ class _Found:
 
     paths: list[tuple[Where, bool]]
     passed_over: list[str]
+    unreadable: list[str] = field(default_factory=list)
 
 
 def _find(source: Where) -> _Found:
@@ -166,7 +172,7 @@ def _find(source: Where) -> _Found:
     if not found:
         raise reason
     torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
-    return _Found([(path, other) for _, path, other in found], torn)
+    return _Found([(path, other) for _, path, other in found], torn, [str(error) for error in scan.unreadable.values()])
 
 
 def _refuse_other_file(path: Where) -> None:

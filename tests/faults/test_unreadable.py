@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dcp_plugin as dcp
-from dcp_plugin.runs import scan
+from dcp_plugin.cli.app import app
+from dcp_plugin.runs import bases, patience, scan
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
 from tests.places import names_in
@@ -38,7 +40,7 @@ class Clock:
 
 def _stopped_clock() -> Clock:
     clock = Clock()
-    scan.monotonic, scan.sleep = clock.monotonic, clock.sleep
+    patience.monotonic, patience.sleep = clock.monotonic, clock.sleep
     return clock
 
 
@@ -223,6 +225,40 @@ def test_a_base_stays_while_a_checkpoint_that_may_need_it_cannot_be_read(
     assert names_in(tmp_path) == ["base", "step-2", "step-3"]
     retention(tmp_path)
     assert names_in(tmp_path) == ["step-3"], "read again, all is pruned"
+
+
+def test_retention_reads_again_after_an_error_that_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _frozen_run(tmp_path)
+    clock, failing, said_base = Clock(), {"step-2"}, bases.said_base
+
+    def read(path: Path, medium: Any) -> Any:
+        if path.name in failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return said_base(path, medium)
+
+    clock.on_sleep = failing.clear
+    monkeypatch.setattr(bases, "said_base", read)
+    monkeypatch.setattr(patience, "monotonic", clock.monotonic)
+    monkeypatch.setattr(patience, "sleep", clock.sleep)
+    _save(tmp_path / "step-3", 3, keep_last=1)
+    assert names_in(tmp_path) == ["step-3"]
+
+
+def test_a_copy_of_a_run_names_a_folder_that_it_cannot_read(shared: Path) -> None:
+    _save(shared / "run" / "step-1", 1)
+    _save(shared / "run" / "old" / "step-0", 0)
+    assert _copy_by_command(shared / "run", shared / "of root").startswith(
+        "0 "
+    )  # which imports what the other user may not read
+    (shared / "run" / "old").chmod(0o700)
+    told = as_another_user(_copy_by_command, shared / "run", shared / "copy")
+    assert told.startswith("3 ") and f"NOT COPIED: {shared / 'run' / 'old'} cannot be read" in told
+    assert names_in(shared / "copy") == ["step-1"]
+
+
+def _copy_by_command(source: Path, target: Path) -> str:
+    result = CliRunner().invoke(app, ["copy", str(source), str(target)])
+    return f"{result.exit_code} {result.output}"
 
 
 def test_what_is_newer_than_an_entry_that_cannot_be_read_is_pruned(shared: Path) -> None:

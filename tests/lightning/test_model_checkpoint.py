@@ -81,7 +81,7 @@ def _there(root: Where) -> dict[str, str]:
         f"{folder.path.name}/{one.path.name}": os.readlink(one.path) if os.path.islink(one.path) else ""
         for folder in medium.entries(root)
         for one in medium.entries(folder.path)
-        if one.path.name not in (WORKSPACE, figures.NAME)
+        if one.path.name != WORKSPACE and one.path.suffix != figures.SUFFIX
     }
 
 
