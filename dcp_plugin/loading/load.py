@@ -1,18 +1,19 @@
-"""One load, step by step: open, match, plan, read, apply.
+"""One load, stage by stage: open, match, plan, read, apply.
 
-Every step that can fail ends in an all-or-none collective. Everything that can be checked is checked before the first
-byte of a target is overwritten, and what does not fit is raised in one error that names all of it.
+Each stage takes the records of the stages before it and returns its own. A load that begins anew drops all of them.
+Each stage that can fail ends in an all-or-none collective. All checks come before the first byte of a target is
+overwritten, and one error names everything that does not fit.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -80,19 +81,41 @@ class PlannedLoad:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a rank is about to load; the same on all ranks, but for the path."""
+    """The load that one rank asks for. Ranks compare these."""
 
     asked_for: str
     path: str
     save: tuple[str, str]
-    partial: str
+    selection: str
     from_store: bool
     """Whether each read is a request to an object store."""
     host: str
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """The objects to load into, once all ranks have opened the same save."""
+
+    adapters: list[StateAdapter]
+    selection: PartialLoad | None
+    """The partial load, with the place of its submodule in the state; None for a load of everything."""
+    rule: Rule
+    """When ranks read for each other."""
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A load that fits the state, and its reads."""
+
+    match: Match
+    plan: LoadPlan
+    planner: ShardedLoadPlanner
+    targets: dict[str, Any]
+    """Targets by key; values that were read take the place of None."""
+
+
 class Loading:
-    """One load. :meth:`run` has its steps.
+    """One load. :meth:`run` has its stages; between them this object keeps the request and the open files alone.
 
     Args:
         files: The files that a source has opened; None: those at the path.
@@ -110,7 +133,7 @@ class Loading:
         mode: LoadMode = LoadMode.FILL,
     ) -> None:
         self._ranks, self._config, self._path, self._mode = ranks, config, path, mode
-        self._asked, self._partial, self._strict = partial, partial, strict
+        self._partial, self._strict = partial, strict
         self._reader = ShardedReader(
             path,
             io_threads=config.io_threads,
@@ -120,8 +143,6 @@ class Loading:
             files=files,
         )
         self._files, self._began = files, time.monotonic()
-        self._waiting: list[str] = []
-        self._adapters: list[StateAdapter] = []
 
     @property
     def opened(self) -> OpenCheckpoint:
@@ -130,20 +151,15 @@ class Loading:
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         """Load into ``state``, in place. Collective."""
-        try:
-            with self._reader:
-                return self._run(state)
-        finally:
-            self._adapters = []  # an adapter may refer to this object, and the cycle would keep users' objects alive
-
-    def _run(self, state: Mapping[str, Any]) -> LoadReport:
-        match = self._prepare(state)
-        self._read_tensors()
-        self._apply(match)
+        with self._reader:
+            begun, fitted = self._prepare(state)
+            self._read_tensors(begun, fitted)
+            self._apply(begun, fitted)
+        match = fitted.match
         if self._ranks.rank == 0:
             for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
-                warnings.warn(printable(message), stacklevel=3)
-        reader, loaded = self._reader, [*self._targets, *match.deferred]
+                warnings.warn(printable(message), stacklevel=2)
+        reader, loaded = self._reader, [*fitted.targets, *match.deferred]
         report = replace(
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
@@ -156,72 +172,82 @@ class Loading:
             logger.info("%s: rank 0 has read %s in %.2f s", self._path, sources or "nothing", seconds)
         return replace(report, sources=dict(files.bytes_from), passed_over=files.problems, seconds=seconds)
 
-    def _prepare(self, state: Mapping[str, Any]) -> Match:
-        """Everything before the first tensor is overwritten; from the start, on all ranks, if another process deletes
-        or replaces the checkpoint meanwhile. At the end each rank has open what it reads."""
+    def _prepare(self, state: Mapping[str, Any]) -> tuple[_Begun, _Fitted]:
+        """Run all stages before the first tensor is overwritten, and open the files that this rank reads. All ranks
+        begin anew if another process deletes or replaces the checkpoint meanwhile."""
         failure: CheckpointNotFound | None = None
+        allocated: list[str] = []
         for _ in range(_MOST_TRIES):
             try:
-                self._open_together(state)
+                begun = self._open_together(state)
             except CheckpointNotFound as error:
                 if failure is None:
                     raise
                 raise CheckpointNotFound(f"{self._path} was deleted while it was loaded: {failure}") from error
             try:
-                match = self._fit()
-                self._ranks.agree(f"read the values of {self._path}", partial(self._read_values, match))
-                return match
+                fitted = self._fit(begun, allocated)
+                step = f"read the values of {self._path}"
+                self._ranks.agree(step, functools.partial(self._read_values, begun, fitted))
+                return begun, fitted
             except CheckpointNotFound as error:  # all ranks raise the same
                 failure = error
                 self._reader.reset()
         assert failure is not None
         raise failure
 
-    def _open_together(self, state: Mapping[str, Any]) -> None:
+    def _open_together(self, state: Mapping[str, Any]) -> _Begun:
         """Open the checkpoint, the same on all ranks: another process may replace it between one rank and the next."""
+        adapters: list[StateAdapter] = []
+        selection: PartialLoad | None = None
+
+        def open_here() -> _Request:
+            nonlocal selection
+            adapters[:] = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+            selection = None if self._partial is None else locate(self._partial, adapters)
+            return self._open(selection)
+
         for _ in range(_MOST_TRIES):
-            difference, self._rule = self._ranks.combine(
-                f"open {self._path}",
-                lambda: self._open(state),
-                lambda opened: (self._all_the_same(opened), self._rule_of(opened)),
+            difference, rule = self._ranks.combine(
+                f"open {self._path}", open_here, lambda requests: (self._difference(requests), self._rule_of(requests))
             )
             if not difference:
-                return
+                return _Begun(adapters, selection, rule)
             self._reader.reset()
         raise CheckpointMismatch(difference)
 
     def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
-        """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
+        """Return what :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
+        adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+        selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
-            self._open(state)
-        matching = self._matching(dry_run=True)
-        matching.run(self._adapters)
+            begun = _Begun(adapters, selection, self._rule_of([self._open(selection)]))
+        matching = self._matching(begun, dry_run=True)
+        matching.run(adapters)
         self._judge_match(matching, Union())
-        match = matching.match
-        self._plan(match)
+        match = self._plan(begun, matching.match).match
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
-    def _open(self, state: Mapping[str, Any]) -> _Request:
-        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
-        self._adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
-        if self._asked is not None:
-            self._partial = locate(self._asked, self._adapters)
+    def _open(self, selection: PartialLoad | None) -> _Request:
+        """Open the checkpoint on this rank; return what this rank is about to load."""
         save = self._reader.save
         from_store = self._reader.opened.files.streams > 0
-        asked_for, found = str(self._path), str(self._reader.path)
-        return _Request(asked_for, found, save, repr(self._partial), from_store, socket.gethostname())
+        paths = str(self._path), str(self._reader.path)
+        return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
 
-    def _rule_of(self, opened: list[_Request]) -> Rule:
-        """When ranks read for each other."""
-        hosts = len({one.host for one in opened})
-        return Rule.of(self._config.read_broadcast, any(one.from_store for one in opened), hosts)
+    def _rule_of(self, requests: list[_Request]) -> Rule:
+        hosts = len({request.host for request in requests})
+        return Rule.of(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
 
     @staticmethod
-    def _all_the_same(opened: list[_Request]) -> str:
-        """What is wrong if ranks have opened different saves at the same path, which may be another one by now."""
-        first, difference = opened[0], ""
-        for rank, other in enumerate(opened):
+    def _difference(requests: list[_Request]) -> str:
+        """Describe ranks that have opened different saves at the same path, which may have been replaced meanwhile.
+
+        Raises:
+            CheckpointMismatch: Ranks ask for different paths or different parts.
+        """
+        first, difference = requests[0], ""
+        for rank, other in enumerate(requests):
             if other.save != first.save:
                 difference = (
                     f"rank 0 loads {first.path} and rank {rank} {other.path}, which is another checkpoint. Decide "
@@ -229,56 +255,60 @@ class Loading:
                 )
                 if other.asked_for != first.asked_for:
                     raise CheckpointMismatch(difference)
-            if other.partial != first.partial:
+            if other.selection != first.selection:
                 raise CheckpointMismatch(
-                    f"rank 0 loads {first.partial[:500]} of {first.path}, and rank {rank} {other.partial[:500]}. Give "
-                    f"all ranks the same."
+                    f"rank 0 loads {first.selection[:500]} of {first.path}, and rank {rank} {other.selection[:500]}. "
+                    f"Give all ranks the same."
                 )
         return difference
 
-    def _fit(self) -> Match:
+    def _fit(self, begun: _Begun, allocated: list[str]) -> _Fitted:
         """Match and plan; raise everything that does not fit, in one error. Collective.
 
         A rank with no question for other ranks plans at once. Usually that is every rank, and one small collective is
         all. A rank with questions, or with a plan that failed, has all ranks answer. Then the ranks with questions
         plan, and each failure is raised on all ranks.
+
+        Args:
+            allocated: Keys of modules that were on the meta device. Those that get memory now are added.
         """
         step = f"compare {self._path} with the state"
-        matching = self._matching()
-        planned_at_once: Attempt[None] | None = None
+        matching = self._matching(begun)
+        fitted: Attempt[_Fitted] | None = None
 
         def match() -> list[str] | None:
-            nonlocal planned_at_once
-            for adapter in self._adapters:
+            nonlocal fitted
+            for adapter in begun.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
-                    self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
-            matching.run(self._adapters)
+                    allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
+            matching.run(begun.adapters)
             if matching.questions is not None:
                 return matching.questions
-            planned_at_once = Attempt.of(partial(self._judge_and_plan, matching, Union()))
-            return None if planned_at_once.failure is None else []
+            fitted = Attempt.of(lambda: self._judge_and_plan(begun, matching, Union(), allocated))
+            return None if fitted.failure is None else []
 
         def judge(union: Union) -> list[str]:
-            if planned_at_once is not None:
-                planned_at_once.get()
-            else:
-                self._judge_and_plan(matching, union)
-            return matching.match.warnings
+            nonlocal fitted
+            if fitted is None:
+                fitted = Attempt(self._judge_and_plan(begun, matching, union, allocated))
+            return fitted.get().match.warnings
 
         union = ask_all(self._ranks, step, match, matching.answer)
         if union is not None:
             warnings_of_all = self._ranks.combine(step, lambda: judge(union), said_by_ranks)
             matching.match.warnings[:] = warnings_of_all
-        return matching.match
+        assert fitted is not None
+        return fitted.get()
 
-    def _matching(self, dry_run: bool = False) -> Matching:
+    def _matching(self, begun: _Begun, dry_run: bool = False) -> Matching:
         index, kinds, summary = self._reader.index, self._reader.kinds, self._reader.summary
         classes = summary.optimizers if summary is not None else {}
         saved_by = summary.world_size if summary is not None else None
-        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode, classes, saved_by)
+        selection, strict, mode = begun.selection, self._strict, self._mode
+        return Matching(self._path, index, kinds, selection, strict, dry_run, mode, classes, saved_by)
 
-    def _judge_and_plan(self, matching: Matching, union: Union) -> None:
-        """Judge the match, and plan the reads.
+    def _judge_and_plan(self, begun: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
+        """Judge the match, plan the reads, and open their files.
 
         Raises:
             CheckpointMismatch: Naming all that does not fit.
@@ -286,16 +316,17 @@ class Loading:
         match = matching.match
         self._judge_match(matching, union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
-        left = [key for key in self._waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
+        left = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
             match.warnings.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        self._load_plan = self._plan(match)
+        fitted = self._plan(begun, match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.hold_files(self._load_plan, [match.stored[key] for key in match.deferred])
+        self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
+        return fitted
 
     def _judge_match(self, matching: Matching, union: Union) -> None:
         matching.judge(union)
@@ -303,71 +334,78 @@ class Loading:
             missing = matching.match.report.missing
             matching.match.problems.extend(about_excluded(self._reader.summary, missing))
 
-    def _plan(self, match: Match) -> LoadPlan:
-        """The reads. What the planner finds is added to the problems, in front."""
-        self._targets: dict[str, Any] = dict(match.targets)
-        self._planner.use_index(self._targets, self._reader.index, match.stored)
+    def _plan(self, begun: _Begun, match: Match) -> _Fitted:
+        """Plan the reads. The misfits that the planner finds are added to the problems, in front."""
+        targets: dict[str, Any] = dict(match.targets)
+        planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
+        planner.use_index(targets, self._reader.index, match.stored)
+        plan = LoadPlan((), ())
         try:
-            return self._planner.plan_apart()
+            plan = planner.plan_apart()
         except CheckpointMismatch:
-            match.problems[:0] = [*first(self._planner.misfits), *self._about_shapes(match)]
-            return LoadPlan((), ())
+            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(begun, match, len(planner.misfits))]
+        return _Fitted(match, plan, planner, targets)
 
-    def _about_shapes(self, match: Match) -> list[str]:
-        """A line where parts of modules have another shape, and nothing else is wrong."""
+    def _about_shapes(self, begun: _Begun, match: Match, misfits: int) -> list[str]:
+        """Return a line if some parts of modules have another shape, and nothing else is wrong."""
         index = self._reader.index
-        there = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
-        other = [key for key, one in match.targets.items() if one is not None and one.shape != there[key]]
-        if match.problems or len(other) != len(self._planner.misfits) or 2 * len(other) > len(match.targets):
+        shapes = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
+        other = [key for key, target in match.targets.items() if target is not None and target.shape != shapes[key]]
+        if match.problems or len(other) != misfits or 2 * len(other) > len(match.targets):
             return []
         modules = {
-            adapter.name: [o.name for o in self._adapters if o.kind == "optimizer" and o.module is adapter.module]
-            for adapter in self._adapters
+            adapter.name: [o.name for o in begun.adapters if o.kind == "optimizer" and o.module is adapter.module]
+            for adapter in begun.adapters
             if adapter.kind == "module"
         }
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
-    def _read_values(self, match: Match) -> None:
-        """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
-        self._reader.read_parts(_only(LoadItemType.BYTE_IO, self._load_plan), self._planner)
-        if self._planner.plain:
+    def _read_values(self, begun: _Begun, fitted: _Fitted) -> None:
+        """Read values before tensors: they are small, and misfits are found before a tensor is overwritten."""
+        planner, match = fitted.planner, fitted.match
+        self._reader.read_parts(_only(LoadItemType.BYTE_IO, fitted.plan), planner)
+        if planner.plain:
             match.warnings.append(
-                f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
+                f"{self._path}: values came back without their class: {some(planner.plain, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
-        for adapter in self._adapters:
+        for adapter in begun.adapters:
             targets = match.wanted[adapter.name].targets
             keys = [key for key, target in targets.items() if target is None]
             if targets:
-                values = {key: self._targets[join(adapter.name, key)] for key in keys}
-                adapter.check(values, self._strict and self._partial is None)
+                values = {key: fitted.targets[join(adapter.name, key)] for key in keys}
+                adapter.check(values, self._strict and begun.selection is None)
 
-    def _read_tensors(self) -> None:
-        """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
-        failure."""
-        shared = BroadcastRead(self._ranks, self._planner, self._rule, socket.gethostname(), str(self._path))
-        plan = LoadPlan(self._planner.create_local_plan().items, ()) if shared.may_share else self._load_plan
+    def _read_tensors(self, begun: _Begun, fitted: _Fitted) -> None:
+        """Read tensors into the targets. Ranks pass on what they read for others once all have read without a
+        failure. Collective."""
+        planner = fitted.planner
+        shared = BroadcastRead(self._ranks, planner, begun.rule, socket.gethostname(), str(self._path))
+        plan = LoadPlan(planner.create_local_plan().items, ()) if shared.may_share else fitted.plan
         plan = _only(LoadItemType.TENSOR, plan)
-        shared.run(plan, lambda plan: self._reader.read_parts(plan, self._planner))
+        shared.run(plan, lambda plan: self._reader.read_parts(plan, planner))
 
-    def _apply(self, match: Match) -> None:
+    def _apply(self, begun: _Begun, fitted: _Fitted) -> None:
         """Hand everything to its object; raise what load hooks then find missing and unexpected. Collective."""
-        step = f"apply {self._path}"
-        found: dict[str, Incompatible] = {}
+        step, match = f"apply {self._path}", fitted.match
+        incompatible: dict[str, Incompatible] = {}
 
         def unexpected() -> set[str]:
-            return {join(name, key) for name, each in found.items() for key in each.unexpected}
+            return {join(name, key) for name, each in incompatible.items() for key in each.unexpected}
 
         def take() -> list[str] | None:
-            found.update(self._take(match))
-            return sorted(unexpected()) if found else None
+            incompatible.update(self._take(begun, fitted))
+            return sorted(unexpected()) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
             return Answer.of(asked, match.stored.keys() - unexpected(), (), frozenset())
 
         def judge(union: Union) -> None:
-            problems = [line for name, each in found.items() for line in self._judge(name, match, each, union)]
+            rules = begun.selection or PartialLoad()
+            problems = [
+                line for name, each in incompatible.items() for line in self._judge(name, rules, match, each, union)
+            ]
             if problems:
                 raise CheckpointMismatch(misfit(self._path, problems))
 
@@ -375,39 +413,45 @@ class Loading:
         if union is not None:
             self._ranks.agree(step, lambda: judge(union))
 
-    def _take(self, match: Match) -> dict[str, Incompatible]:
-        """Hand everything to its object. Returns what the own code of modules finds missing and unexpected, by name."""
-        found: dict[str, Incompatible] = {}
-        strict = self._strict and self._partial is None
-        for adapter in self._adapters:
-            want = match.wanted[adapter.name]
+    def _take(self, begun: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
+        """Hand everything to its object; return what the own code of modules finds missing and unexpected, by name."""
+        incompatible: dict[str, Incompatible] = {}
+        strict = self._strict and begun.selection is None
+        for adapter in begun.adapters:
+            want = fitted.match.wanted[adapter.name]
             if want.targets or want.empty:
-                filled = {k: self._targets[join(adapter.name, k)] if t is None else t for k, t in want.targets.items()}
+                filled = {
+                    key: fitted.targets[join(adapter.name, key)] if target is None else target
+                    for key, target in want.targets.items()
+                }
                 if self._mode is LoadMode.FILL:
                     filled |= want.lacking
-                incompatible = adapter.take(filled, partial(self._read_deferred, adapter.name, match), strict)
-                if incompatible is not None and incompatible != Incompatible():
-                    found[adapter.name] = incompatible
-        return found
+                # The adapter keeps this function, which must not lead back to it: the cycle would keep objects alive.
+                read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)
+                result = adapter.take(filled, read, strict)
+                if result is not None and result != Incompatible():
+                    incompatible[adapter.name] = result
+        return incompatible
 
-    def _read_deferred(self, name: str, match: Match, tensors: dict[str, Any]) -> None:
+    def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
         """Read tensors that have just got their memory, on this rank alone."""
         planner = ShardedLoadPlanner(strict=False)
         targets: dict[str, Any] = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
-        planner.use_index(targets, self._reader.index, match.stored)
+        planner.use_index(targets, self._reader.index, stored)
         self._reader.read_parts(planner.plan_apart(), planner)
 
-    def _judge(self, name: str, match: Match, found: Incompatible, union: Union) -> list[str]:
-        """The problems after a module's own load hooks. Keys that were not to be loaded may be missing, and a key that
-        another rank has taken is not unexpected."""
+    def _judge(
+        self, name: str, rules: PartialLoad, match: Match, incompatible: Incompatible, union: Union
+    ) -> list[str]:
+        """Return the problems after a module's own load hooks. Keys that were not selected may be missing, and a key
+        that another rank has taken is not unexpected."""
         left_out = set(match.report.left_out)
-        missing = [key for key in (join(name, inner) for inner in found.missing) if key not in left_out]
-        unexpected = [key for key in (join(name, inner) for inner in found.unexpected) if key not in union.taken]
+        missing = [key for key in (join(name, inner) for inner in incompatible.missing) if key not in left_out]
+        unexpected = [key for key in (join(name, inner) for inner in incompatible.unexpected) if key not in union.taken]
         match.report.missing.extend(missing)
         match.report.unexpected.extend(unexpected)
-        problems = list(found.errors)
-        asked = self._partial or PartialLoad()
-        for keys, policy, what in ((missing, asked.missing, "missing"), (unexpected, asked.unexpected, "unexpected")):
+        problems = list(incompatible.errors)
+        for keys, policy, what in ((missing, rules.missing, "missing"), (unexpected, rules.unexpected, "unexpected")):
             line = f"{some(keys)}: {what} after the load hooks of {name!r}"
             if keys and policy == "error" and self._strict:
                 problems.append(line)
