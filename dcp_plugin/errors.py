@@ -135,8 +135,9 @@ class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""
 
 
-_NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
-"""Of these, ``EINVAL`` is what opening a named pipe, a socket or a device of a checkpoint ends with."""
+_NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
+"""Errors that mean damage. Opening a named pipe, a socket or a device of a checkpoint raises ``EINVAL``; a damaged index
+names files that cannot exist (``ENAMETOOLONG``)."""
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:

@@ -192,6 +192,15 @@ def test_a_forged_index_is_refused_before_anything_is_overwritten(tmp_path: Path
     assert same_bytes(target, torch.full((4,), 7))
 
 
+def test_a_file_name_longer_than_names_can_be_is_damage_and_not_a_failing_disk(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(4)}, tmp_path / "ck")
+    _forge(tmp_path / "ck", _about("files", "__0_0", f"__{'9' * 300}_0"))
+    with pytest.raises(dcp.CheckpointCorrupt, match="is missing") as caught:
+        dcp.load({"a": torch.arange(4)}, tmp_path / "ck")
+    assert type(caught.value) is dcp.CheckpointCorrupt
+    assert dcp.latest(tmp_path) is None
+
+
 def test_an_index_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(4)}, tmp_path / "one")
     dcp.save({"a": torch.arange(5)}, tmp_path / "other")

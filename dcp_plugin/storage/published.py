@@ -269,7 +269,7 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
         try:
             found = files.size(name)
         except OSError as error:
-            raise gone_or_damaged(files, f"data file {name} is missing", error) from error
+            raise gone_or_damaged(files, f"data file {name[:200]} is missing", error) from error
         if not links and files.leads_elsewhere(name):
             raise CheckpointCorrupt(f"{files.where}: {name} is a link that leaves the checkpoint")
         if found < sizes[name]:
