@@ -26,6 +26,11 @@ def seed() -> str:
     return commit.stdout.strip() or "0"
 
 
+def number(name: str, below: int) -> int:
+    """Return a number from 0 that follows from the seed and this name."""
+    return zlib.crc32(f"{seed()}/{name}".encode()) % below
+
+
 def is_sampled(name: str, one_of: int) -> bool:
     """Return True for about one name of ``one_of``: those that the sample of this seed has."""
-    return zlib.crc32(f"{seed()}/{name}".encode()) % one_of == 0
+    return number(name, one_of) == 0
