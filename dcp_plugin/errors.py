@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NEWLINE = re.compile(r"\n(?!  )")
 
 EXPLAINED = "https://dcp-plugin.readthedocs.io/en/latest/troubleshooting.html"
 
@@ -33,6 +34,11 @@ def printable(text: str) -> str:
     A checkpoint chooses the names in it. Names become parts of messages, and would steer the terminal.
     """
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """Escape what :func:`printable` does, and newlines and tabs: a name may not add a line to a table or a list."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class PrintableRecords(logging.Filter):
@@ -52,7 +58,7 @@ class CheckpointError(Exception):
     """Base class of everything this package raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(_message(arg) if isinstance(arg, str) else arg for arg in args))
         super().add_note(self._where_explained())
 
     def add_note(self, note: str, /) -> None:
@@ -66,6 +72,11 @@ class CheckpointError(Exception):
         """For a class of others that derives from one of these, that one."""
         ours = next(one for one in cls.__mro__ if one.__module__ == __name__)
         return f"See {EXPLAINED}#{ours.__name__.lower()}"
+
+
+def _message(text: str) -> str:
+    """Escape a message. Only lists of ours go on in another line, which is indented; their items are one line each."""
+    return _NEWLINE.sub(r"\\n", printable(text))
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
@@ -181,13 +192,13 @@ _MOST_TEXT = 500
 def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
     """The first items for a message, and how many more there are."""
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
+    return separator.join(map(one_line, items[:limit])) + more
 
 
 def first(lines: list[str]) -> list[str]:
     """The first lines for an error, and how many more there are."""
     more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], *([f"and {more} more like this"] if more > 0 else [])]
+    return [*map(one_line, lines[:_MAX_LINES]), *([f"and {more} more like this"] if more > 0 else [])]
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:

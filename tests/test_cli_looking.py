@@ -210,6 +210,29 @@ def test_no_command_prints_a_control_character_of_a_name(tmp_path: Path, caplog:
     assert ESCAPED in caplog.text and STEERING not in caplog.text
 
 
+FORGED = "\nforged\tforged"
+
+
+def test_a_newline_in_a_name_adds_no_line_to_an_output_or_an_error(tmp_path: Path) -> None:
+    first, second = tmp_path / "run" / "step-1", tmp_path / "run" / "step-2"
+    for number, path in ((1, first), (2, second)):
+        dcp.save({f"w{FORGED}": torch.full((2,), 1.0 * number), f"text{FORGED}": FORGED}, path, step=number)
+    commands: list[tuple[Any, ...]] = [
+        ("inspect", first), ("inspect", first, "--all", "--values"), ("inspect", first, "--stats"), ("read", first),
+        ("read", first, "--full"), ("inspect", first, "--key", "*"), ("diff", first, second), ("read", first, FORGED),
+        ("inspect", tmp_path / FORGED), ("export", first, tmp_path / "out", "--format", "torch"),
+        ("load-plan", first, "--into", str(second)),
+    ]  # fmt: skip
+    flip(second, f"w{FORGED}")
+    commands.append(("verify", second))
+    for command in commands:
+        output = _run(*command).output
+        assert not any(line.strip().startswith("forged") for line in output.splitlines()), (command, output)
+    with pytest.raises(dcp.CheckpointMismatch) as raised:
+        dcp.load({f"w{FORGED}": torch.ones(3), f"x{FORGED}": torch.ones(1), "y\n  forged": torch.ones(1)}, first)
+    assert not any(line.strip().startswith("forged") for line in str(raised.value).splitlines()), raised.value
+
+
 def test_a_sparse_table_of_contents_is_damage_that_no_command_reads(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         dcp.save({"w": torch.ones(3)}, tmp_path / f"step-{number}", step=number)

@@ -200,5 +200,6 @@ def _print_divergence(found: Divergence) -> None:
         rows += [(kind if at == 0 else "", key) for at, key in enumerate(keys[:_FIRST])]
         rows += [("", f"… and {len(keys) - _FIRST} more")] if len(keys) > _FIRST else []
     if rows:
-        echo(f"\nwhat differs at step {found.step}")
+        echo()
+        echo(f"what differs at step {found.step}")
         table(("", "key"), rows)

@@ -125,7 +125,8 @@ def _export(
         if as_json:
             show({"export": report})
         else:
-            echo(str(report))
+            for line in str(report).split("\n"):
+                echo(line)
 
 
 @contextmanager

@@ -49,10 +49,13 @@ def list_command(
         echo(f"{at}: no checkpoint is there, or below.")
         return
     for number, run in enumerate(runs):
-        echo(("\n" if number else "") + f"{run.folder}: {len(run.checkpoints)} checkpoint(s), {size(run.nbytes)}")
+        if number:
+            echo()
+        echo(f"{run.folder}: {len(run.checkpoints)} checkpoint(s), {size(run.nbytes)}")
         _print(run)
     if any(run.resumes for run in runs):
-        echo(f"\n{_AUTO} is what an automatic resume of its run loads.")
+        echo()
+        echo(f"{_AUTO} is what an automatic resume of its run loads.")
 
 
 def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = False) -> Where:

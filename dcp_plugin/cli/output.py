@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dcp_plugin.errors import printable
+from dcp_plugin.errors import one_line, printable
 
 if TYPE_CHECKING:
     from dcp_plugin.paths import Where
@@ -82,8 +82,9 @@ def pair(option: str, text: str, what: str) -> tuple[str, str]:
 
 
 def echo(text: str = "", err: bool = False) -> None:
-    """Print a text without what would steer a terminal: names in it may come from an untrusted checkpoint."""
-    typer.echo(printable(text), err=err)
+    """Print one line. Names in it may come from an untrusted checkpoint: they neither steer a terminal nor add a
+    line."""
+    typer.echo(one_line(text), err=err)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
@@ -96,7 +97,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     from rich.console import Console
     from rich.table import Table
 
-    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -110,12 +111,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
         shown.add_row(*row)
     with console.capture() as captured:
         console.print(shown)
-    echo("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+    for line in captured.get().rstrip("\n").split("\n"):
+        echo(line.rstrip())
 
 
 def show(document: dict[str, Any]) -> None:
     """Print the one JSON document of a command. What JSON has no word for is text or null."""
-    echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+    typer.echo(printable(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
 
 
 def _plain(value: Any) -> Any:
@@ -162,7 +164,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 def fail(message: str, status: int = FAILED) -> NoReturn:
     """End with a message on stderr."""
-    echo(message, err=True)
+    typer.echo(printable(message), err=True)
     raise typer.Exit(status)
 
 
@@ -178,6 +180,7 @@ def told(as_json: bool = False) -> Iterator[None]:
             raise
         if as_json:
             show({"error": {"type": type(error).__name__, "message": str(error)}})
-        fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        message = str(error) if isinstance(error, CheckpointError) else one_line(str(error))
+        fail("\n".join([message, *getattr(error, "__notes__", [])]))
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)

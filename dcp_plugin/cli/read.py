@@ -48,18 +48,22 @@ def read_command(
             show({"items": {key: _described(value, full) for key, value in found.items()}})
             return
         for key, value in found.items():
-            echo(f"{key}: {_text(value, full)}")
+            head, *elements = _texts(value, full)
+            echo(f"{key}: {head}")
+            for text in elements:
+                echo(text)
 
 
-def _text(value: Any, full: bool) -> str:
+def _texts(value: Any, full: bool) -> list[str]:
+    """Return the lines for a value."""
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return [repr(value)]
     head = f"{str(value.dtype).removeprefix('torch.')} {shape(tuple(value.shape))}"
     if not full:
-        return f"{head}  {_short(value)}"
-    return f"{head}\n{value.tolist()}"
+        return [f"{head}  {_short(value)}"]
+    return [head, str(value.tolist())]
 
 
 def _short(tensor: torch.Tensor) -> str:

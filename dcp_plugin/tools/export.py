@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import torch
 
-from dcp_plugin.errors import CheckpointError, SaveFailed, some
+from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
@@ -57,7 +57,7 @@ class ExportReport:
 
     def __str__(self) -> str:
         left_out = f"; left out {len(self.left_out)} keys ({some(self.left_out, 3)})" if self.left_out else ""
-        notes = "".join(f"\n{note}" for note in self.notes)
+        notes = "".join(f"\n{one_line(note)}" for note in self.notes)
         rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
         return (
             f"{self.path}: {self.format}, {self.tensors} tensors and {self.values} values in {len(self.files)} "
