@@ -147,8 +147,8 @@ class RankFailure(CheckpointError):
 
 
 _NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
-"""Errors that mean damage. Opening a named pipe, a socket or a device of a checkpoint raises ``EINVAL``; a damaged index
-names files that cannot exist (``ENAMETOOLONG``)."""
+"""Errors that mean damage. Opening a named pipe, a socket or a device of a checkpoint raises ``EINVAL``; a damaged
+index names files that cannot exist (``ENAMETOOLONG``)."""
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:
