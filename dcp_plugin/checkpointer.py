@@ -297,7 +297,7 @@ class Checkpointer:
         """Open what the source has of a checkpoint, after the saves in flight. Collective."""
         for handle in self._queue.handles:
             handle.wait_recoverable()
-        return self._source.open(path, ranks, lambda: unpacked(medium_of(path).hold(path)))
+        return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of

@@ -12,7 +12,7 @@ import re
 from collections.abc import ItemsView, KeysView, Mapping, Sequence, ValuesView
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 PathLike = str | os.PathLike[str]
 StorageOptions = Mapping[str, Any]
@@ -270,6 +270,27 @@ def local_path(path: PathLike, what: str, instead: str) -> Path:
 def resolved(path: Where) -> Where:
     """Where a path leads: the same for all that name the same thing. A URL is what it names."""
     return path if isinstance(path, ObjectPath) else Path(os.path.realpath(path))
+
+
+def is_link(path: Where) -> TypeGuard[Path]:
+    """Return whether a path is a symbolic link. A store has none."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
+def public(path: Where | None) -> Path | str | None:
+    """Return a path as users get it: a plain ``str`` for a URL."""
+    return str(path) if isinstance(path, ObjectPath) else path
+
+
+def uri_of(path: Where) -> str:
+    """Return the URL of a path as people read it: ``Path.as_uri`` makes ``epoch%3D3`` of ``epoch=3``."""
+    return str(path) if isinstance(path, ObjectPath) else f"file://{path}"
+
+
+def are_on_same_medium(one: Where, other: Where) -> bool:
+    """Return whether two paths are on the file system, or in the same bucket."""
+    stores = {path.store if isinstance(path, ObjectPath) else "" for path in (one, other)}
+    return len(stores) == 1
 
 
 def relative_to(path: Where, start: Where) -> str:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration.lightning_packages import has_base
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved, uri_of
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.storage.published import read_summary
 from dcp_plugin.storage.reader import ShardedReader
@@ -126,7 +126,7 @@ def _rank() -> int:
 
 def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
     where = resolved(path)  # a link such as last.ckpt leads elsewhere tomorrow
-    uri = str(where) if isinstance(where, ObjectPath) else f"file://{where}"  # as_uri() would make epoch%3D3 of epoch=3
+    uri = uri_of(where)
     facts = _facts(where)
     noted = facts["metrics"] if metrics is None else metrics
     facts["metrics"] = {name: x if isfinite(x) else str(x) for name, x in noted.items()}  # of JSON

@@ -220,3 +220,57 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
         "print('torch' in sys.modules)"
     ).splitlines()
     assert (printed[0], printed[-1]) == ("step-2 2 2", "False")
+
+
+KNOW_THE_KIND_OF_A_PATH = {
+    "accelerate/attachment.py",
+    "format/values.py",
+    "hf/settings.py",
+    "integration/__init__.py",
+    "integration/local_copy.py",
+    "keeper/coordinator.py",
+    "keeper/inventory.py",
+    "keeper/node.py",
+    "keeper/spool.py",
+    "keeper/writer.py",
+    "lightning/model_checkpoint.py",
+    "lightning/stock_format.py",
+    "loading/load.py",
+    "runs/figures.py",
+    "runs/scan.py",
+    "storage/batches.py",
+    "storage/check_rest.py",
+    "storage/open_foreign.py",
+    "storage/read_items.py",
+    "storage/reader.py",
+    "storage/reuse.py",
+    "storage/writer.py",
+    "tools/copy.py",
+    "tools/export.py",
+    "tools/formats/dcp_files.py",
+    "tools/formats/place.py",
+    "tools/listing.py",
+    "tools/prune.py",
+    "tools/transfer.py",
+    "tools/verify.py",
+    "transformers/checkpoints.py",
+}
+"""Modules outside ``media/`` and ``paths.py`` that still test it. The list only shrinks."""
+
+
+def _tests_the_kind(node: ast.AST) -> bool:
+    """Whether a node is ``isinstance`` of a class of paths, or an attribute by which a disk and a store differ."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        return bool({"Path", "ObjectPath"} & {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)})
+    of_files = isinstance(node, ast.Attribute) and node.attr == "streams" and "files" in ast.unparse(node.value)
+    return of_files or (isinstance(node, ast.Attribute) and node.attr == "keeps_names")
+
+
+def test_no_more_modules_than_these_know_which_kind_of_path_it_is() -> None:
+    testing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) not in ("media", "paths")
+        and any(map(_tests_the_kind, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert testing == KNOW_THE_KIND_OF_A_PATH

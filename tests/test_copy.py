@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
-from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.media import WORKSPACE, medium_of, tree
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import figures
 from tests import programs
@@ -65,7 +65,7 @@ def _files(path: Where) -> dict[str, bytes]:
     medium = medium_of(path)
     files = medium.open(path)
     found = {}
-    for name in medium.tree(path):
+    for name in tree(path, medium):
         with files.open(name) as file:
             found[name] = file.read()
     return found
@@ -377,10 +377,10 @@ def test_what_nobody_goes_on_with_is_swept_by_the_next_save(
     target = tmp_path / "to" if kind == "disk" else as_path(request.getfixturevalue("bucket").url) / "to"
     died = _dies("SIGKILL", 3, tmp_path / "run/step-1", target / "step-1")
     assert died.returncode == -signal.SIGKILL
-    left = medium_of(target).tree(target)
+    left = tree(target)
     assert sum(name.endswith(".distcp") for name in left) >= 2
     dcp.save({"n": 1}, target / "step-2")
-    found = medium_of(target).tree(target)
+    found = tree(target)
     assert all(name.startswith("step-2/") or name.endswith(figures.SUFFIX) for name in found), left
 
 

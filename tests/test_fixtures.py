@@ -183,7 +183,7 @@ def _assert_cleaned_up(root: Where, stage: Stage) -> None:
     _assert_found(root, Stage(9, {**stage.names, "step-9": 9}))
     listed = dcp.list_checkpoints(root)
     assert {state.path.name: state.committed for state in listed} == dict.fromkeys([*stage.names, "step-9"], True)
-    assert medium_of(root).leftovers(workspace_of(root / "step-9")) == []
+    assert medium_of(root).collect_garbage(workspace_of(root / "step-9"), dry_run=True) == []
 
 
 @pytest.mark.parametrize("name", ON_DISK)

@@ -85,7 +85,7 @@ def test_what_is_torn_damaged_or_of_others_is_told(place: Where) -> None:
     for one in medium_of(place).entries(place / "lost"):
         if one.path.suffix == ".distcp":
             delete_file(one.path)
-    medium_of(place).mark(place / "set aside", "dcp_plugin.damaged", b"found damaged")
+    medium_of(place).note(place / "set aside" / "dcp_plugin.damaged", b"found damaged", only_new=True)
     stock.save(WEIGHTS, storage_writer=stock_writer(place / "stock"))
     save_file({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, place / "epoch=1.ckpt")
     save_file(LIGHTNING, place / "weights.ckpt")

@@ -57,12 +57,12 @@ def _tables(medium: Medium, path: Where) -> dict[str, bytes]:
     """Tables of contents of some save."""
     other = path.parent.parent / "tables"
     dcp.save({"n": 1}, other)
-    files = unpacked(medium.hold(other))
+    files = unpacked(medium.open(other, pin=True))
     return {one: read(files, one) for one in ("dcp_plugin.index", "dcp_plugin.json", METADATA)}
 
 
 def _names(medium: Medium, path: Where) -> list[str]:
-    return [name for name in unpacked(medium.hold(path)).names() if not name.endswith(".distcp")]
+    return [name for name in unpacked(medium.open(path, pin=True)).names() if not name.endswith(".distcp")]
 
 
 _OF_OURS = [METADATA, "dcp_plugin.index", "dcp_plugin.json"]
@@ -84,7 +84,7 @@ def test_nothing_is_there_before_it_is_published_and_then_all_of_it(medium: Medi
     assert medium.uncommitted_reason(path) == ""
     assert medium.kind(path) == "folder"
     assert _names(medium, path) == _OF_OURS
-    files = medium.hold(path)
+    files = medium.open(path, pin=True)
     assert medium.kind(path / name) == "file"
     with files.open(name) as file:
         memory = bytearray(7), bytearray(10 << 20)
@@ -100,7 +100,7 @@ def test_nothing_is_there_before_it_is_published_and_then_all_of_it(medium: Medi
 def test_who_holds_the_old_checkpoint_reads_it_while_the_new_one_takes_its_place(medium: Medium, root: Where) -> None:
     path = root / "last"
     old = _save(medium, path, b"old " * 16)
-    held = medium.hold(path)
+    held = medium.open(path, pin=True)
     assert not unpacked(held).moved()
     held.keep([old])
     new = _save(medium, path, b"new " * 16)
@@ -111,7 +111,7 @@ def test_who_holds_the_old_checkpoint_reads_it_while_the_new_one_takes_its_place
     assert memory == b"old " * 16
     held.close()
     assert read(medium.open(path), new) == b"new " * 16
-    assert unpacked(medium.hold(path)).names() == sorted([*_OF_OURS, new])
+    assert unpacked(medium.open(path, pin=True)).names() == sorted([*_OF_OURS, new])
 
 
 def test_what_frameworks_add_is_published_with_it_and_goes_with_it(medium: Medium, root: Where, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_frameworks_add_is_published_with_it_and_goes_with_it(medium: Mediu
     ours = dcp.Checkpointer()
     for _ in range(2):
         ours.save({"n": 1}, root / "ck", files=put)
-        files = unpacked(medium.hold(root / "ck"))
+        files = unpacked(medium.open(root / "ck", pin=True))
         assert read(files, "hooks/deep/lora.bin") == b"lora"
         assert read(files, "state.pkl") == b"state"
         assert {"hooks", "state.pkl"} <= {name.rstrip("/") for name in files.names()}
@@ -142,12 +142,13 @@ def test_entries_links_marks_and_removals(medium: Medium, root: Where) -> None:
     ]  # fmt: skip
     for target in ("step-1", "step-2"):
         medium.link(root / "last", root / target)
-        assert unpacked(medium.hold(root / "last")).names() == unpacked(medium.hold(root / target)).names()
+        last, linked = (unpacked(medium.open(root / name, pin=True)) for name in ("last", target))
+        assert last.names() == linked.names()
     medium.remove(root / "last")
     assert not medium.kind(root / "last")
     assert medium.uncommitted_reason(root / "step-2") == ""
-    assert medium.mark(root / "step-2", "note", b"seen")
-    assert not medium.mark(root / "step-2", "note", b"seen again")
+    assert medium.note(root / "step-2" / "note", b"seen", only_new=True)
+    assert not medium.note(root / "step-2" / "note", b"seen again", only_new=True)
     assert read(medium.open(root / "step-2"), "note") == b"seen"
     medium.remove(root / "step-2")
     medium.remove(root / "step-2")

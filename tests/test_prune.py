@@ -98,7 +98,7 @@ def test_rules_that_make_no_sense_delete_nothing(tmp_path: Path, rules: dict[str
 def test_what_is_damaged_torn_or_of_others_stays_and_is_told(place: Where) -> None:
     _save(place, 1, 2, 3, 4, 5)
     delete_file(place / "step-1" / ".metadata")
-    medium_of(place).mark(place / "step-2", "dcp_plugin.damaged", b"found damaged")
+    medium_of(place).note(place / "step-2" / "dcp_plugin.damaged", b"found damaged", only_new=True)
     stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(place / "step-stock"))
     save_file({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, place / "epoch=1.ckpt")
     report = dcp.prune(place, keep_last=1)
@@ -114,7 +114,7 @@ def test_what_is_damaged_torn_or_of_others_stays_and_is_told(place: Where) -> No
     if isinstance(place, Path):
         os.truncate(next((place / "step-5").glob("*.distcp")), 10)
     else:
-        medium_of(place).mark(place / "step-5", "dcp_plugin.damaged", b"found damaged")
+        medium_of(place).note(place / "step-5" / "dcp_plugin.damaged", b"found damaged", only_new=True)
     assert not dcp.prune(place, keep_last=1).deleted
 
 

@@ -39,7 +39,7 @@ from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_local, as_path
+from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, resolved
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
@@ -547,7 +547,7 @@ def _step_named(name: str) -> int | None:
 
 def _through_link(given: Where) -> Where:
     """A script that saves into a link to a directory has the checkpoint in that directory, and the link stays."""
-    return given.resolve() if isinstance(given, Path) and given.is_symlink() else given
+    return resolved(given) if is_link(given) else given
 
 
 def _refuse_trackers_at_url(accelerator: Accelerator) -> None:

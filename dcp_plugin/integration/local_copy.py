@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format import DATA_SUFFIX, PACKED, is_own
-from dcp_plugin.media import Medium, Readable, medium_of
+from dcp_plugin.media import Readable, files_below, medium_of
 from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
@@ -82,21 +82,11 @@ def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool
 def _names(files: Readable, path: Where) -> list[str]:
     """The files that belong to nobody but whoever has put them there."""
     medium = medium_of(path).snapshot(path)
-    names = set(filter(_is_extra, _below(medium, path)))
+    names = {name for name, _ in files_below(medium, path) if _is_extra(name)}
     if isinstance(files, PackedFiles):
-        names |= set(filter(_is_extra, _below(medium, path / f"{PACKED}{files.token}")))
+        names |= {name for name, _ in files_below(medium, path / f"{PACKED}{files.token}") if _is_extra(name)}
     return sorted(names)
 
 
 def _is_extra(name: str) -> bool:
     return not is_own(name.partition("/")[0]) and not name.endswith(DATA_SUFFIX)
-
-
-def _below(medium: Medium, folder: Where, before: str = "") -> Iterator[str]:
-    for one in medium.entries(folder):
-        if one.path.parent != folder:  # a key with ".." in it, which is to lead out of the local directory
-            continue
-        if one.is_folder:
-            yield from _below(medium, one.path, f"{before}{one.path.name}/")
-        else:
-            yield before + one.path.name

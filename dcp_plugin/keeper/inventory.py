@@ -21,7 +21,6 @@ from dcp_plugin.keeper.local_checkpoints import LocalStep, Record, steps_below
 from dcp_plugin.keeper.selection import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
 from dcp_plugin.keeper.wire import Address, Server, new_key, own_address, serve_files
 from dcp_plugin.media import Readable, medium_of, workspace_in, workspaces_in
-from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.published import read_summary
@@ -50,11 +49,7 @@ def make_run(root: Where) -> str:
     found = run_of(root)
     if found is None:
         fresh = uuid.uuid4().hex
-        workspace = workspace_in(root)
-        if isinstance(workspace, Path):
-            workspace.mkdir(parents=True, exist_ok=True)
-            posix.Folder(workspace).close()  # a link is refused
-        medium_of(root).mark(workspace, RUN, fresh.encode())
+        medium_of(root).note(workspace_in(root) / RUN, fresh.encode(), only_new=True)
         found = run_of(root) or fresh
     return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -342,7 +342,7 @@ class Medium(Protocol):
         Args:
             among_other_files: ``path`` may have other things in it than a checkpoint. They stay.
             copy_of: The token of what is copied there: the stem of the directory where the medium keeps names. What an
-                earlier try of the same copy has left (:meth:`leave`, or a process that died) is in the directory.
+                earlier try of the same copy has left (:meth:`suspend`, or a process that died) is in the directory.
 
         Raises:
             SaveFailed: It has other things in it than a checkpoint, or nothing can be written there. Or the same copy
@@ -368,20 +368,17 @@ class Medium(Protocol):
     def flush(self, directory: Where) -> None:
         """Make the names of the files durable that this rank has written. Their bytes are durable already."""
 
-    def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes]) -> None:
+    def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes] | None) -> None:
         """Add these files to a save, in this order, and give it its final name, in place of what is there.
 
         Where names are kept, what has no summary among them is of another tool, and its files have their own names.
-        All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them.
+        All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them. None:
+        the save is a copy of one file, which is called in the directory as it will be.
 
         Raises:
             OSError: What was at the final name is as it was.
             DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
         """
-
-    def publish_file(self, reservation: Reservation[Any]) -> None:
-        """Give the one file of a copy its final name, in place of the file that is there. It is called like that in the
-        directory. Raises as :meth:`publish`."""
 
     def discard(self, reservation: Reservation[Any], all_ended: bool = True) -> None:
         """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
@@ -391,12 +388,9 @@ class Medium(Protocol):
             all_ended: No rank writes to it any more. Otherwise what comes yet is left for the next save, too.
         """
 
-    def leave(self, reservation: Reservation[Any]) -> None:
-        """End a copy that is not to be published now. What it has written stays for who reserves it again, and
-        is deleted by any other save beside it."""
-
-    def tree(self, path: Where) -> list[str]:
-        """All files below a path, sorted, with ``/`` between folders. Links to folders are left out. Raises OSError."""
+    def suspend(self, reservation: Reservation[Any]) -> None:
+        """End a copy that is not to be published now. Its files stay for the next reservation of the same copy, and
+        any other save beside it deletes them."""
 
     def locate(self, path: Where) -> Where:
         """``path``, or where its checkpoint is after a crash in the middle of replacing it."""
@@ -404,12 +398,13 @@ class Medium(Protocol):
     def uncommitted_reason(self, path: Where) -> str:
         """Why there is no committed checkpoint at ``path``; empty if there is one."""
 
-    def open(self, path: Where) -> Readable:
-        """The files of a checkpoint, or of a directory with those of a save in flight. Nothing is read yet."""
+    def open(self, path: Where, pin: bool = False) -> Readable:
+        """The files of a checkpoint, or of a directory with those of a save in flight. Nothing is read yet.
 
-    def hold(self, path: Where) -> Readable:
-        """The files of what is at ``path`` now, and of nothing that takes its name later. The caller closes it. If
-        nothing is there, what it returns raises OSError when it is used."""
+        Args:
+            pin: The files of what is at ``path`` now, and of nothing that takes its name later. The caller closes them.
+                If nothing is there, they raise OSError when they are used.
+        """
 
     def entries(self, root: Where) -> list[Listed[Any]]:
         """What is directly below ``root``, sorted by name."""
@@ -423,12 +418,9 @@ class Medium(Protocol):
     def remove(self, path: Where) -> None:
         """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
 
-    def leftovers(self, workspace: Where) -> list[Leftover[Any]]:
-        """What saves and removals have left that were interrupted beside a workspace: what :meth:`tidy` sees to."""
-
-    def tidy(self, workspace: Where) -> None:
-        """Delete what is left of those that have ended for sure, and put back what they had moved aside. What lives is
-        not touched, and what fails is left for the next time."""
+    def collect_garbage(self, workspace: Where, dry_run: bool = False) -> list[Leftover[Any]]:
+        """Delete the files of saves and removals beside a workspace whose processes have ended for sure, and put back
+        what these had moved aside. Files that cannot be deleted stay for the next time. Return all garbage."""
 
     def usage(self, path: Where) -> Usage:
         """The bytes of the file or of all files at a path. Links are not followed."""
@@ -439,12 +431,14 @@ class Medium(Protocol):
     def attach(self, directory: Where, put: Callable[[Path], None]) -> None:
         """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
 
-    def mark(self, path: Where, name: str, data: bytes) -> bool:
-        """Add a small file to a published checkpoint, durably; False if it is there already."""
-
-    def note(self, path: Where, data: bytes, replaced: Iterable[Where] = ()) -> None:
+    def note(self, path: Where, data: bytes, replaced: Iterable[Where] = (), only_new: bool = False) -> bool:
         """Make this small file what is at ``path``, in a workspace, then delete the files that it replaces. Another
-        process sees what was there, or this."""
+        process sees the file before, or this one.
+
+        Args:
+            only_new: Leave a file that exists as it is, and return False. The new file is durable. It may be in a
+                published checkpoint.
+        """
 
     def linkable(self, *homes: Where, size: int | None = None) -> Linkable:
         """A data file, to be put into later checkpoints too.
@@ -463,6 +457,25 @@ class Medium(Protocol):
 
     def time_from_names(self, path: Where) -> float | None:
         """When the checkpoint was saved, as far as the names of its files tell that for sure."""
+
+
+def files_below(medium: Medium, folder: Where, before: str = "") -> Iterator[tuple[str, Listed[Any]]]:
+    """Yield the entries below a folder that are no folders themselves, with their names, ``/`` between folders. Raises
+    OSError."""
+    for entry in medium.entries(folder):
+        if entry.path.parent != folder:  # a key with ".." in it, which is to lead out of the folder
+            continue
+        if entry.is_folder:
+            yield from files_below(medium, entry.path, f"{before}{entry.path.name}/")
+        else:
+            yield before + entry.path.name, entry
+
+
+def tree(folder: Where, medium: Medium | None = None) -> list[str]:
+    """Return the names of all files below a folder, sorted. Links to folders are left out. Raises OSError."""
+    medium = (medium or medium_of(folder)).snapshot(folder)
+    below = files_below(medium, folder)
+    return sorted(name for name, entry in below if entry.is_file or medium.kind(entry.path) != "folder")
 
 
 class CannotLink(Exception):

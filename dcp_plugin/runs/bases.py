@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed
 from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.summary import Base, Summary
 from dcp_plugin.media import Medium, is_workspace, medium_of
-from dcp_plugin.paths import Where, resolved
+from dcp_plugin.paths import Where, is_link, resolved
 from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, may_pass
 from dcp_plugin.storage.published import read_summary, said_base
 
@@ -22,7 +21,7 @@ def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
     """Return a checkpoint in the same directory that cannot be loaded without this one; and the entries there that may
     be one, and cannot be read. Symlinks are ignored."""
     medium = medium_of(base)
-    if (isinstance(base, Path) and base.is_symlink()) or not exists(medium.open(base), METADATA):
+    if is_link(base) or not exists(medium.open(base), METADATA):
         return None, {}
     summary: Summary | None = None
     with suppress(CheckpointCorrupt):

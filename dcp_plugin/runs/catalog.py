@@ -25,7 +25,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import SUMMARY, exists
 from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import is_workspace, medium_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order
 from dcp_plugin.runs.patience import Patience, cannot_read
 from dcp_plugin.runs.scan import Scan
@@ -76,7 +76,7 @@ def latest(
     where = as_path(root, storage_options)
     found = find_newest(where, local=local_below(where, local_dir, storage_options))
     found.warn(root)
-    return str(found.path) if isinstance(found.path, ObjectPath) else found.path
+    return public(found.path)
 
 
 def reason_to_pass_over(path: PathLike) -> str:

@@ -69,14 +69,14 @@ def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
     kept = f"It is kept with a file {DAMAGED} in it, and passed over from now on."
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     try:
-        medium.mark(
-            path,
-            DAMAGED,
+        medium.note(
+            path / DAMAGED,
             (
                 f"{now}: a load of this checkpoint failed: {error}\n"
                 f"It is not taken for a checkpoint while this file is in it: no automatic resume takes it, and nothing "
                 f"but a save to the same name deletes it. Delete this file to use it again.\n"
             ).encode(),
+            only_new=True,
         )
     except OSError as failure:
         kept = f"It cannot be marked ({failure.strerror}), so the next start will find it again: delete or move it."

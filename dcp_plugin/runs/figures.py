@@ -196,7 +196,7 @@ def _parsed(objects: dict[str, bytes]) -> list[dict[str, Any]]:
 def _read(workspace: Where) -> dict[str, bytes]:
     """Return the contents of the files with figures, by name; without those that cannot be read."""
     try:
-        with closing(medium_of(workspace).hold(workspace)) as files:
+        with closing(medium_of(workspace).open(workspace, pin=True)) as files:
             names = _names(files)
             with ThreadPoolExecutor(_STREAMS, thread_name_prefix="dcp-figures") as pool:
                 contents = pool.map(lambda name: _content(files, name), names)
@@ -217,7 +217,7 @@ def _names(files: Readable) -> list[str]:
 
 def _has_figures(workspace: Where) -> bool:
     try:
-        with closing(medium_of(workspace).hold(workspace)) as files:
+        with closing(medium_of(workspace).open(workspace, pin=True)) as files:
             return bool(_names(files))
     except FileNotFoundError:
         return False

@@ -23,7 +23,7 @@ from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
 from dcp_plugin.media import medium_of
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, was_published
@@ -257,7 +257,7 @@ def resolve_resume(
         >>> dcp_plugin.resolve_resume("never", "run")
     """
     found = StartOptions(resume, storage_options=storage_options).find(root)
-    return str(found) if isinstance(found, ObjectPath) else found
+    return public(found)
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:

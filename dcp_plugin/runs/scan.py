@@ -19,7 +19,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, medium_of
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import ObjectPath, Where, is_link
 from dcp_plugin.runs.foreign import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, cannot_read
 from dcp_plugin.storage.published import in_one_view, summary_in
@@ -113,7 +113,7 @@ class Scan:
     def links(self) -> dict[Path, Path]:
         """The symbolic links beside checkpoints and above them, and what they lead to."""
         entries = [path for listed in self._listed.values() for path, _ in listed]
-        return {path: path.resolve() for path in entries if isinstance(path, Path) and path.is_symlink()}
+        return {path: path.resolve() for path in entries if is_link(path)}
 
     def is_current(self) -> bool:
         """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""

@@ -24,7 +24,7 @@ from dcp_plugin.format import (
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Base, Summary, fingerprint
 from dcp_plugin.media import RangedFile, Readable, medium_of
-from dcp_plugin.paths import ObjectPath, Where, as_path, resolved
+from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import (
     HasCome,
@@ -245,9 +245,7 @@ def _find_base(opened: OpenCheckpoint, said: Base, moved: Where | None) -> OpenC
 def _places_of(said: Base, checkpoint: Where) -> list[Where]:
     """Where a base may be. What a checkpoint says of it is followed on the same medium only: whoever has written it is
     not to choose which server is asked."""
-    near = isinstance(said.path, ObjectPath) == isinstance(checkpoint, ObjectPath)
-    if isinstance(said.path, ObjectPath) and isinstance(checkpoint, ObjectPath):
-        near = said.path.store == checkpoint.store
+    near = are_on_same_medium(said.path, checkpoint)
     return [*([as_path(said.path)] if near else []), checkpoint / said.relative]
 
 

@@ -9,7 +9,7 @@ from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read,
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.media import Readable, medium_of
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_alone
 from dcp_plugin.tensors.host_memory import collector_paused
@@ -77,8 +77,7 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 
 def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
     if not kind:
-        is_link = not isinstance(path, ObjectPath) and path.is_symlink()
-        raise detect.not_found(str(path), reason if is_link else "nothing is there")
+        raise detect.not_found(str(path), reason if is_link(path) else "nothing is there")
     if is_own(path.name) and has_traces(files.names()):
         raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
     return detect.read_file(files, path.name)

@@ -66,7 +66,7 @@ def in_one_view(
     medium = medium or medium_of(path)
     for _ in range(_MOST_LOOKS):
         there = find(path)
-        files = medium.hold(there)
+        files = medium.open(there, pin=True)
         done = False
         try:
             with suppress(FileNotFoundError, NotADirectoryError):  # whoever looks finds that, too

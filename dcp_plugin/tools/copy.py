@@ -22,7 +22,7 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import is_workspace, medium_of
+from dcp_plugin.media import is_workspace, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.bases import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
@@ -253,7 +253,7 @@ class _Copy:
         medium = medium_of(there)
         with damage_in(there):
             kind = medium.kind(there)
-            names = medium.tree(there) if kind == "folder" else []
+            names = tree(there, medium) if kind == "folder" else []
         if not names and kind != "file":  # nothing, or an empty folder
             return None
         try:
@@ -327,7 +327,7 @@ def _cannot_be_exchanged(source: Source, there: Where) -> bool:
     and those of the same save have the same."""
     if source.ours is None:
         return True
-    names = medium_of(there).tree(there)
+    names = tree(there)
     return any(source.token in name for name in names)
 
 

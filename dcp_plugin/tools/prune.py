@@ -324,7 +324,7 @@ def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], 
 
 
 def _leftovers(found: Found) -> list[Leftover[Any]]:
-    return [one for workspace in _workspaces(found) for one in medium_of(workspace).leftovers(workspace)]
+    return [one for workspace in _workspaces(found) for one in medium_of(workspace).collect_garbage(workspace, True)]
 
 
 def _workspaces(found: Found) -> list[Where]:
@@ -373,6 +373,6 @@ def _deleted(one: ListedCheckpoint) -> str:
 def _tidy(found: Found, leftovers: list[Leftover[Any]]) -> list[PrunedLeftover]:
     for workspace in _workspaces(found) if leftovers else ():
         with suppress(OSError):
-            medium_of(workspace).tidy(workspace)
+            medium_of(workspace).collect_garbage(workspace)
     still = {(one.path, one.what) for one in _leftovers(found)} if leftovers else set()
     return [PrunedLeftover(one.path, one.what, one.nbytes, (one.path, one.what) not in still) for one in leftovers]

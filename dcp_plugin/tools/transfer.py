@@ -32,7 +32,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, index_file, packed, read
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.media import CannotLink, Medium, Readable, Reservation, medium_of
+from dcp_plugin.media import CannotLink, Medium, Readable, Reservation, medium_of, tree
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
@@ -123,8 +123,8 @@ def open_source(path: Where, of_others: bool = False) -> Source:
         if opened is not None and opened.path not in (path, there):
             opened.close()
             raise CheckpointMismatch(f"{path} is a part of {opened.path}: copy that.")
-        files = medium.hold(there) if opened is None else opened.files
-        return _of_folder(path, files, opened, medium.tree(there))
+        files = medium.open(there, pin=True) if opened is None else opened.files
+        return _of_folder(path, files, opened, tree(there, medium))
 
 
 def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stored: list[str]) -> Source:
@@ -282,7 +282,7 @@ class Transfer:
         directory, source = reservation.directory, self.source
         if source.is_file:
             self._copy_all(directory, [source.path.name], self._staged(directory))
-            self.medium.publish_file(reservation)
+            self.medium.publish(reservation, None)
             return
         tables, views = self._tables() if source.ours is not None else (self._tables_of_others(), {})
         names = [name for name in source.sizes if name not in tables and name not in views]
@@ -304,7 +304,7 @@ class Transfer:
         except BaseException as error:
             failure, keep = self._said(error)
             if reservation is not None:  # of one that is published nothing is known any more
-                (self.medium.leave if keep else self.medium.discard)(reservation)
+                (self.medium.suspend if keep else self.medium.discard)(reservation)
             if failure is error:
                 raise
             raise failure from error
@@ -424,7 +424,7 @@ class Transfer:
             self._noted = {str(name): list(told) for name, told in noted.items()}
         there = {name for name in self.source.sizes if self._has(directory, name)}
         mine = {self._made(directory, name) for name in there}
-        for name in self.medium.tree(directory):
+        for name in tree(directory, self.medium):
             if name not in mine:
                 (directory / name).unlink()
         return there

@@ -241,7 +241,7 @@ def test_a_save_in_the_background_is_the_state_at_the_call(place: Where) -> None
     medium = medium_of(place)
     note = b"right after the save"
     if dist.get_rank() == 0:
-        medium.mark(place / "checkpoints", "not_one.txt", note)
+        medium.note(place / "checkpoints" / "not_one.txt", note, only_new=True)
     run.attached.wait()
     dist.barrier()
     names = [one.path.name for one in medium.entries(place / "checkpoints")]
@@ -251,7 +251,7 @@ def test_a_save_in_the_background_is_the_state_at_the_call(place: Where) -> None
     if dist.get_rank() == 0:
         if isinstance(place, Path):  # as a script has to that puts files there before the save is complete
             (place / "mine").mkdir(exist_ok=True)
-        medium.mark(place / "mine", "notes.txt", note)
+        medium.note(place / "mine" / "notes.txt", note, only_new=True)
     other.accelerator.load_state(str(place / "mine"))  # waits for it
     with medium.open(place / "mine").open("notes.txt") as file:
         assert file.read() == note

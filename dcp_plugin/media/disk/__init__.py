@@ -40,18 +40,14 @@ class LocalDisk:
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)
-    leave = staticmethod(commit.leave)
+    suspend = staticmethod(commit.suspend)
     locate = staticmethod(commit.locate)
     uncommitted_reason = staticmethod(commit.uncommitted_reason)
     link = staticmethod(commit.link)
     note = staticmethod(commit.note)
-    publish_file = staticmethod(commit.publish_file)
     remove = staticmethod(commit.remove)
-    leftovers = staticmethod(commit.leftovers)
-    tidy = staticmethod(commit.sweep)
+    collect_garbage = staticmethod(commit.collect_garbage)
     usage = staticmethod(usage_of)
-    open = staticmethod(LocalFiles)
-    hold = staticmethod(HeldFiles)
     flush = staticmethod(posix.sync_directory)
 
     def join(self, directory: Path, path: Path) -> None:
@@ -71,7 +67,10 @@ class LocalDisk:
     ) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 
-    def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes]) -> None:
+    def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes] | None) -> None:
+        if files is None:
+            commit.publish_file(reservation)
+            return
         for name, data in files.items():
             path = reservation.directory / name
             path.parent.mkdir(exist_ok=True)
@@ -79,6 +78,9 @@ class LocalDisk:
                 file.write(data)
         posix.sync_tree(reservation.directory, but=DATA_SUFFIX)  # with what others have added
         commit.publish(reservation)
+
+    def open(self, path: Path, pin: bool = False) -> LocalFiles:
+        return HeldFiles(path) if pin else LocalFiles(path)
 
     def entries(self, root: Path) -> list[Listed[Path]]:
         with os.scandir(root) as entries:
@@ -90,12 +92,6 @@ class LocalDisk:
                 for one in entries
             ]
         return sorted(found, key=lambda one: one.path)
-
-    def tree(self, path: Path) -> list[str]:
-        found = []
-        for parent, _, names in os.walk(path, onerror=_raise):
-            found += [Path(parent, name).relative_to(path).as_posix() for name in names]
-        return sorted(found)
 
     def in_flight(self, entry: Path) -> InFlight | None:
         if entry.suffix != ".saving":
@@ -120,16 +116,6 @@ class LocalDisk:
     def attach(self, directory: Path, put: Callable[[Path], None]) -> None:
         put(directory)
 
-    def mark(self, path: Path, name: str, data: bytes) -> bool:
-        try:
-            with open(path / name, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except FileExistsError:
-            return False
-        return True
-
     def linkable(self, *homes: Path, size: int | None = None) -> LinkableFile:
         return LinkableFile.written(homes[0]) if size is None else LinkableFile(tuple(dict.fromkeys(homes)), size)
 
@@ -141,7 +127,3 @@ class LocalDisk:
 
     def time_from_names(self, path: Path) -> None:
         return None
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -10,7 +10,7 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
   :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
-- :func:`discard` ends a save that failed. :func:`leave` ends a copy that is to be gone on with: who reserves the same
+- :func:`discard` ends a save that failed. :func:`suspend` ends a copy that is to be gone on with: who reserves the same
   copy again takes over its record and its directory, as it does after a copy that died.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, :func:`sweep`, called by the next
@@ -47,7 +47,16 @@ from typing import Any
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, lease, other_things, workspace_of, workspaces_of
+from dcp_plugin.media import (
+    Leftover,
+    Reservation,
+    is_target,
+    is_workspace,
+    lease,
+    other_things,
+    workspace_of,
+    workspaces_of,
+)
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import usage_of
 
@@ -145,7 +154,7 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     return None
 
 
-def leave(reservation: Reservation[Path]) -> None:
+def suspend(reservation: Reservation[Path]) -> None:
     """End a copy that is gone on with later. The next save beside it deletes it."""
     _let_go(reservation)
 
@@ -286,17 +295,26 @@ def link(path: Path, target: Path) -> None:
     _tidy_up(reservation)
 
 
-def note(path: Path, data: bytes, replaced: Iterable[Path] = ()) -> None:
-    """Put a small file into a workspace, in place of what has its name, and of other files. Not durable at once."""
-    fresh = f"{path.name}.new"
+def note(path: Path, data: bytes, replaced: Iterable[Path] = (), only_new: bool = False) -> bool:
+    """Make a small file. See :meth:`dcp_plugin.media.Medium.note`. One that replaces another is not durable at once."""
+    is_in_workspace = is_workspace(path.parent.name)
     for attempt in range(_ATTEMPTS):
-        posix.make_directories(path.parent)
+        if is_in_workspace:
+            posix.make_directories(path.parent)
         try:
-            with posix.Folder(path.parent) as folder:
-                folder.delete(fresh)
+            with posix.Folder(path.parent if is_in_workspace else path.parent.resolve()) as folder:
+                if only_new and folder.has(path.name):
+                    return False
+                fresh = path.name if only_new else f"{path.name}.new"
+                if not only_new:
+                    folder.delete(fresh)
                 with open(folder.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                     file.write(data)
-                folder.rename(fresh, path.name)
+                    if only_new:
+                        file.flush()
+                        os.fsync(file.fileno())
+                if not only_new:
+                    folder.rename(fresh, path.name)
                 for other in replaced:
                     folder.delete(other.name)
         except (FileNotFoundError, FileExistsError):  # an empty workspace was removed; or another process does the same
@@ -304,6 +322,7 @@ def note(path: Path, data: bytes, replaced: Iterable[Path] = ()) -> None:
                 raise
         else:
             break
+    return True
 
 
 @contextmanager
@@ -326,7 +345,15 @@ def sweep(workspace: Path) -> None:
                     _sweep_one(folder, token)
 
 
-def leftovers(workspace: Path) -> list[Leftover[Path]]:
+def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
+    """See :meth:`dcp_plugin.media.Medium.collect_garbage`."""
+    found = _leftovers(workspace)
+    if not dry_run:
+        sweep(workspace)
+    return found
+
+
+def _leftovers(workspace: Path) -> list[Leftover[Path]]:
     """What :func:`sweep` would tidy up. Where nothing can be locked or read, nobody can tell."""
     found: list[Leftover[Path]] = []
     with suppress(OSError):

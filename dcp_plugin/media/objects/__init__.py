@@ -20,7 +20,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommitted_reason
 from dcp_plugin.format.packed import folders, time_of, token_in
-from dcp_plugin.media import CannotLink, InFlight, Leftover, Listed, RangedFile, Reservation, Usage, with_newest
+from dcp_plugin.media import CannotLink, InFlight, Leftover, Listed, RangedFile, Usage, with_newest
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -67,7 +67,7 @@ class ObjectStore:
     reserve = staticmethod(commit.reserve)
     publish = staticmethod(commit.publish)
     discard = staticmethod(commit.discard)
-    leave = staticmethod(commit.leave)
+    suspend = staticmethod(commit.suspend)
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
 
@@ -104,42 +104,27 @@ class ObjectStore:
             while data := file.read(PART):
                 there.write(data, kept=True)
 
-    def mark(self, path: ObjectPath, name: str, data: bytes) -> bool:
-        key = commit.below(path, name)
-        if self.client.head(key) is not None:
+    def note(self, path: ObjectPath, data: bytes, replaced: Iterable[ObjectPath] = (), only_new: bool = False) -> bool:
+        if only_new and self.client.head(path.key) is not None:
             return False
-        self.client.put(key, data)
-        return True
-
-    def note(self, path: ObjectPath, data: bytes, replaced: Iterable[ObjectPath] = ()) -> None:
         self.client.put(path.key, data)
         self.client.delete([one.key for one in replaced])
-
-    def publish_file(self, reservation: Reservation[ObjectPath]) -> None:
-        raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(reservation.final))
-
-    def tree(self, path: ObjectPath) -> list[str]:
-        return sorted(self._names(path))
+        return True
 
     def locate(self, path: ObjectPath) -> ObjectPath:
         return path
 
     def uncommitted_reason(self, path: ObjectPath) -> str:
         try:
-            return uncommitted_reason([name.rstrip("/") for name in unpacked(self.hold(path)).names()])
+            return uncommitted_reason([name.rstrip("/") for name in unpacked(self.open(path, pin=True)).names()])
         except FileNotFoundError:
             return "no such directory"
 
-    def open(self, path: ObjectPath) -> ObjectFiles:
-        if _within_save(path) is not None or self.listed is not None:
-            return self.hold(path)
-        return ObjectFiles(self.client, path)
-
-    def hold(self, path: ObjectPath) -> ListedFiles:
+    def open(self, path: ObjectPath, pin: bool = False) -> ObjectFiles:
         if (within := _within_save(path)) is not None:
             return ListedFiles(self.client, path, self._of_save(*within))
         if self.listed is None:
-            return ListedFiles(self.client, path)
+            return ListedFiles(self.client, path) if pin else ObjectFiles(self.client, path)
         return ListedFiles(self.client, path, self.listed.below(path), frozen=True)
 
     def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, Found]:
@@ -168,11 +153,8 @@ class ObjectStore:
             return "folder"
         return "file" if path.key and self.client.head(path.key) is not None else ""
 
-    def leftovers(self, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
-        return commit.leftovers(self.client, workspace)
-
-    def tidy(self, workspace: ObjectPath) -> None:
-        commit.tidy(self.client, workspace)
+    def collect_garbage(self, workspace: ObjectPath, dry_run: bool = False) -> list[Leftover[ObjectPath]]:
+        return commit.collect_garbage(self.client, workspace, dry_run)
 
     def usage(self, path: ObjectPath) -> Usage:
         there = {commit.below(path, name): one.size for name, one in self._names(path).items()}

@@ -164,7 +164,7 @@ def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]
             )
 
 
-def leave(reservation: Reservation[ObjectPath]) -> None:
+def suspend(reservation: Reservation[ObjectPath]) -> None:
     """End a copy that is gone on with later. Its record is one of the dead from now on."""
     held = _held.pop(reservation.token, None)
     if held is not None:
@@ -281,7 +281,7 @@ def _refuse_to_replace_other_things(
     return False
 
 
-def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
+def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | None) -> None:
     """Put the tables of contents, ``.metadata`` last.
 
     Raises:
@@ -290,6 +290,8 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
     """
     final, token = reservation.final, reservation.directory.stem
     client = client_of(final)
+    if files is None:
+        raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(final))
     if SUMMARY not in files:
         _publish_of_others(client, reservation, files)
         return
@@ -622,8 +624,8 @@ def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
         _swept_in_threads.discard(workspace)
 
 
-def leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
-    """What :func:`tidy` would delete, as far as the clock of this machine tells who is dead."""
+def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
+    """What :func:`collect_garbage` would delete, as far as the clock of this machine tells who is dead."""
     found: list[Leftover[ObjectPath]] = []
     uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: whoever lives has one by then
     for token, record in _records(client, workspace).items():
@@ -662,11 +664,11 @@ def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
     return root, ""
 
 
-def tidy(client: Client, workspace: ObjectPath) -> None:
-    """:func:`sweep`, and the uploads that no record tells of any more."""
-    left = leftovers(client, workspace)
-    if not left:
-        return
+def collect_garbage(client: Client, workspace: ObjectPath, dry_run: bool) -> list[Leftover[ObjectPath]]:
+    """:func:`sweep`, and abort the uploads that no record tells of any more."""
+    left = _leftovers(client, workspace)
+    if dry_run or not left:
+        return left
     name = next((one.path.name for one in left if is_target(one.path.name)), "prune")
     reservation = _begin(client, workspace.parent / name, None)  # whose record tells the time by the store's clock
     try:
@@ -678,6 +680,7 @@ def tidy(client: Client, workspace: ObjectPath) -> None:
                 client.abort_uploads(path.key, {token})
     finally:
         _let_go(client, reservation)
+    return left
 
 
 def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:

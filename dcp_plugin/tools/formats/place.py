@@ -18,7 +18,7 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.media import Medium, NewFile, Reservation, medium_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import ObjectPath, Where, is_link
 
 
 class Place:
@@ -99,5 +99,5 @@ class Place:
 
 def require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
     """Raises SaveFailed if anything is at ``out``, be it a link that leads nowhere."""
-    if medium_of(out).kind(out) or (isinstance(out, Path) and os.path.lexists(out)):
+    if medium_of(out).kind(out) or is_link(out):
         raise SaveFailed(f"{out} {otherwise}")

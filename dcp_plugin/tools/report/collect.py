@@ -17,7 +17,7 @@ from typing import Any, cast
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound
 from dcp_plugin.format.summary import decode_metrics
 from dcp_plugin.media import workspace_of, workspaces_in
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.runs import figures, history
 from dcp_plugin.runs.catalog import list_checkpoints
 from dcp_plugin.tools.inspect import inspect
@@ -296,12 +296,8 @@ def _newest(
             why = f"the newest checkpoint cannot be opened: {_text(str(error))}"
             continue
         modules = modules_of(info.tensors)
-        return _text(_named(state.path)), info.nbytes, modules, "" if modules else "it has no tensors"
+        return _text(as_path(state.path).name), info.nbytes, modules, "" if modules else "it has no tensors"
     return "", None, [], why
-
-
-def _named(path: Where) -> str:
-    return path.name if isinstance(path, Path) else str(path).rstrip("/").rpartition("/")[2]
 
 
 def modules_of(tensors: Iterable[TensorInfo]) -> list[Module]:
