@@ -102,6 +102,16 @@ def test_keep_last_deletes_the_oldest_of_ours_and_nothing_else(place: Where) -> 
     assert {state.step for state in dcp.list_checkpoints(place) if state.step} == {3, 4}
 
 
+def test_keep_last_keeps_the_other_parts_of_the_same_step(place: Where) -> None:
+    for step in (1, 2):
+        for part in ("model", "optimizer"):
+            dcp.save({"n": step}, place / f"checkpoint-{step}" / part, step=step, keep_last=1)
+    for step in (3, 3, 4):
+        dcp.save({"n": step}, place / f"step-{step}", step=step, keep_last=1)
+    assert all(dcp.verify(place / f"checkpoint-{n}" / part).ok for n in (1, 2) for part in ("model", "optimizer"))
+    assert dcp.latest(place) is not None and not medium_of(place).kind(place / "step-3")
+
+
 LIGHTNING: dict[str, Any] = {"pytorch-lightning_version": "2.6.6", "state_dict": {"w": torch.zeros(3)}}
 OPTIMIZER = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 WEIGHTS = {"w": torch.zeros(3)}

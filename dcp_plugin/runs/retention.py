@@ -22,7 +22,8 @@ logger = logging.getLogger("dcp_plugin")
 def prune(newest: Where, keep: int) -> None:
     """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
 
-    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
+    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete. Nor
+    is a checkpoint of the same step, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
     """
     times: dict[Where, float] = {}
     patience = Patience()
@@ -33,7 +34,15 @@ def prune(newest: Where, keep: int) -> None:
                 time = patience.read(functools.partial(_time_if_ours, one.path, medium))
                 if time is not None:
                     times[one.path] = time
-    remove_oldest(sorted(times, key=times.__getitem__), keep - 1)
+    oldest = sorted(times, key=times.__getitem__)[: max(0, len(times) - keep + 1)]
+    remove_oldest([path for path in oldest if not _have_the_same_step(path, newest)], 0)
+
+
+def _have_the_same_step(*paths: Where) -> bool:
+    with suppress(CheckpointCorrupt, OSError):
+        steps = {summary.step if (summary := read_summary(path)) else None for path in paths}
+        return len(steps) == 1 and steps != {None}
+    return False
 
 
 def _time_if_ours(path: Where, medium: Medium) -> float | None:
