@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -29,7 +29,6 @@ from dcp_plugin.loading.union import Answer, Union, ask_all
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.sources import SourceFiles
@@ -39,6 +38,9 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
 from dcp_plugin.types import Shape
+
+if TYPE_CHECKING:
+    from dcp_plugin.planning.sharing import Rule
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -99,8 +101,8 @@ class _Begun:
     adapters: list[StateAdapter]
     selection: PartialLoad | None
     """The partial load, with the place of its submodule in the state; None for a load of everything."""
-    rule: Rule
-    """When ranks read for each other."""
+    rule: Rule | None
+    """When ranks read for each other; None for one rank."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,11 @@ class Loading:
         paths = str(self._path), str(self._reader.path)
         return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
 
-    def _rule_of(self, requests: list[_Request]) -> Rule:
+    def _rule_of(self, requests: list[_Request]) -> Rule | None:
+        if self._ranks.size == 1:
+            return None
+        from dcp_plugin.planning.sharing import Rule  # for several ranks alone, and before any of them reads
+
         hosts = len({request.host for request in requests})
         return Rule.of(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
 
@@ -381,6 +387,12 @@ class Loading:
         """Read tensors into the targets. Ranks pass on what they read for others once all have read without a
         failure. Collective."""
         planner = fitted.planner
+        if begun.rule is None:
+            alone = _only(LoadItemType.TENSOR, fitted.plan)
+            self._ranks.agree(f"read {self._path}", lambda: self._reader.read_parts(alone, planner))
+            return
+        from dcp_plugin.planning.sharing import BroadcastRead  # imported by _rule_of
+
         shared = BroadcastRead(self._ranks, planner, begun.rule, socket.gethostname(), str(self._path))
         plan = LoadPlan(planner.create_local_plan().items, ()) if shared.may_share else fitted.plan
         plan = _only(LoadItemType.TENSOR, plan)

@@ -247,9 +247,8 @@ def test_retention_reads_again_after_an_error_that_may_pass(tmp_path: Path, monk
 def test_a_copy_of_a_run_names_a_folder_that_it_cannot_read(shared: Path) -> None:
     _save(shared / "run" / "step-1", 1)
     _save(shared / "run" / "old" / "step-0", 0)
-    assert _copy_by_command(shared / "run", shared / "of root").startswith(
-        "0 "
-    )  # which imports what the other user may not read
+    copied = _copy_by_command(shared / "run", shared / "of root")  # which imports what the other user may not read
+    assert copied.startswith("0 ")
     (shared / "run" / "old").chmod(0o700)
     told = as_another_user(_copy_by_command, shared / "run", shared / "copy")
     assert told.startswith("3 ") and f"NOT COPIED: {shared / 'run' / 'old'} cannot be read" in told
