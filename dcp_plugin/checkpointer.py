@@ -300,11 +300,9 @@ class Checkpointer:
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
-        """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of
-        the nodes. First, keepers of a training before finish what that has handed over. Collective.
+        """Return the saves at or below ``root`` that a load finds on the nodes, but not at their paths. Collective.
 
-        Returns:
-            None without ``local_dir``.
+        First, keepers of an earlier training finish the saves that were handed over to them.
 
         Raises:
             RankFailure: A rank died, or did not answer within the timeout.

@@ -1,8 +1,8 @@
-"""What a checkpoint has beside its tensors, in a local directory: for code of frameworks and users that opens files.
+"""Yields the extra files of a checkpoint in a local directory, for code of frameworks and users that opens files.
 
-A checkpoint in a directory is that directory. Of one in an object store the files are fetched, on the rank that asks;
-of one that was copied from there to a disk they get their usual names. Of one that only nodes have in ``local_dir``
-they are fetched from these, and compared with what was saved.
+A checkpoint in a directory is that directory. Files in an object store are fetched, on the rank that asks; files that
+were copied from there to a disk get their usual names. Files that only a source has are fetched from it, and compared
+with the checksums of the save.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointNotFound, some
 from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.keeper.inventory import Survey, Surveyor, newest_at, parts_of, path_of
-from dcp_plugin.keeper.local_checkpoints import LocalSteps, Record
+from dcp_plugin.keeper.local_checkpoints import LocalSteps
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Ranks
@@ -91,10 +91,6 @@ class NodesSource(Source):
     def forget(self, path: Where) -> None:
         if self._config.local_dir is not None:
             LocalSteps(Path(self._config.local_dir), path.parent).forget(path_of(path))
-
-
-def _state_of(record: Record, config: CheckpointConfig) -> CheckpointState:
-    return CheckpointState(as_path(record.path, config.storage_options), True, "", record.step, record.time, "local")
 
 
 def _in_short(problems: list[str]) -> str:

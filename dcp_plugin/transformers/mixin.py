@@ -348,7 +348,7 @@ class TrainerAdapter:
             best, delete = trainer.state.best_model_checkpoint, self._checkpointer.remove
 
             def rotate(event: SaveFinished) -> None:
-                if event.tier == "durable":  # how many are in local_dir alone is local_keep's to say
+                if event.tier == "durable":  # local_keep says how many stay on the nodes alone
                     checkpoints.rotate(run_dir, final, best, limit, delete)
 
             handle.on_published(rotate)
