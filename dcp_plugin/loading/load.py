@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -38,9 +38,6 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
 from dcp_plugin.types import Shape
-
-if TYPE_CHECKING:
-    from dcp_plugin.planning.sharing import Rule
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -101,8 +98,8 @@ class _Begun:
     adapters: list[StateAdapter]
     selection: PartialLoad | None
     """The partial load, with the place of its submodule in the state; None for a load of everything."""
-    rule: Rule | None
-    """When ranks read for each other; None for one rank."""
+    least_hosts: float
+    """Hosts that have to want the same bytes for ranks to read for each other."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +206,13 @@ class Loading:
             return self._open(selection)
 
         for _ in range(_MOST_TRIES):
-            difference, rule = self._ranks.combine(
-                f"open {self._path}", open_here, lambda requests: (self._difference(requests), self._rule_of(requests))
+            difference, least = self._ranks.combine(
+                f"open {self._path}",
+                open_here,
+                lambda requests: (self._difference(requests), self._least_hosts(requests)),
             )
             if not difference:
-                return _Begun(adapters, selection, rule)
+                return _Begun(adapters, selection, least)
             self._reader.reset()
         raise CheckpointMismatch(difference)
 
@@ -222,7 +221,7 @@ class Loading:
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
-            begun = _Begun(adapters, selection, self._rule_of([self._open(selection)]))
+            begun = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
         matching = self._matching(begun, dry_run=True)
         matching.run(adapters)
         self._judge_match(matching, Union())
@@ -237,13 +236,14 @@ class Loading:
         paths = str(self._path), str(self._reader.path)
         return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
 
-    def _rule_of(self, requests: list[_Request]) -> Rule | None:
-        if self._ranks.size == 1:
-            return None
-        from dcp_plugin.planning.sharing import Rule  # for several ranks alone, and before any of them reads
+    def _least_hosts(self, requests: list[_Request]) -> float:
+        """Return how many hosts have to want the same bytes for ranks to read for each other."""
+        if len(requests) == 1:
+            return float("inf")
+        from dcp_plugin.planning.sharing import least_hosts  # a rank alone shares no reads
 
         hosts = len({request.host for request in requests})
-        return Rule.of(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
+        return least_hosts(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
 
     @staticmethod
     def _difference(requests: list[_Request]) -> str:
@@ -386,17 +386,19 @@ class Loading:
     def _read_tensors(self, begun: _Begun, fitted: _Fitted) -> None:
         """Read tensors into the targets. Ranks pass on what they read for others once all have read without a
         failure. Collective."""
-        planner = fitted.planner
-        if begun.rule is None:
-            alone = _only(LoadItemType.TENSOR, fitted.plan)
-            self._ranks.agree(f"read {self._path}", lambda: self._reader.read_parts(alone, planner))
-            return
-        from dcp_plugin.planning.sharing import BroadcastRead  # imported by _rule_of
 
-        shared = BroadcastRead(self._ranks, planner, begun.rule, socket.gethostname(), str(self._path))
-        plan = LoadPlan(planner.create_local_plan().items, ()) if shared.may_share else fitted.plan
-        plan = _only(LoadItemType.TENSOR, plan)
-        shared.run(plan, lambda plan: self._reader.read_parts(plan, planner))
+        def read(plan: LoadPlan) -> None:
+            self._reader.read_parts(_only(LoadItemType.TENSOR, plan), fitted.planner)
+
+        if begun.least_hosts == float("inf"):
+            self._ranks.agree(f"read {self._path}", lambda: read(fitted.plan))
+            return
+        from dcp_plugin.planning.sharing import BroadcastRead
+
+        host, path = socket.gethostname(), str(self._path)
+        shared = BroadcastRead(self._ranks, fitted.planner, begun.least_hosts, host, path)
+        items = fitted.planner.create_local_plan().items
+        shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
     def _apply(self, begun: _Begun, fitted: _Fitted) -> None:
         """Hand everything to its object; raise what load hooks then find missing and unexpected. Collective."""

@@ -1,4 +1,4 @@
-"""Which rank reads what several want: replicas (DDP, HSDP) read once and pass on, where that is faster.
+"""Reads that several ranks share: replicas (DDP, HSDP) read each byte once and pass it on.
 
 Replicas want the same parts of the same stored chunks in the same order. Ranks compare digests of what they want, in
 two classes, because under HSDP the shards are wanted by the ranks of one column of the mesh and replicated tensors by
@@ -10,12 +10,8 @@ each rank sends what it has read to all others of its group: the load is even. L
 target into that of the other.
 
 On one host it does not pay, however slow the storage: the second reader of a byte finds it in the page cache, or waits
-for it there. In an object store it always pays: nothing caches there. In between, with ``"auto"``:
-
-- What :data:`MANY_HOSTS` hosts want is read once.
-- What fewer hosts want is *tried*: the first :data:`TRIAL` bytes are read once and passed on, and both are timed. Read
-  on every host, the rest would take at least the time of reading it once, times the hosts, from a file server that they
-  share and from disks of their own alike. If passing on takes less than what is saved (:func:`pays`), it goes on so.
+for it there. From an object store it always pays: nothing caches there. From a file system, ``"auto"`` shares the bytes
+that :data:`MANY_HOSTS` hosts want.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import add, itemgetter
-from time import perf_counter
 from typing import Literal
 
 import torch
@@ -41,13 +36,7 @@ from dcp_plugin.tensors.kinds import is_stored_whole
 from dcp_plugin.types import Shape
 
 MANY_HOSTS = 8
-"""Hosts that have to want the same bytes before ``"auto"`` has them read once without trying."""
-
-TRIAL = 16 << 20
-"""Bytes of each group of ranks by which it is found out what is faster."""
-
-_WORTH_TRYING = 4
-"""Times :data:`TRIAL` that a group has to want; a trial costs three more steps of all ranks."""
+"""Hosts that have to want the same bytes of a file system before ``"auto"`` has them read once."""
 
 _WINDOW = 32 << 20
 """Bytes that are passed on at a time, and that a rank may need memory for."""
@@ -61,44 +50,17 @@ _ALONE = 256 << 10
 _TENSOR_ALIGNMENT = 16
 
 
-def pays(hosts: int, reading: float, passing: float) -> bool:
-    """Whether reading once and passing on is faster than reading on every host, by what a trial took.
+def least_hosts(policy: bool | Literal["auto"], from_store: bool, hosts: int) -> float:
+    """Return how many hosts have to want the same bytes for them to be read once; infinity if no number is enough.
 
     Args:
-        hosts: That want the same.
-        reading: Seconds of the slowest rank to read its part.
-        passing: Seconds of the slowest rank to pass on and be passed.
-
-    Example:
-        >>> pays(hosts=2, reading=0.3, passing=0.1)
-        True
+        policy: ``read_broadcast`` of the configuration.
+        from_store: Whether each read is a request to an object store.
+        hosts: Hosts of all ranks together.
     """
-    return (hosts - 1) * reading > passing
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How many hosts have to want the same for it to be read once; and for it to be tried."""
-
-    sure: float
-    tried: float
-
-    @classmethod
-    def of(cls, policy: bool | Literal["auto"], from_store: bool, hosts: int) -> Rule:
-        """The rule of a load.
-
-        Args:
-            from_store: Whether each read is a request to an object store.
-            hosts: Of all ranks together.
-        """
-        never = float("inf")
-        if policy is True or (policy == "auto" and from_store):
-            return cls(1, never)
-        return cls(MANY_HOSTS, 2) if policy == "auto" and hosts > 1 else cls(never, never)
-
-    @property
-    def ever(self) -> bool:
-        return min(self.sure, self.tried) < float("inf")
+    if policy is True or (policy == "auto" and from_store):
+        return 1
+    return MANY_HOSTS if policy == "auto" and hosts >= MANY_HOSTS else float("inf")
 
 
 @dataclass(frozen=True)
@@ -114,43 +76,26 @@ class _Read:
         return self.target.numel() * self.target.element_size()
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What a rank wants of one class."""
-
-    digest: bytes
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Ranks that want the same."""
-
-    ranks: list[int]
-    hosts: int
-    tried: bool
-    """Whether it is to be found out first what is faster."""
-
-
 class BroadcastRead:
     """One load's reading of tensors: the parts that one rank reads itself, and those that it receives from others.
 
     Args:
         ranks: All ranks of the load.
         planner: Resolves items to targets.
+        least: Hosts that have to want the same bytes, see :func:`least_hosts`.
         host: Of this rank.
         where: What messages call the checkpoint.
     """
 
-    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, rule: Rule, host: str, where: str) -> None:
-        self._ranks, self._planner, self._rule, self._host, self._where = ranks, planner, rule, host, where
+    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, where: str) -> None:
+        self._ranks, self._planner, self._least, self._host, self._where = ranks, planner, least, host, where
         self._mine: list[ReadItem] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def may_share(self) -> bool:
         """Whether any rank may read for others; the same on all ranks."""
-        return self._ranks.size > 1 and self._rule.ever
+        return self._ranks.size > 1 and self._least < float("inf")
 
     def run(self, plan: LoadPlan, read: Callable[[LoadPlan], None]) -> None:
         """Fill the targets of a plan. Collective.
@@ -161,79 +106,44 @@ class BroadcastRead:
         if not self.may_share:
             self._ranks.agree(f"read {self._where}", lambda: read(plan))
             return
-        sure, tried, hosts = self._meet(plan)
-        if hosts:
-            halves = [(group, *_split(reads, TRIAL)) for group, reads in tried]
-            first = [_shared(group, begin) for group, begin, _ in halves]
-            if self._try(hosts, first, lambda items: read(replace(plan, items=items))):
-                sure += [_shared(group, rest) for group, _, rest in halves]
-            else:
-                self._mine += [one.item for _, _, rest in halves for one in rest]
-        mine = [*self._mine, *self._read_here(sure)]
+        shared = self._meet(plan)
+        mine = [*self._mine, *self._read_here(shared)]
         self._ranks.agree(f"read {self._where}", lambda: read(replace(plan, items=mine)))
-        self._pass_on(sure)
+        self._pass_on(shared)
 
-    def _meet(self, plan: LoadPlan) -> tuple[list[_Shared], list[_Shared], int]:
-        """What this rank shares for sure and what is to be tried; and the fewest hosts of a group on trial, on any
-        rank; 0: none is."""
+    def _meet(self, plan: LoadPlan) -> list[_Shared]:
+        """Return the reads that this rank shares with others. Collective."""
         classes: list[list[_Read]] = [[], []]
 
-        def wants() -> tuple[str, list[_Wanted]]:
+        def wants() -> tuple[str, list[bytes]]:
             for item in plan.items:
                 target = self._planner.resolve_tensor(item)
                 if is_stored_whole(target):
                     self._mine.append(item)
                 else:
                     classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target.detach()))
-            return self._host, [_Wanted(_digest(reads), sum(read.nbytes for read in reads)) for reads in classes]
+            return self._host, list(map(_digest, classes))
 
-        sure: list[_Shared] = []
-        tried: list[_Shared] = []
-        found = self._ranks.combine(f"share the reading of {self._where}", wants, self._groups)
-        for reads, groups in zip(classes, found, strict=True):
-            group = next((group for group in groups if self._ranks.rank in group.ranks), None)
+        shared = []
+        groups_of_classes = self._ranks.combine(f"share the reading of {self._where}", wants, self._groups)
+        for reads, groups in zip(classes, groups_of_classes, strict=True):
+            group = next((group for group in groups if self._ranks.rank in group), None)
             if group is None:
                 self._mine += [read.item for read in reads]
             else:
-                (tried if group.tried else sure).append((group.ranks, reads))
-        hosts = [group.hosts for groups in found for group in groups if group.tried]
-        return [_shared(*one) for one in sure], tried, min(hosts, default=0)
+                shared.append(_shared(group, reads))
+        return shared
 
-    def _groups(self, told: list[tuple[str, list[_Wanted]]]) -> list[list[_Group]]:
-        """For each class, the sets of ranks that share, given the host and the wants of every rank."""
+    def _groups(self, wanted_by: list[tuple[str, list[bytes]]]) -> list[list[list[int]]]:
+        """Return, for each class, the sets of ranks that share, given the host and the digests of every rank."""
         classes = []
-        for wants in zip(*(wants for _, wants in told), strict=True):
+        for digests in zip(*(digests for _, digests in wanted_by), strict=True):
             same: dict[bytes, list[int]] = defaultdict(list)
-            for rank, wanted in enumerate(wants):
-                same[wanted.digest].append(rank)
-            groups = []
-            for ranks in same.values():
-                hosts, wanted = len({told[rank][0] for rank in ranks}), wants[ranks[0]]
-                tried = hosts < self._rule.sure
-                enough = not tried or (hosts >= self._rule.tried and wanted.nbytes >= _WORTH_TRYING * TRIAL)
-                if wanted.digest and len(ranks) > 1 and enough:
-                    groups.append(_Group(ranks, hosts, tried))
-            classes.append(groups)
+            for rank, digest in enumerate(digests):
+                same[digest].append(rank)
+            groups = [ranks for digest, ranks in same.items() if digest and len(ranks) > 1]
+            classes.append([ranks for ranks in groups if len({wanted_by[rank][0] for rank in ranks}) >= self._least])
         return classes
-
-    def _try(self, hosts: int, first: list[_Shared], read: Callable[[list[ReadItem]], None]) -> bool:
-        """Read and pass on what comes first, and tell from the time that it takes whether to go on so."""
-        began = perf_counter()
-        took: list[float] = []
-
-        def timed() -> None:
-            read(self._read_here(first))
-            took.append(perf_counter() - began)
-
-        self._ranks.agree(f"read {self._where}", timed)
-        began = perf_counter()
-        self._pass_on(first)
-        took.append(perf_counter() - began)
-        return self._ranks.combine(
-            f"decide how to read {self._where}",
-            lambda: took,
-            lambda all_took: pays(hosts, *(max(column) for column in zip(*all_took, strict=True))),
-        )
 
     def _read_here(self, shared: list[_Shared]) -> list[ReadItem]:
         return [read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank]
