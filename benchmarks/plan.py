@@ -47,7 +47,7 @@ from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
@@ -151,6 +151,7 @@ class _Thread(Ranks):
         return self._round(work, lambda results: [combine(results)] * self.size)
 
     def scatter(self, step: str, work: Any, combine: Any) -> Any:
+        self.sent = self._shares
         return self._round(work, combine)
 
     def _round(self, work: Any, answers_of: Any) -> Any:
@@ -171,16 +172,17 @@ class _Thread(Ranks):
 class _First(Ranks):
     """Rank 0 alone. The others have sent already."""
 
-    def __init__(self, sent: list[bytes]) -> None:
+    def __init__(self, sent: list[bytes], shares: list[bytes]) -> None:
         super().__init__()
         self.rank, self.size = 0, len(sent) + 1
-        self.sent = sent
+        self.sent, self._shares = sent, shares
         self.gathered = self.scattered = 0
 
     def combine(self, step: str, work: Any, combine: Any) -> Any:
         return self._round(work, lambda told: [combine(told)])
 
     def scatter(self, step: str, work: Any, combine: Any) -> Any:
+        self.sent = self._shares
         return self._round(work, combine)
 
     def _round(self, work: Any, answers_of: Any) -> Any:
@@ -205,16 +207,13 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
             pickle.dumps(b"".join(one[:DIGEST] for one in (last, description, digest, digest))) for digest, _ in told
         ]
 
-    exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST))), _First([])
+    exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST)), [data for _, data in told]), _First([], [])
 
-    def hold() -> LocalInventory:
-        return LocalInventory(mine.description, mine.offsets)
-
-    def then_tell() -> None:
-        first.sent = [data for _, data in told]
+    def describe() -> tuple[Flat, LocalInventory]:
+        return {}, LocalInventory(mine.description, mine.offsets)
 
     def plan(alone: _First) -> RankPlan:
-        planned, _ = exchange.plan("plan", alone, hold, then_tell)
+        planned, _, _ = exchange.plan("plan", alone, describe, Attempt(None))
         return planned
 
     planned = figures.time("plan", lambda: plan(first))
@@ -237,9 +236,8 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         exchange = PlanExchange()
 
         def plan(box: _Mailbox) -> RankPlan:
-            planned, _ = exchange.plan(
-                "plan", _Thread(rank, box), lambda: LocalInventory.of_state(state, {}), lambda: None
-            )
+            alone, describe = _Thread(rank, box), lambda: (state, LocalInventory.of_state(state, {}))
+            planned, _, _ = exchange.plan("plan", alone, describe, Attempt(None))
             return planned
 
         begin = time.thread_time()

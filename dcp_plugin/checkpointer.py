@@ -8,20 +8,16 @@ publish. With ``async_save`` everything after staging runs in a thread (:mod:`~d
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin import events
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
@@ -30,18 +26,16 @@ from dcp_plugin.media.packed import unpacked
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
-from dcp_plugin.records import LiveState, LoadReport, SaveRequest, StagedState
+from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs import launches
 from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.runs.interval import SaveInterval
-from dcp_plugin.saving.job import HostCopy, SavePipeline, objects_of, raise_as_failed_save
+from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.pace import Pace
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
-from dcp_plugin.sources import SourceFiles, keeper_of, source_of
+from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
+from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
-from dcp_plugin.staging.snapshot import HostPool
-from dcp_plugin.state.names import module_cache
-from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState
 
@@ -73,38 +67,31 @@ class Checkpointer:
         >>> checkpointer.close()
     """
 
+    _compares_ranks = True
+    """Whether the first save warns of data that differs between ranks. A framework in which the values of rank 0 count
+    by rule has a subclass."""
+
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         self._solo = solo
         talks = self.config.when_busy != "wait" or self.config.save_interval is not None
         aside = self.config.async_save and talks
         self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
-        self._may_go_on = int(self.config.async_save and self.config.when_busy == "queue")
-        """How many saves may be in flight when another one begins."""
-        self._pools = [HostPool() for _ in range(1 + self._may_go_on)]
-        self._saves = 0
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
-        self._lazy = self.config.staging == "lazy"
+        self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
         self._source = source_of(self.config)
-        self._kept: Any = None  # the writer of the keeper, once something was saved
-        self.compares_ranks = True
-        """Whether the first save warns of data that differs between ranks. Integrations of frameworks in which the
-        values of rank 0 count by rule set it to False."""
-        self.pace = Pace(self.config)
+        self.pace = Pace(self.config, lambda: self._queue.is_saving)
         """For integrations: measures steps, and what saves cost."""
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Warn when a Checkpointer is dropped while it holds resources, unless the program ends. The group is not left
         here: the other ranks need not be at the same point."""
-        if _program_ends() or not hasattr(self, "_queue"):  # a setting was refused, and nothing made
+        if _program_ends() or not hasattr(self, "_writer"):  # a setting was refused, and nothing made
             return
         if self._queue.is_inherited:
             return
-        held = ["a process group"] * self._groups.held
-        held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
-        if self._kept is not None:
-            held.append(f"{self._kept.nbytes:,} bytes of shared memory, and a keeper")
+        held = ["a process group"] * self._groups.held + self._writer.holdings()
         if held:
             said = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
@@ -165,22 +152,15 @@ class Checkpointer:
                 from dcp_plugin.saving import sigterm  # few configurations ask for it
 
                 sigterm.watch(self._queue, self.config.timeout)
-            if self._to_be_skipped(handle.path):
+            may_skip = self.config.async_save and self.config.when_busy == "skip"
+            if may_skip and is_rank_zero_busy(self._writer, self._groups, handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self._meet_again(self._may_go_on)
-            publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
-            request = SaveRequest(handle.path, call, step, began, views=views or {}, aliases=aliases or {})
-            request = replace(request, with_files=files is not None, durable=durable)
+            ranks = self._writer.meet(begins_save=True)
+            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.compares_ranks, is_data)
-            if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
-                self.pace.paused(time.monotonic() - began, saving=True)
-                return handle
-            if files is not None:
-                self._add_files(publication, files)
-            run = self._save_in_background if self.config.async_save else self._save_now
-            run(handle, publication, live, request, ranks)
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
+            self._writer.submit(handle, request, live, ranks)
             self.pace.paused(time.monotonic() - began, saving=True)
         return handle
 
@@ -225,7 +205,7 @@ class Checkpointer:
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        return self._load(state, path, partial, strict, LoadMode.FILL)
+        return _load(self, state, path, partial, strict, LoadMode.FILL)
 
     def restore(
         self,
@@ -243,28 +223,7 @@ class Checkpointer:
 
         Args and errors as in :meth:`load`; ``files`` are those of :meth:`shown`, where this rank restores alone.
         """
-        return self._load(state, path, partial, strict, LoadMode.RESTORE, files)
-
-    def _load(
-        self,
-        state: Mapping[str, Any],
-        path: PathLike,
-        partial: PartialLoad | None,
-        strict: bool,
-        mode: LoadMode,
-        shown: SourceFiles | None = None,
-    ) -> LoadReport:
-        with self._queue.call(f"load {path}"), together(Call.load(path)):
-            ranks = self._meet_again()
-            wait_until_copied()  # another checkpointer may be copying what this load overwrites
-            where = as_path(path, self.config.storage_options)
-            launches.refuse_another_rank(where, ranks.launch)
-            opening = self._open(where, ranks) if shown is None else nullcontext(shown)
-            with collector_paused(), setting_aside(ranks, where), opening as files:
-                loading = Loading(ranks, self.config, where, partial, strict, files, mode)
-                report = loading.run(state)
-            self._saving.loaded(state, report, loading.opened, ranks)
-            return report
+        return _load(self, state, path, partial, strict, LoadMode.RESTORE, files)
 
     @contextmanager
     def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
@@ -282,22 +241,16 @@ class Checkpointer:
             yield None
             return
         with self._queue.call(f"look at {path}"):
-            ranks = self._meet_again()
+            ranks = self._writer.meet()
             where = as_path(path, self.config.storage_options)
-            if self._kept is None:
+            if not self._writer.is_attached:
                 self._source.settle(where.parent, ranks)
-            with self._open(where, ranks) as files:
+            with _open(self, where, ranks) as files:
                 if files is None or files.is_at_path:
                     yield None
                     return
                 yield files
                 ranks.agree(f"end to look at {where}", lambda: None)  # no rank needs this node's files any more
-
-    def _open(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
-        """Open what the source has of a checkpoint, after the saves in flight. Collective."""
-        for handle in self._queue.handles:
-            handle.wait_recoverable()
-        return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """Return the saves at or below ``root`` that a load finds on the nodes, but not at their paths. Collective.
@@ -309,7 +262,7 @@ class Checkpointer:
         """
         if not self.config.has_keeper:
             return ()
-        ranks, where = self._meet_again(), as_path(root, self.config.storage_options)
+        ranks, where = self._writer.meet(), as_path(root, self.config.storage_options)
         self._source.settle(where, ranks)
         return tuple(self._source.states(where, ranks))
 
@@ -338,7 +291,8 @@ class Checkpointer:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
         retention.refuse_to_remove_other_things(where)
-        (self._source if self._kept is None else self._kept).forget(where)
+        if not self._writer.forget(where):
+            self._source.forget(where)
         retention.remove(where)
 
     def wait(self) -> None:
@@ -367,8 +321,7 @@ class Checkpointer:
             self.wait()
             return
         with self._queue.call("wait"):
-            for handle in self._queue.handles:
-                handle.wait_recoverable()
+            self._queue.wait_recoverable()
             take_off_hooks()
 
     def bring_newest(self) -> None:
@@ -380,8 +333,7 @@ class Checkpointer:
         """
         with self._queue.call("bring the newest save to its path"):
             self.wait()
-            if self._kept is not None:
-                self._kept.bring_newest()
+            self._writer.bring_newest()
 
     def due(self, step: int) -> bool:
         """Whether to save now, by ``save_interval``: the same answer on every rank. Collective: after each step.
@@ -410,15 +362,11 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self.pace.due(step, self._is_saving(), self._groups.front)
-
-    def _is_saving(self) -> bool:
-        """Whether a save is in flight that a restart would not find yet."""
-        return any(not handle.recoverable() for handle in self._queue.in_flight)
+        return self.pace.due(step, self._groups.front)
 
     def step_ended(self) -> None:
         """Measure a step, for :meth:`proposed_interval`, where nobody asks whether a save is due."""
-        self.pace.step_ended(self._is_saving())
+        self.pace.step_ended()
 
     def proposed_interval(self) -> SaveInterval | None:
         """How often to save: the cheapest interval, by what is known now; None before the first save.
@@ -464,223 +412,34 @@ class Checkpointer:
 
                     sigterm.forget(self._queue)
                 self.pace.ended(clean)
-                for pool in self._pools:
-                    pool.free()
-                if self._kept is not None:
-                    self._close_kept(self._kept)
+                self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()
 
-    def _close_kept(self, kept: Any) -> None:
-        self._kept = None
-        try:
-            kept.bring_newest()
-        finally:
-            kept.close()
 
-    def _meet_again(self, may_go_on: int = 0) -> Ranks:
-        """The group of ranks, after all saves in flight but the last ``may_go_on`` have ended.
+def _load(
+    checkpointer: Checkpointer,
+    state: Mapping[str, Any],
+    path: PathLike,
+    partial: PartialLoad | None,
+    strict: bool,
+    mode: LoadMode,
+    shown: SourceFiles | None = None,
+) -> LoadReport:
+    with checkpointer._queue.call(f"load {path}"), together(Call.load(path)):
+        ranks = checkpointer._writer.meet()
+        wait_until_copied()  # another checkpointer may be copying what this load overwrites
+        where = as_path(path, checkpointer.config.storage_options)
+        launches.refuse_another_rank(where, ranks.launch)
+        opening = _open(checkpointer, where, ranks) if shown is None else nullcontext(shown)
+        with collector_paused(), setting_aside(ranks, where), opening as files:
+            loading = Loading(ranks, checkpointer.config, where, partial, strict, files, mode)
+            report = loading.run(state)
+        checkpointer._saving.loaded(state, report, loading.opened, ranks)
+        return report
 
-        All ranks know the failures of these saves, but on some the handle may have raised them already: then all
-        raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
-        yet, and making a new one is collective. The next call that waits for that save makes it.
-        """
-        if self.config.has_keeper:
-            self._wait_for_turn()
-            return self._groups.main()
-        ended = self._queue.wait_for_all_but(may_go_on)
-        take_off_hooks()
-        untold = first_untold(ended)
-        known = self._groups.known
-        try:
-            ranks = known if self._queue.handles and known is not None else self._groups.main()
-        except BaseException as error:  # which is not to hide the failure that this call was going to raise
-            if untold is not None:
-                error.add_note(f"Before that, a save in the background failed: {type(untold).__name__}: {untold}")
-            raise
-        if any(handle.exception() is not None for handle in ended):
-            try:
-                ranks.agree("go on after a failed save", Attempt(None, untold).get)
-            except Exception:
-                if untold is not None:
-                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
-                raise
-        return ranks
 
-    def _wait_for_turn(self) -> None:
-        """Until no save in flight talks to other ranks. How it ends is told to each rank at another time: what fails is
-        raised by who waits for it."""
-        for handle in self._queue.handles:
-            handle.wait_turn()
-        self._queue.let_go_of_ended()
-        take_off_hooks()
-
-    def _to_be_skipped(self, path: Where) -> bool:
-        """Whether rank 0 is still busy with an earlier save: then no rank saves."""
-        if not self.config.async_save or self.config.when_busy != "skip":
-            return False
-        front = self._groups.front()
-        busy = front.from_zero("see whether a save is in flight", self._is_busy)
-        if busy and front.rank == 0:
-            logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
-        return busy
-
-    def _is_busy(self) -> bool:
-        if self._kept is not None:
-            return not self._kept.is_free()
-        return not all(handle.done() for handle in self._queue.handles)
-
-    def _add_files(self, publication: Publication, files: Callable[[Path], None]) -> None:
-        path, ranks = publication.path, self._groups.front()
-
-        def add() -> None:
-            publication.medium.join(directory, path)
-            publication.medium.attach(directory, files)
-
-        try:
-            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", add)
-        except Exception as error:
-            publication.discard()
-            raise_as_failed_save(error, path)
-        except BaseException:  # Ctrl-C
-            publication.discard()
-            raise
-
-    def _save_by_keeper(
-        self,
-        handle: SaveHandle,
-        live: LiveState,
-        request: SaveRequest,
-        ranks: Ranks,
-        files: Callable[[Path], None] | None,
-    ) -> bool:
-        """Whether it was handed to a keeper. If some node lacks shared memory it is not, on any rank."""
-        attached: Path | None = None
-        try:
-            kept = self._kept_saves(handle.path, ranks)
-            if files is not None:
-                attached = ranks.agree(f"add files to {handle.path}", lambda: kept.add_files(files))
-            with collector_paused(), module_cache():
-                self._stage_and_hand_over(kept, handle, live, request, ranks, attached)
-        except NoSharedMemory as error:
-            if self._kept is not None:
-                self._kept.give_up_pools()
-            for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
-                if earlier.path == handle.path:
-                    earlier.wait_done()
-            if self.config.durable_every is None:
-                raise
-            if ranks.rank == 0:
-                logger.warning("%s is saved without a keeper: %s", handle.path, error)
-            return False
-        except Exception as error:
-            raise_as_failed_save(error, handle.path)
-        finally:
-            if attached is not None:  # it has another name by now if it was handed over, or will have
-                self._drop_if_left(handle, attached)
-        if not self.config.async_save:
-            ranks.agree(f"save {handle.path}", handle.wait)
-        return True
-
-    def _drop_if_left(self, handle: SaveHandle, attached: Path) -> None:
-        if handle not in self._queue.handles:
-            shutil.rmtree(attached, ignore_errors=True)
-
-    def _stage_and_hand_over(
-        self,
-        kept: Any,
-        handle: SaveHandle,
-        live: LiveState,
-        request: SaveRequest,
-        ranks: Ranks,
-        attached: Path | None,
-    ) -> None:
-        lazy = self._lazy
-        gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
-        pool = Attempt.of(kept.pool)  # which may fail on one rank alone
-        copy = HostCopy(pool.value or HostPool(), self._saving.encode)
-        begun = gathered.then(lambda it: pool.then(lambda _: copy.begin(it, objects_of(live) if lazy else [])).get())
-        later = not copy.complete
-        if self.config.staging == "lazy":  # all ranks go on in this thread, or all in another
-            try:
-                step = f"stage {handle.path}"
-                later = ranks.combine(step, lambda: begun.then(lambda _: later).get(), any)
-            except BaseException:
-                copy.release()
-                raise
-        if later:
-            finish = lambda: self._finish_copy(handle, begun, copy, ranks)  # noqa: E731
-            kept.start_later(self._queue, handle, request, finish, attached, ranks)
-        else:
-            handle.set_staged()
-            staged = begun.then(lambda _: copy.finish())
-            kept.start(self._queue, handle, request, staged, attached, ranks)
-
-    def _kept_saves(self, path: Where, ranks: Ranks) -> Any:
-        if self._kept is None:
-            keeper = keeper_of(self.config)
-            assert keeper is not None
-            self._kept = keeper.writer(self.config, path.parent, ranks, self._saving, 1 + self._may_go_on)
-        return self._kept
-
-    def _save_now(
-        self, handle: SaveHandle, publication: Publication, live: LiveState, request: SaveRequest, ranks: Ranks
-    ) -> None:
-        with collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
-            with module_cache():
-                try:
-                    staged = Attempt.of(lambda: self._saving.gather(live, ranks)).then(self._saving.stage_in_place)
-                except BaseException:  # Ctrl-C, or SystemExit in a state_dict
-                    publication.discard()
-                    raise
-            event = self._saving.run(publication, request, staged, ranks)
-        handle.set_published(event)
-
-    def _save_in_background(
-        self, handle: SaveHandle, publication: Publication, live: LiveState, request: SaveRequest, ranks: Ranks
-    ) -> None:
-        copy = HostCopy(self._pools[self._saves % len(self._pools)], self._saving.encode)
-        self._queue.warns_at_exit = ranks.rank == 0
-        try:
-            with collector_paused(), module_cache():
-                gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
-                begun = gathered.then(lambda it: copy.begin(it, objects_of(live) if self._lazy else []))
-            if copy.complete:
-                handle.set_staged()
-            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
-
-            def write(staged: Attempt[StagedState]) -> events.SaveFinished:
-                shown = events.progress(handle.path, self._shows_progress(ranks), in_background=True)
-                with shown, together(request.call):
-                    return self._saving.run(publication, timed, staged, ranks)
-
-            self._queue.start(handle, lambda: self._finish_copy(handle, begun, copy, ranks), write)
-        finally:  # Ctrl-C comes also when the thread runs already
-            if handle in self._queue.handles:
-                self._saves += 1  # and not before: the next one takes the other pool, which may be in use
-            else:
-                copy.release()  # nobody will make the copy that others wait for
-                publication.discard()
-
-    def _finish_copy(
-        self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks
-    ) -> Attempt[StagedState]:
-        try:
-            staged = begun.then(lambda _: copy.finish())
-            if copy.changed:
-                self._lazy = False
-                logger.warning(
-                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
-                    "something that is not a step of an optimizer wrote to it while %s was being copied",
-                    ranks.rank,
-                    handle.path,
-                )
-            return staged
-        finally:
-            handle.set_staged()
-            copy.release()
-
-    def _shows_progress(self, ranks: Ranks) -> bool:
-        wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
-        return wanted and ranks.rank == 0
+def _open(checkpointer: Checkpointer, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
+    """Open the files that the source has of a checkpoint, after the saves in flight. Collective."""
+    checkpointer._queue.wait_recoverable()
+    return checkpointer._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))

@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import ReadItem
@@ -73,8 +74,8 @@ class SaveRequest:
     """Duration of the call; None if the caller waits until the checkpoint is published."""
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
-    with_files: bool = False
-    """Whether the caller adds files; other files at the path stay then."""
+    files: Callable[[Path], None] | None = None
+    """Adds the caller's files to a directory. Other files at the path stay then."""
     durable: bool = False
     """Whether the save goes on from ``local_dir`` to its path, whatever ``durable_every`` is."""
 
@@ -132,6 +133,10 @@ class StagedState:
     shared: frozenset[str]
     copy_seconds: float = 0.0
     """Duration of the copy to host memory."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Keys taken out of the state, because the base has them -> their keys in the base."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Record of the base in the summary; empty without one."""
 
 
 class NewItem(NamedTuple):
@@ -158,10 +163,6 @@ class SavePlan:
     """Key -> memory or bytes, under the keys of the plan."""
     plan: RankPlan
     """This rank's items. On rank 0 it has the plan of all ranks, too."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Keys outside the plan, because the base has them -> their keys in the base."""
-    base: Mapping[str, str] = field(default_factory=dict)
-    """Record of the base in the summary; empty without one."""
 
     @property
     def frozen(self) -> frozenset[str]:

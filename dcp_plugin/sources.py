@@ -85,6 +85,7 @@ class Keeper:
 
     source: Callable[[CheckpointConfig], Source]
     writer: Callable[..., Any]
+    """Makes a :class:`~dcp_plugin.saving.writers.Writer` over another one."""
 
 
 _registered: list[Keeper] = []

@@ -70,7 +70,7 @@ def test_the_host_copy_is_reused_grown_shrunk_and_freed_and_ties_are_kept(tmp_pa
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(50, 50), "b": torch.nn.Linear(50, 50)})
     model["b"].weight = model["a"].weight
     ours = dcp.Checkpointer(async_save=True)
-    (pool,) = ours._pools
+    (pool,) = ours._writer.pools
 
     def held_after_saving(state: Any) -> tuple[list[int], int]:
         ours.save(state, tmp_path / "ck").wait()

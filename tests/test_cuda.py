@@ -110,7 +110,7 @@ def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path
 def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:
     model = nn.Linear(1000, 1000).cuda()
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    pool = ours._pools[0]
+    pool = ours._writer.pools[0]
     places = set()
     for number in range(3):
         ours.save({"model": model}, tmp_path / str(number)).wait()

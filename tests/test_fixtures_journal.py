@@ -38,7 +38,7 @@ import os, signal, sys, torch, dcp_plugin as dcp
 if __name__ == "__main__":
     checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=0.0)
     checkpointer.save({"weights": torch.arange(10.0)}, f"{sys.argv[1]}/step-1", step=1).wait()
-    keeper = checkpointer._kept.client.spool.pid()
+    keeper = checkpointer._writer.saves.client.spool.pid()
     os.kill(keeper, signal.SIGSTOP)
     checkpointer.save({"weights": torch.arange(10.0) + 1}, f"{sys.argv[1]}/step-2", step=2)
     print(keeper, flush=True)

@@ -243,10 +243,10 @@ def test_few_steps_meet_and_slower_steps_are_noticed(tmp_path: Path) -> None:
     meetings = 0
     decide = checkpointer.pace._decide
 
-    def counted(saving: bool) -> tuple[bool, int]:
+    def counted() -> tuple[bool, int]:
         nonlocal meetings
         meetings += 1
-        return decide(saving)
+        return decide()
 
     checkpointer.pace._decide = counted  # type: ignore[method-assign]
     due = _steps_that_were_due(checkpointer, tmp_path, lambda step: 1.0 if step <= 110 else 2.0)

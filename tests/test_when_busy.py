@@ -122,7 +122,7 @@ def _queue(root: Path, staging: str) -> None:
         ours.wait()
     for number in range(3):
         assert_same(_restored(root / str(number)), expected[number])
-    assert all(pool.nbytes for pool in ours._pools)
+    assert all(pool.nbytes for pool in ours._writer.pools)
     ours.close()
 
 

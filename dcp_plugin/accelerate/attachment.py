@@ -35,7 +35,7 @@ from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.integration import BaseAttachment
+from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.partial import PartialLoad
@@ -111,8 +111,7 @@ class _Kept:
         """Return what saves on rank 0 without the other ranks. Its saves go to their paths at once, since other nodes
         would have no part of them in their local tier."""
         if self.alone is None:
-            self.alone = Checkpointer(self.config.without_local_tier(), solo=True)
-            self.alone.compares_ranks = False
+            self.alone = FrameworkCheckpointer(self.config.without_local_tier(), solo=True)
             self.alone.pace = self.checkpointer.pace
         return self.alone
 
@@ -127,8 +126,7 @@ def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
     refuse_silent_fallbacks(accelerator)
     _refuse_trackers_at_url(accelerator)
     Project.of(accelerator, config.storage_options)  # raises for what is no path
-    checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
-    checkpointer.compares_ranks = False
+    checkpointer = FrameworkCheckpointer(config, solo=accelerator.num_processes == 1)
     trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
     config = config.that_waits("the rotation of checkpoints")
     may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None

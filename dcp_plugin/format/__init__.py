@@ -1,4 +1,4 @@
-"""Layer 1: what the bytes of a checkpoint mean.
+"""Meaning of the bytes of a checkpoint.
 
 Bytes and columns go in, an index, values or metadata come out, and the other way round. The rule: nothing here opens a
 path or talks to another rank. What has to be read comes through :class:`Files`, which a medium provides.

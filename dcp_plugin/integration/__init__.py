@@ -24,6 +24,12 @@ def is_regular_file(path: Where) -> bool:
     return path.is_file() if isinstance(path, Path) else medium_of(path).kind(path) == "file"
 
 
+class FrameworkCheckpointer(Checkpointer):
+    """The Checkpointer of a framework in which the values of rank 0 count by rule."""
+
+    _compares_ranks = False
+
+
 class BaseAttachment(ABC):
     """Until :meth:`detach`, a framework's object saves and loads through the core.
 

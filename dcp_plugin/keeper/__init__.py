@@ -1,4 +1,4 @@
-"""Layer 9: the keeper, one helper process per node that writes what the ranks of the node have staged.
+"""The keeper: one helper process per node that writes what the ranks of the node have staged.
 
 In: host copies in shared memory, and files that describe the saves (:mod:`~dcp_plugin.keeper.spool`). Out: local parts,
 copies on other nodes, published checkpoints (:mod:`~dcp_plugin.keeper.node`, :mod:`~dcp_plugin.keeper.coordinator`).

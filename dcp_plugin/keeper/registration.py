@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp_plugin.keeper.source import NodesSource
-from dcp_plugin.keeper.writer import KeptSaves
+from dcp_plugin.keeper.writer import KeeperWriter
 from dcp_plugin.sources import Keeper, register
 
-register(Keeper(NodesSource, KeptSaves))
+register(Keeper(NodesSource, KeeperWriter))

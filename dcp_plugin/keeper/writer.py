@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 import uuid
@@ -26,12 +27,16 @@ from dcp_plugin.keeper.local_checkpoints import new_token
 from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
-from dcp_plugin.ranks import Attempt, Ranks
-from dcp_plugin.records import SavePlan, SaveRequest, Spent, StagedState
+from dcp_plugin.ranks import Attempt, RankGroups, Ranks
+from dcp_plugin.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.runs import figures
-from dcp_plugin.saving.job import SavePipeline
+from dcp_plugin.saving.job import HostCopy, SavePipeline, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.saving.writers import Writer
+from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.state.names import module_cache
+from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -42,6 +47,118 @@ class _Pool:
     def __init__(self, client: KeeperClient) -> None:
         self.memory = HostPool(client.allocate)
         self.token: str | None = None
+
+
+class KeeperWriter:
+    """The writer of a configuration that asks for a keeper. It meets the keepers at the first save.
+
+    Args:
+        below: The writer of saves that no keeper can take: some node lacks shared memory.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups, below: Writer
+    ) -> None:
+        self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
+        self._below = below
+        self.saves: KeptSaves | None = None
+
+    @property
+    def is_attached(self) -> bool:
+        return self.saves is not None
+
+    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        try:
+            self._submit(handle, request, live, ranks)
+        except NoSharedMemory as error:
+            if self.saves is not None:
+                self.saves.give_up_pools()
+            for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
+                if earlier.path == handle.path:
+                    earlier.wait_done()
+            if self._config.local_dir is not None and self._config.durable_every is None:
+                raise
+            if ranks.rank == 0:
+                logger.warning("%s is saved without a keeper: %s", handle.path, error)
+            self._below.submit(handle, request, live, ranks)
+            return
+        except Exception as error:
+            raise_as_failed_save(error, handle.path)
+        if not self._config.async_save:
+            ranks.agree(f"save {handle.path}", handle.wait)
+
+    def _submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        if self.saves is None:
+            pools = 1 + int(self._config.async_save and self._config.when_busy == "queue")
+            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, pools)
+        saves, attached = self.saves, None
+        try:
+            if (files := request.files) is not None:
+                attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
+            with collector_paused(), module_cache():
+                self._stage_and_hand_over(saves, handle, live, request, ranks, attached)
+        finally:  # it has another name by now if it was handed over, or will have
+            if attached is not None and handle not in self._queue.handles:
+                shutil.rmtree(attached, ignore_errors=True)
+
+    def _stage_and_hand_over(
+        self,
+        saves: KeptSaves,
+        handle: SaveHandle,
+        live: LiveState,
+        request: SaveRequest,
+        ranks: Ranks,
+        attached: Path | None,
+    ) -> None:
+        copy = HostCopy(self._pipeline.encode)
+        self._pipeline.begin_copy(copy, live, Attempt.of(saves.pool), ranks)  # a pool may fail on one rank alone
+        later = not copy.complete
+        if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
+            try:
+                later = ranks.combine(f"stage {handle.path}", lambda: copy.has_begun() and later, any)
+            except BaseException:
+                copy.release()
+                raise
+        if later:
+            finish = lambda: self._pipeline.finish_copy(copy, handle, ranks)  # noqa: E731
+            saves.start_later(self._queue, handle, request, finish, attached, ranks)
+        else:
+            handle.set_staged()
+            saves.start(self._queue, handle, request, copy.finish(), attached, ranks)
+
+    def meet(self, begins_save: bool = False) -> Ranks:
+        """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
+        error of a failed save is raised by the caller that waits for it."""
+        for handle in self._queue.handles:
+            handle.wait_turn()
+        self._queue.let_go_of_ended()
+        take_off_hooks()
+        return self._groups.main()
+
+    def is_free(self) -> bool:
+        return self._below.is_free() if self.saves is None else self.saves.is_free()
+
+    def holdings(self) -> list[str]:
+        kept = [] if self.saves is None else [f"{self.saves.nbytes:,} bytes of shared memory, and a keeper"]
+        return self._below.holdings() + kept
+
+    def forget(self, path: Where) -> bool:
+        if self.saves is not None:
+            self.saves.client.forget(path_of(path))
+        return self.saves is not None
+
+    def bring_newest(self) -> None:
+        if self.saves is not None:
+            self.saves.bring_newest()
+
+    def close(self) -> None:
+        self._below.close()
+        saves, self.saves = self.saves, None
+        if saves is not None:
+            try:
+                saves.bring_newest()
+            finally:
+                saves.close()
 
 
 class KeptSaves:
@@ -99,7 +216,7 @@ class KeptSaves:
         self.client.spool.release([slab for pool in self._pools for slab in pool.memory.slabs])
 
     def add_files(self, files: Callable[[Path], None]) -> Path | None:
-        """What lies beside the tensors of the next save, in a directory of this rank; None if it has nothing."""
+        """Return a directory of this rank with the caller's files for the next save; None if there are none."""
         try:
             directory = Path(tempfile.mkdtemp(prefix="files-", dir=self.client.spool.folder))
         except OSError as error:
@@ -167,7 +284,8 @@ class KeptSaves:
             CheckpointError: On every rank.
         """
         self._release()
-        planned = self._pipeline.plan(request, staged, ranks, lambda: Path(new_token()))
+        staged = self._pipeline.leave_out(request, staged, ranks)
+        planned = self._pipeline.plan(request, staged, Attempt(Path(new_token())), ranks)
         token = planned.directory.name
 
         def begin() -> RankJob:
@@ -215,11 +333,11 @@ class KeptSaves:
         head = Head(
             table=plan.table,
             order=in_table_order(plan),
-            left_out=dict(planned.left_out),
+            left_out=dict(staged.left_out),
             empty=planned.empty,
-            facts=self._pipeline.facts(request, staged, planned, ranks.size),
+            facts=self._pipeline.facts(request, staged, ranks.size),
             save_id=str(uuid.uuid4()),
-            among_other_files=request.with_files,
+            among_other_files=request.files is not None,
             run=figures.this_run(),
             durable=request.durable,
         )
@@ -282,10 +400,6 @@ class KeptSaves:
         )
         self._pipeline.tell(event)
         return event
-
-    def forget(self, path: Where) -> None:
-        """Delete the parts that nodes have of the saves to ``path``. On rank 0."""
-        self.client.forget(path_of(path))
 
     def bring_newest(self) -> None:
         """Bring the newest save to its path if it is complete locally alone, and wait until it is there.

@@ -39,7 +39,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import is_regular_file, lightning_packages
+from dcp_plugin.integration import FrameworkCheckpointer, is_regular_file, lightning_packages
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
@@ -316,8 +316,7 @@ class DCPCheckpointIO:
     def checkpointer(self, world_size: int) -> Checkpointer:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
         if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self.config, solo=world_size == 1)
-            self._checkpointer.compares_ranks = False
+            self._checkpointer = FrameworkCheckpointer(self.config, solo=world_size == 1)
         return self._checkpointer
 
     def save(

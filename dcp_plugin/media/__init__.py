@@ -1,4 +1,4 @@
-"""Layer 2: where the bytes of a checkpoint are.
+"""Places where the bytes of a checkpoint are.
 
 Named sequences of bytes go in, and ranges of them come out. A medium never sees a dtype, a key or another rank; what
 the bytes mean is the matter of :mod:`dcp_plugin.format`. The rule it keeps: until :meth:`Medium.publish` returns, a

@@ -53,7 +53,7 @@ from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
-from dcp_plugin.ranks import Ranks, pack, unpack
+from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.records import NewItem
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
@@ -75,8 +75,10 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :class:`PlanExchange` instead; who writes what is decided
-    by the same code.
+    DCP drives it with plans of write items. Our own saves use :class:`PlanExchange` instead, which makes the same plan:
+    DCP's way sends every item of every rank to rank 0 and back at each save, as Python objects, some six per tensor.
+    Digests replace them where nothing has changed. A load needs no such exchange, since each rank plans alone, and so
+    uses the planner and the reader that DCP would drive.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
@@ -344,7 +346,7 @@ class _Reply(Generic[T]):
     digest: bytes
     describers: list[int] | None
     differ: bool
-    prepared: T
+    note: T
 
 
 class PlanExchange:
@@ -359,49 +361,62 @@ class PlanExchange:
         self,
         step: str,
         ranks: Ranks,
-        hold: Callable[[], LocalInventory],
-        prepare: Callable[[], T],
+        describe: Callable[[], tuple[Flat, LocalInventory]],
+        note: Attempt[T],
         local: RankLocal | None = None,
-    ) -> tuple[RankPlan, T]:
-        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective.
+    ) -> tuple[RankPlan, Flat, T]:
+        """Plan what ``describe`` returns on all ranks. Collective.
 
         Args:
-            local: Knows, when ``hold`` has returned, what should be the same on all ranks. If it is not, ``hold`` and
-                ``prepare`` are called once more.
+            describe: Returns what this rank holds, and its inventory. Called again if ``local`` learns of a difference.
+            note: A value that rank 0 sends to all ranks with the plan, such as the directory of the save.
+            local: Knows, once ``describe`` has returned, the values that should be the same on all ranks.
+
+        Returns:
+            The plan, what ``describe`` returned for it, and the note of rank 0.
         """
-        mine: list[LocalInventory] = []
 
         def claim() -> bytes:
-            mine[:] = [hold()]
+            _, inventory = described.get()
             last = self._last.digest if self._last else bytes(DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            digests = _Digests(last, mine[0].description.digest, mine[0].digest, doubtful)
+            digests = _Digests(last, inventory.description.digest, inventory.digest, doubtful)
             return b"".join(digest[:DIGEST] for digest in digests)
 
         def answer(claims: list[bytes]) -> _Reply[T]:
             decoded = list(map(_Digests.decode, claims))
             differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
-            return _Reply(*self._answer(decoded), differ, prepare())
+            return _Reply(*self._answer(decoded), differ, note.get())
 
+        described = Attempt.of(describe)
         reply = ranks.combine(step, claim, answer)
         if reply.differ and local is not None and local.compare(step, ranks):
+            described = Attempt.of(describe)
             reply = ranks.combine(step, claim, answer)
+        held, inventory = described.get()
         describers = reply.describers
         self.repeated = describers is None
         if describers is not None:
-            made: list[GlobalPlan] = []
-
-            def tell() -> tuple[bytes, bytes]:
-                return (pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
-
-            def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
-                made.append(make_global_plan(self._inventories(told)))
-                return [share.encode() for share in made[0].shares(ranks.size)]
-
-            share = Share.decode(ranks.scatter(step, tell, deal))
-            self._last = RankPlan(reply.digest, mine[0], share, made[0] if made else None)
+            self._last = self._make(step, ranks, inventory, reply.digest, describers)
         assert self._last is not None
-        return self._last, reply.prepared
+        return self._last, held, reply.note
+
+    def _make(
+        self, step: str, ranks: Ranks, inventory: LocalInventory, digest: bytes, describers: list[int]
+    ) -> RankPlan:
+        """Make a plan on rank 0, and deal each rank its share. Collective."""
+        global_plan: GlobalPlan | None = None
+
+        def send() -> tuple[bytes, bytes]:
+            return (pack(inventory.description) if ranks.rank in describers else b"", inventory.pack_offsets())
+
+        def deal(packed: list[tuple[bytes, bytes]]) -> list[bytes]:
+            nonlocal global_plan
+            global_plan = make_global_plan(self._inventories(packed))
+            return [share.encode() for share in global_plan.shares(ranks.size)]
+
+        share = Share.decode(ranks.scatter(step, send, deal))
+        return RankPlan(digest, inventory, share, global_plan)
 
     def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks

@@ -92,20 +92,12 @@ class BroadcastRead:
         self._mine: list[ReadItem] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def may_share(self) -> bool:
-        """Whether any rank may read for others; the same on all ranks."""
-        return self._ranks.size > 1 and self._least < float("inf")
-
     def run(self, plan: LoadPlan, read: Callable[[LoadPlan], None]) -> None:
         """Fill the targets of a plan. Collective.
 
         Args:
             read: Reads a part of the plan on this rank.
         """
-        if not self.may_share:
-            self._ranks.agree(f"read {self._where}", lambda: read(plan))
-            return
         shared = self._meet(plan)
         mine = [*self._mine, *self._read_here(shared)]
         self._ranks.agree(f"read {self._where}", lambda: read(replace(plan, items=mine)))

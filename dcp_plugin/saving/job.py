@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
@@ -38,7 +38,7 @@ from dcp_plugin.records import (
     WrittenPart,
 )
 from dcp_plugin.runs import bases, figures, launches
-from dcp_plugin.saving.base import KeySelection
+from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import (
@@ -56,12 +56,10 @@ from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirect
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.types import Flat, ShardedValue
 
+if TYPE_CHECKING:
+    from dcp_plugin.saving.base import KeySelection
+
 logger = logging.getLogger("dcp_plugin")
-
-
-def objects_of(live: LiveState) -> list[Any]:
-    """Return the modules and optimizers of a state, at any depth."""
-    return [*live_objects(live.state), *live.owners]
 
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
@@ -82,52 +80,66 @@ class HostCopy:
     """The host copy of one asynchronous save.
 
     Step-stable tensors are not copied by :meth:`begin`, during the call, but by :meth:`finish`, in another thread.
-    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`).
+    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
+    stays in the copy until the ranks meet.
 
     Args:
-        pool: Where the copy goes; everything that is in it is overwritten.
-        encode: Describes leaves as what this rank has of them.
+        encode: Describes leaves as the chunks on this rank.
     """
 
-    def __init__(self, pool: HostPool, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
-        self._pool, self._encode = pool, encode
-        self._begun: tuple[GatheredState, Snapshot] | None = None
+    def __init__(self, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
+        self._encode = encode
+        self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
         self._guard: Guard | None = None
         self._seconds = 0.0
-        self.changed = False  # whether something changed the state before it was copied: what no optimizer announces
+        self.changed = False
+        """Whether the state changed before it was copied, by something else than a step of an optimizer."""
 
     @property
     def complete(self) -> bool:
         """Whether :meth:`finish` has nothing to copy."""
         return self._guard is None
 
-    def begin(self, gathered: GatheredState, owners: Iterable[Any]) -> None:
-        """Copy what may change at any time.
+    def has_begun(self) -> bool:
+        """Return True, or raise what :meth:`begin` failed with on this rank."""
+        self._begun.get()
+        return True
+
+    def begin(self, gathered: Attempt[GatheredState], pool: Attempt[HostPool], owners: Iterable[Any]) -> None:
+        """Copy the tensors that may change at any time.
 
         Args:
+            pool: Memory for the copy, whose contents are overwritten.
             owners: Modules and optimizers whose trained memory changes in steps of optimizers alone.
         """
-        began = time.monotonic()
-        stable = StepStableMemory(owners)
-        snapshot = Snapshot(gathered.leaves, self._pool, self._encode, stable)
-        self._begun = gathered, snapshot
-        if not snapshot.complete:
-            self._guard = Guard(stable.modules)
-        self._seconds = time.monotonic() - began
 
-    def finish(self) -> StagedState:
+        def copy(state: GatheredState) -> tuple[GatheredState, Snapshot]:
+            began = time.monotonic()
+            stable = StepStableMemory(owners)
+            snapshot = Snapshot(state.leaves, pool.get(), self._encode, stable)
+            if not snapshot.complete:
+                self._guard = Guard(stable.modules)
+            self._seconds = time.monotonic() - began
+            return state, snapshot
+
+        self._begun = gathered.then(copy)
+
+    def finish(self) -> Attempt[StagedState]:
         """Copy the rest. Afterwards this holds no memory of the state, which may change once it is released.
 
-        Raises:
-            SaveFailed: Tensors have changed since :meth:`begin`; naming them.
+        The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`.
         """
-        began = time.monotonic()
-        assert self._begun is not None, "begin comes first"
-        (gathered, snapshot), self._begun = self._begun, None
-        try:
-            return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
-        finally:
-            self.changed = bool(snapshot.changed)
+        begun, self._begun = self._begun, Attempt(None)
+
+        def copy(state: tuple[GatheredState, Snapshot]) -> StagedState:
+            began = time.monotonic()
+            gathered, snapshot = state
+            try:
+                return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
+            finally:
+                self.changed = bool(snapshot.changed)
+
+        return begun.then(copy)
 
     def release(self) -> None:
         """Let go on what waits to change the state."""
@@ -142,20 +154,25 @@ class SavePipeline:
     def __init__(self, config: CheckpointConfig) -> None:
         figures.subscribe()
         self._config = config
-        self._delete_old: Callable[[Where], None] | None = None
+        self._prune: Callable[[Where], None] | None = None
         if config.keep_last is not None:
             from dcp_plugin.runs import retention  # now, and not in the background on a disk that is full by then
 
-            self._delete_old = partial(retention.prune, keep=config.keep_last)
+            self._prune = partial(retention.prune, keep=config.keep_last)
         self.exchange = PlanExchange()
         self._local = RankLocal()
+        self._lazy = config.staging == "lazy"
         self._has_compared = False  # whether data was compared between ranks, at the first save
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
         """The checkpoint that the run goes on from, if one was loaded or named since a keeper has asked."""
         if self.reuse is not None and self.last_loaded is not None:
             self.reuse.loaded(self.last_loaded)
-        self.selection = KeySelection(config)
+        self.selection: KeySelection | None = None
+        if config.exclude or config.trainable_only:
+            from dcp_plugin.saving.base import KeySelection  # few configurations ask for it
+
+            self.selection = KeySelection(config)
 
     def forget_plan(self) -> None:
         """The group of ranks that remember it together is no more."""
@@ -174,6 +191,7 @@ class SavePipeline:
         leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
         tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
+        assert self.selection is not None, "trainable_only has one"
         self.selection.provenance.loaded(encode_state(tensors), names, opened)
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
@@ -182,7 +200,7 @@ class SavePipeline:
         parts = adapters_of(live.state, bool(self._config.stock_aliases), place, live.is_data)
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
-        kept = self.selection.without_excluded(leaves)
+        kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
         shards = shards_in(parts, live.kinds, live.owners)
         classes = optimizer_classes(parts, live.kinds, live.owners)
         compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
@@ -198,6 +216,29 @@ class SavePipeline:
         """Without a copy, for a save whose caller waits until it is written."""
         return _staged(gathered, self.encode(gathered.leaves), 0.0)
 
+    def begin_copy(self, copy: HostCopy, live: LiveState, pool: Attempt[HostPool], ranks: Ranks) -> None:
+        """Gather, and begin the copy to host memory."""
+        gathered = Attempt.of(lambda: self.gather(live, ranks))
+        owners = [*live_objects(live.state), *live.owners] if self._lazy else []
+        copy.begin(gathered, pool, owners)
+
+    def finish_copy(self, copy: HostCopy, handle: SaveHandle, ranks: Ranks) -> Attempt[StagedState]:
+        """Copy the rest, then let training change the state."""
+        try:
+            staged = copy.finish()
+            if copy.changed:
+                self._lazy = False
+                logger.warning(
+                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
+                    "something that is not a step of an optimizer wrote to it while %s was being copied",
+                    ranks.rank,
+                    handle.path,
+                )
+            return staged
+        finally:
+            handle.set_staged()
+            copy.release()
+
     def run(
         self, publication: Publication, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
     ) -> events.SaveFinished:
@@ -208,15 +249,12 @@ class SavePipeline:
                 checkpoint is published.
         """
         began = time.monotonic()
-        published: list[Published] = []  # on rank 0
         try:
-            planned = self.plan(request, staged, ranks, partial(_reserve, publication, ranks))
-            part = Attempt.of(lambda: self._write(publication, request, planned, staged.get().copy_seconds))
-
-            def publish(parts: list[WrittenPart]) -> None:
-                published.append(self._publish(publication, request, staged.get(), planned, parts))
-
-            ranks.combine(f"write {request.path}", part.get, publish)
+            staged = self.leave_out(request, staged, ranks)
+            directory = staged.then(lambda _: _reserve(publication, ranks)) if ranks.rank == 0 else Attempt(None)
+            plan = self.plan(request, staged, directory, ranks)
+            part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
+            published = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
             self.abort(error, request, ranks.rank, publication)
@@ -237,48 +275,55 @@ class SavePipeline:
             write_seconds=now - began,
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
-            record=_record(publication, staged.get().metrics, published[0].parts) if published else None,
+            record=_record(publication, staged.get().metrics, published.parts) if published else None,
         )
         self.tell(event)
         return event
 
+    def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
+        """Take out the keys that the base has. Collective, if any may be left out."""
+        if self.selection is None:
+            return staged
+        left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
+        if not left_out.keys:
+            return staged
+        base = left_out.summary_of_base(request.path)
+
+        def without(one: StagedState) -> StagedState:
+            state = {key: value for key, value in one.state.items() if key not in left_out.keys}
+            return replace(one, state=state, left_out=left_out.keys, base=base)
+
+        return staged.then(without)
+
     def plan(
-        self,
-        request: SaveRequest,
-        staged: Attempt[StagedState],
-        ranks: Ranks,
-        reserve: Callable[[], Where],
+        self, request: SaveRequest, staged: Attempt[StagedState], directory: Attempt[Any], ranks: Ranks
     ) -> SavePlan:
-        """What this rank writes, and where. Collective.
+        """Plan what this rank writes, and where. Collective.
 
         Args:
-            reserve: Returns the directory in which the checkpoint is made. Called on rank 0.
+            directory: On rank 0: the reserved directory of the save.
         """
-        left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
-        held: list[Flat] = []
 
-        def hold() -> LocalInventory:
+        def describe() -> tuple[Flat, LocalInventory]:
             mine = staged.get()
-            paths, out = dict(mine.paths), left_out.keys
-            state = {key: value for key, value in mine.state.items() if key not in out} if out else mine.state
-            held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank, mine.shared)]
-            return LocalInventory.of_state(held[0], paths)
+            paths = dict(mine.paths)
+            state = self._local.with_rank_keys(mine.state, paths, mine.shards, ranks.rank, mine.shared)
+            return state, LocalInventory.of_state(state, paths)
 
         step = f"plan the save of {request.path}"
-        plan, directory = self.exchange.plan(step, ranks, hold, reserve, self._local)
+        plan, state, where = self.exchange.plan(step, ranks, describe, directory, self._local)
         self._has_compared = True
-        base = left_out.summary_of_base(request.path)
-        return SavePlan(ranks.rank, directory, held[0], plan, left_out.keys, base)
+        return SavePlan(ranks.rank, where, state, plan)
 
     def _write(
-        self, publication: Publication, request: SaveRequest, planned: SavePlan, staging_seconds: float
+        self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
     ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
         writer = PartWriter(request.path, publication.medium, config.io_threads, config.checksum, self.reuse)
         began = time.monotonic()
-        to = RankDirectory(planned.rank, planned.directory)
-        written = writer.write(planned.plan.items(planned.state), to, planned.frozen)
+        to = RankDirectory(plan.rank, plan.directory)
+        written = writer.write(plan.plan.items(plan.state), to, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
@@ -286,27 +331,41 @@ class SavePipeline:
         publication: Publication,
         request: SaveRequest,
         staged: StagedState,
-        planned: SavePlan,
-        parts: list[WrittenPart],
-    ) -> Published:
-        """Publish what all ranks have written. On rank 0."""
-        assert planned.plan.global_plan is not None, "rank 0 has made it"
-        table = planned.plan.global_plan.table
-        places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
-        index = CheckpointIndex.of(table, places, publication.file_sizes())
-        index.left_out = dict(planned.left_out)
-        index.empty = [key for key in planned.empty if key in index]
-        facts = self.facts(request, staged, planned, len(parts))
-        summary = publication.publish(index, replace(facts, reused=self._reused(parts)))
-        if self._delete_old is not None:
-            try:
-                self._delete_old(request.path)
-            except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
-                logger.warning("could not delete old checkpoints beside %s: %s", request.path, error)
-        return Published(summary, parts)
+        plan: SavePlan,
+        part: Attempt[WrittenPart],
+        ranks: Ranks,
+    ) -> Published | None:
+        """Publish what all ranks have written. Collective.
 
-    def facts(self, request: SaveRequest, staged: StagedState, planned: SavePlan, world_size: int) -> Facts:
-        """What the checkpoint will say of itself. On rank 0."""
+        Returns:
+            On rank 0 the published checkpoint, elsewhere None.
+        """
+        published: Published | None = None
+
+        def publish(parts: list[WrittenPart]) -> None:
+            nonlocal published
+            assert plan.plan.global_plan is not None, "rank 0 has made it"
+            places = Places.joined([one.places for one in parts]).take(in_table_order(plan.plan.global_plan))
+            index = CheckpointIndex.of(plan.plan.global_plan.table, places, publication.file_sizes())
+            index.left_out = dict(staged.left_out)
+            index.empty = [key for key in plan.empty if key in index]
+            facts = self.facts(request, staged, len(parts))
+            summary = publication.publish(index, replace(facts, reused=self._reused(parts)))
+            published = Published(summary, parts)
+            self._delete_old(request.path)
+
+        ranks.combine(f"write {request.path}", part.get, publish)
+        return published
+
+    def _delete_old(self, path: Where) -> None:
+        if self._prune is not None:
+            try:
+                self._prune(path)
+            except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
+                logger.warning("could not delete old checkpoints beside %s: %s", path, error)
+
+    def facts(self, request: SaveRequest, staged: StagedState, world_size: int) -> Facts:
+        """Return what the checkpoint records about itself. On rank 0."""
         return Facts(
             step=request.step,
             world_size=world_size,
@@ -316,7 +375,7 @@ class SavePipeline:
             optimizers=staged.optimizers,
             layouts=staged.layouts,
             exclude=self._config.exclude,
-            base=planned.base,
+            base=staged.base,
             metrics=staged.metrics,
         )
 

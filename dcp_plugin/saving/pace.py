@@ -112,10 +112,14 @@ class Pace:
 
     Args:
         config: Says how often, and where rank 0 writes what happens.
+        is_saving: Returns whether a save is in flight that a restart would not find yet.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: CheckpointConfig, is_saving: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._is_saving = is_saving
         self._wanted, self._events = config.save_interval, config.events
         self.clock = clock
         self._meter = CostMeter()
@@ -138,19 +142,15 @@ class Pace:
         drain = SaveCost(0.0, 0.0, statistics.median_low(self._drains)) if self._drains else None
         return propose(cost, self._failures, self._meter.step_seconds, drain)
 
-    def step_ended(self, saving: bool) -> None:
-        """Measure a step.
+    def step_ended(self) -> None:
+        """Measure a step, for :attr:`proposal`, where nobody asks whether a save is due."""
+        self._meter.step_ended(self.clock(), self._is_saving())
 
-        Args:
-            saving: Whether a save is in flight.
-        """
-        self._meter.step_ended(self.clock(), saving)
-
-    def due(self, step: int, saving: bool, ranks: Callable[[], Ranks]) -> bool:
+    def due(self, step: int, ranks: Callable[[], Ranks]) -> bool:
         """Whether to save after this step; see :meth:`dcp_plugin.Checkpointer.due`."""
         if self._answered is not None and self._answered[0] == step:
             return self._answered[1]
-        self.step_ended(saving)
+        self.step_ended()
         if self._began is None:
             from dcp_plugin.runs.history import RunHistory  # now: published() runs in the thread that saves
 
@@ -160,23 +160,23 @@ class Pace:
         if self._wanted is not None:
             self._calls += 1
             if self._calls > self._meeting:
-                self._answered = step, self._meet(step, saving, ranks())
+                self._answered = step, self._meet(step, ranks())
         return self._answered[1]
 
-    def _meet(self, step: int, saving: bool, ranks: Ranks) -> bool:
+    def _meet(self, step: int, ranks: Ranks) -> bool:
         with together(Call("call due", f"asks whether to save after step {step}", ["due"])):
-            at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide(saving)))
+            at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
         if at != step:
             raise CheckpointMismatch(f"rank 0 asks whether to save after step {at}, and rank {ranks.rank} after {step}")
         self._meeting = self._calls + later
         return bool(due)
 
-    def _decide(self, saving: bool) -> tuple[bool, int]:
+    def _decide(self) -> tuple[bool, int]:
         """On rank 0: whether to save now, and how many calls may pass before the next meeting."""
         now, step_seconds = self.clock(), self._meter.newest_step_seconds
         interval = self._interval()
         left = interval - (now - self._since)
-        due = not saving and left <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
+        due = not self._is_saving() and left <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
         if due:
             self._since, left = now, interval
         if not step_seconds:

@@ -256,6 +256,16 @@ class SaveQueue:
         saves = self.handles if beginning is None or beginning in self.handles else [*self.handles, beginning]
         return [handle for handle in saves if not handle.done()]
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight that a restart would not find yet."""
+        return any(not handle.recoverable() for handle in self.in_flight)
+
+    def wait_recoverable(self) -> None:
+        """Wait until a load would find every save in flight, or the save has failed. Raise nothing."""
+        for handle in self.handles:
+            handle.wait_recoverable()
+
     @contextmanager
     def call(self, what: str) -> Iterator[None]:
         """While active, the calling thread has the checkpointer for itself.

@@ -318,6 +318,9 @@ def compose(
 class ShardedWriter(StorageWriter):
     """Writer of one checkpoint directory, for ``torch.distributed.checkpoint.save``.
 
+    Our own saves call its two parts, :class:`PartWriter` and :class:`Publication`, without it: their plan has no items
+    of DCP (:class:`~dcp_plugin.planning.save.PlanExchange`), and their ranks return columns, not a result per item.
+
     Args:
         path: The final directory. It appears when the save is complete, and replaces a checkpoint that is there.
         step: Training step, for the summary.

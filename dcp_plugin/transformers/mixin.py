@@ -31,9 +31,9 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
-from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.integration import FrameworkCheckpointer
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
@@ -225,8 +225,7 @@ class TrainerAdapter:
 
     def __init__(self, trainer: DCPTrainerMixin) -> None:
         self._reference = weakref.ref(trainer)
-        self._checkpointer = Checkpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
-        self._checkpointer.compares_ranks = False
+        self._checkpointer = FrameworkCheckpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
         self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made

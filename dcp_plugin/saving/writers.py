@@ -1,0 +1,220 @@
+"""Writers of saves: the calling thread and a background thread. The keeper has a third (:mod:`dcp_plugin.sources`).
+
+A writer takes live objects through all stages of :mod:`~dcp_plugin.saving.job`. It plans as well, since a background
+save plans in the background, and a lazy save has no staged state when the call returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Protocol
+
+from dcp_plugin import events
+from dcp_plugin.calls import together
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
+from dcp_plugin.ranks import Attempt, RankGroups, Ranks
+from dcp_plugin.records import LiveState, SaveRequest, StagedState
+from dcp_plugin.saving.job import HostCopy, SavePipeline, raise_as_failed_save
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
+from dcp_plugin.sources import keeper_of
+from dcp_plugin.staging.guard import take_off_hooks
+from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.state.names import module_cache
+from dcp_plugin.storage.writer import Publication
+from dcp_plugin.tensors.host_memory import collector_paused
+
+logger = logging.getLogger("dcp_plugin")
+
+
+class Writer(Protocol):
+    """A thread or process that writes the saves of one checkpointer."""
+
+    is_attached: bool
+    """Whether a keeper may be writing saves of this checkpointer."""
+
+    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        """Begin a save, and return when training may go on. Collective.
+
+        The handle ends when the checkpoint is published or the save has failed.
+
+        Raises:
+            CheckpointError: On every rank: the save has failed.
+        """
+
+    def meet(self, begins_save: bool = False) -> Ranks:
+        """Return the group of ranks when no save in flight needs it any more. Collective.
+
+        Raises:
+            CheckpointError: On every rank: a save in flight failed.
+        """
+
+    def is_free(self) -> bool:
+        """Return whether the next save would begin without waiting for an earlier one."""
+
+    def holdings(self) -> list[str]:
+        """Return the resources that :meth:`close` gives back, in words."""
+
+    def forget(self, path: Where) -> bool:
+        """Delete the parts that nodes have of the saves to ``path``; return whether this writer knows of parts."""
+
+    def bring_newest(self) -> None:
+        """Bring the newest save to its path if it is elsewhere alone."""
+
+    def close(self) -> None:
+        """Give back memory and leave the keeper."""
+
+
+def writer_of(config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> Writer:
+    """Return the writer that a configuration asks for."""
+    kind = BackgroundThread if config.async_save else CallingThread
+    writer: Writer = kind(config, pipeline, queue, groups)
+    keeper = keeper_of(config)
+    if keeper is not None:
+        writer = keeper.writer(config, pipeline, queue, groups, writer)
+    return writer
+
+
+def is_rank_zero_busy(writer: Writer, groups: RankGroups, path: Where) -> bool:
+    """Return whether rank 0 is busy with an earlier save, so that no rank saves to ``path``. Collective."""
+    front = groups.front()
+    busy = front.from_zero("see whether a save is in flight", lambda: not writer.is_free())
+    if busy and front.rank == 0:
+        logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
+    return busy
+
+
+class CallingThread:
+    """The writer of saves whose caller waits. It writes from the memory of the state, without a copy."""
+
+    is_attached = False
+
+    def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
+        self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
+        self._may_go_on = 0
+        """Saves that may be in flight when another one begins."""
+
+    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        publication = self._begin(request)
+        with collector_paused(), self._progress(handle, ranks):
+            with module_cache():
+                try:
+                    gathered = Attempt.of(lambda: self._pipeline.gather(live, ranks))
+                    staged = gathered.then(self._pipeline.stage_in_place)
+                except BaseException:  # Ctrl-C, or SystemExit in a state_dict
+                    publication.discard()
+                    raise
+            event = self._pipeline.run(publication, request, staged, ranks)
+        handle.set_published(event)
+
+    def _begin(self, request: SaveRequest) -> Publication:
+        """Return the checkpoint in the making, with the caller's files in it. Collective where there are files."""
+        publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
+        if (files := request.files) is None:
+            return publication
+        path, ranks = request.path, self._groups.front()
+
+        def add() -> None:
+            publication.medium.join(directory, path)
+            publication.medium.attach(directory, files)
+
+        try:
+            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
+            ranks.agree(f"add files to {path}", add)
+        except Exception as error:
+            publication.discard()
+            raise_as_failed_save(error, path)
+        except BaseException:  # Ctrl-C
+            publication.discard()
+            raise
+        return publication
+
+    def _progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
+        wanted = sys.stderr.isatty() if self._config.progress == "auto" else self._config.progress
+        return events.progress(handle.path, wanted and ranks.rank == 0, in_background=in_background)
+
+    def meet(self, begins_save: bool = False) -> Ranks:
+        """Wait for the saves in flight, and return the group of ranks.
+
+        All ranks know the failures of these saves, but on some the handle may have raised them already: then all
+        raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
+        yet, and a new group is made in a collective. The next call that waits for that save makes it.
+        """
+        ended = self._queue.wait_for_all_but(self._may_go_on if begins_save else 0)
+        take_off_hooks()
+        untold = first_untold(ended)
+        known = self._groups.known
+        try:
+            ranks = known if self._queue.handles and known is not None else self._groups.main()
+        except BaseException as error:  # which is not to hide the failure that this call was going to raise
+            if untold is not None:
+                error.add_note(f"Before that, a save in the background failed: {type(untold).__name__}: {untold}")
+            raise
+        if any(handle.exception() is not None for handle in ended):
+            try:
+                ranks.agree("go on after a failed save", Attempt(None, untold).get)
+            except Exception:
+                if untold is not None:
+                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
+                raise
+        return ranks
+
+    def is_free(self) -> bool:
+        return all(handle.done() for handle in self._queue.handles)
+
+    def holdings(self) -> list[str]:
+        return []
+
+    def forget(self, path: Where) -> bool:
+        return False
+
+    def bring_newest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class BackgroundThread(CallingThread):
+    """The writer of asynchronous saves: one thread per save, which writes from a copy in host memory."""
+
+    def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
+        super().__init__(config, pipeline, queue, groups)
+        self._may_go_on = int(config.when_busy == "queue")
+        self.pools = [HostPool() for _ in range(1 + self._may_go_on)]
+        self._saves = 0
+
+    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        publication = self._begin(request)
+        copy = HostCopy(self._pipeline.encode)
+        self._queue.warns_at_exit = ranks.rank == 0
+        try:
+            with collector_paused(), module_cache():
+                self._pipeline.begin_copy(copy, live, Attempt(self.pools[self._saves % len(self.pools)]), ranks)
+            if copy.complete:
+                handle.set_staged()
+            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+
+            def write(staged: Attempt[StagedState]) -> events.SaveFinished:
+                with self._progress(handle, ranks, in_background=True), together(request.call):
+                    return self._pipeline.run(publication, timed, staged, ranks)
+
+            self._queue.start(handle, lambda: self._pipeline.finish_copy(copy, handle, ranks), write)
+        finally:  # Ctrl-C comes also when the thread runs already
+            if handle in self._queue.handles:
+                self._saves += 1  # and not before: the next save takes the other pool, which may be in use
+            else:
+                copy.release()  # nobody will make the copy that others wait for
+                publication.discard()
+
+    def holdings(self) -> list[str]:
+        return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.free()
