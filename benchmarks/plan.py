@@ -47,7 +47,7 @@ from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
-from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
@@ -151,7 +151,6 @@ class _Thread(Ranks):
         return self._round(work, lambda results: [combine(results)] * self.size)
 
     def scatter(self, step: str, work: Any, combine: Any) -> Any:
-        self.sent = self._shares
         return self._round(work, combine)
 
     def _round(self, work: Any, answers_of: Any) -> Any:
@@ -213,7 +212,7 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
         return {}, LocalInventory(mine.description, mine.offsets)
 
     def plan(alone: _First) -> RankPlan:
-        planned, _, _ = exchange.plan("plan", alone, describe, Attempt(None))
+        planned, _, _ = exchange.plan("plan", alone, describe, lambda: None)
         return planned
 
     planned = figures.time("plan", lambda: plan(first))
@@ -237,7 +236,7 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
 
         def plan(box: _Mailbox) -> RankPlan:
             alone, describe = _Thread(rank, box), lambda: (state, LocalInventory.of_state(state, {}))
-            planned, _, _ = exchange.plan("plan", alone, describe, Attempt(None))
+            planned, _, _ = exchange.plan("plan", alone, describe, lambda: None)
             return planned
 
         begin = time.thread_time()

@@ -78,7 +78,7 @@ def test_inspect_goes_over_the_keys_of_a_safetensors_file_by_columns(tmp_path: P
         return _calls_of(lambda: dcp.inspect(tmp_path / f"{count}.safetensors"))
 
     calls(10)  # imports
-    assert (calls(1500) - calls(500)) / 1000 <= 2
+    assert (calls(1500) - calls(500)) // 1000 <= 2
 
 
 class _Columns(LoadPlanner):

@@ -14,7 +14,7 @@ import dcp_plugin as dcp
 from dcp_plugin.format.metadata import metadata_of, stock_path
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
 from dcp_plugin.planning.save import PlanExchange, encode_state
-from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors._torch import sharded_value
 from tests.compare import same_bytes
 from tests.launch import on_ranks
@@ -190,6 +190,6 @@ def test_a_rank_sends_64_bytes_at_most_for_the_plan_of_a_repeated_save() -> None
     state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
     exchange, ranks = PlanExchange(), _Counted()
     for _ in range(2):
-        exchange.plan("plan", ranks, lambda: (state, LocalInventory.of_state(state, {})), Attempt(None), _Doubtful())
+        exchange.plan("plan", ranks, lambda: (state, LocalInventory.of_state(state, {})), lambda: None, _Doubtful())
     assert exchange.repeated
     assert ranks.sent[-1] <= 64

@@ -25,7 +25,7 @@ def test_a_second_user_saves_beside_the_first(shared: Path) -> None:
         assert as_another_user(_save, shared / "second", step, user=SECOND) == "None"
     assert [dcp.inspect(shared / name).step for name in ("first", "second")] == [2, 2]
     assert sorted(os.listdir(shared)) == [".dcp_plugin", f".dcp_plugin-{SECOND}", "first", "second"]
-    assert [line["path"] for line in figures.read(shared)] == ["first", "first", "second", "second"]
+    assert [line["path"] for line in figures.read(shared)] == ["first", "second", "first", "second"]
     assert [state.path.name for state in dcp.list_checkpoints(shared)] == ["first", "second"]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
 from dcp_plugin.planning.save import PlanExchange, encode_state
-from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import adapters_of, gather_state
 from dcp_plugin.tensors.kinds import is_dense_memory
 from tests.compare import assert_same
@@ -27,7 +27,7 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     leaves, paths = gather_state(adapters_of(state))
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
-    plan, _, _ = PlanExchange().plan("plan", Ranks(), lambda: (flat, inventory), Attempt(None))
+    plan, _, _ = PlanExchange().plan("plan", Ranks(), lambda: (flat, inventory), lambda: None)
     return plan.items(flat)
 
 

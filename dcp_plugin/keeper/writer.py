@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from dcp_plugin import events
@@ -285,7 +286,7 @@ class KeptSaves:
         """
         self._release()
         staged = self._pipeline.leave_out(request, staged, ranks)
-        planned = self._pipeline.plan(request, staged, Attempt(Path(new_token())), ranks)
+        planned = self._pipeline.plan(request, staged, cache(lambda: Path(new_token())), ranks)
         token = planned.directory.name
 
         def begin() -> RankJob:

@@ -362,14 +362,15 @@ class PlanExchange:
         step: str,
         ranks: Ranks,
         describe: Callable[[], tuple[Flat, LocalInventory]],
-        note: Attempt[T],
+        note: Callable[[], T],
         local: RankLocal | None = None,
     ) -> tuple[RankPlan, Flat, T]:
         """Plan what ``describe`` returns on all ranks. Collective.
 
         Args:
             describe: Returns what this rank holds, and its inventory. Called again if ``local`` learns of a difference.
-            note: A value that rank 0 sends to all ranks with the plan, such as the directory of the save.
+            note: Returns a value that rank 0 sends to all ranks with the plan, such as the directory of the save.
+                Called on rank 0 once all ranks have come, and again after a difference.
             local: Knows, once ``describe`` has returned, the values that should be the same on all ranks.
 
         Returns:
@@ -386,7 +387,7 @@ class PlanExchange:
         def answer(claims: list[bytes]) -> _Reply[T]:
             decoded = list(map(_Digests.decode, claims))
             differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
-            return _Reply(*self._answer(decoded), differ, note.get())
+            return _Reply(*self._answer(decoded), differ, note())
 
         described = Attempt.of(describe)
         reply = ranks.combine(step, claim, answer)

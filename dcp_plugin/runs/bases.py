@@ -28,7 +28,7 @@ def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
         summary = read_summary(base)
     own = summary.index_sha256 if summary else ""
     patience = Patience()
-    medium = patience.read(lambda: medium_of(base).snapshot(base.parent))
+    medium = medium_of(base).snapshot(base.parent)  # requests to a store have been repeated by its client
     unreadable: dict[Where, Exception] = {}
     for one in patience.read(lambda: medium.entries(base.parent)):
         checkpoint: Where = one.path

@@ -27,7 +27,7 @@ def prune(newest: Where, keep: int) -> None:
     """
     times: dict[Where, float] = {}
     patience = Patience()
-    medium = patience.read(lambda: medium_of(newest).snapshot(newest.parent))
+    medium = medium_of(newest).snapshot(newest.parent)  # requests to a store have been repeated by its client
     for one in patience.read(lambda: medium.entries(newest.parent)):
         if one.path != newest and one.is_folder:
             with suppress(CheckpointCorrupt, OSError):

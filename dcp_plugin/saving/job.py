@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -251,8 +251,7 @@ class SavePipeline:
         began = time.monotonic()
         try:
             staged = self.leave_out(request, staged, ranks)
-            directory = staged.then(lambda _: _reserve(publication, ranks)) if ranks.rank == 0 else Attempt(None)
-            plan = self.plan(request, staged, directory, ranks)
+            plan = self.plan(request, staged, cache(partial(_reserve, publication, ranks)), ranks)
             part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
             published = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
@@ -296,12 +295,13 @@ class SavePipeline:
         return staged.then(without)
 
     def plan(
-        self, request: SaveRequest, staged: Attempt[StagedState], directory: Attempt[Any], ranks: Ranks
+        self, request: SaveRequest, staged: Attempt[StagedState], reserve: Callable[[], Where], ranks: Ranks
     ) -> SavePlan:
         """Plan what this rank writes, and where. Collective.
 
         Args:
-            directory: On rank 0: the reserved directory of the save.
+            reserve: Reserves the directory of the save. Called on rank 0 once all ranks have come: ranks that make
+                different calls are refused before anything is written.
         """
 
         def describe() -> tuple[Flat, LocalInventory]:
@@ -311,7 +311,7 @@ class SavePipeline:
             return state, LocalInventory.of_state(state, paths)
 
         step = f"plan the save of {request.path}"
-        plan, state, where = self.exchange.plan(step, ranks, describe, directory, self._local)
+        plan, state, where = self.exchange.plan(step, ranks, describe, reserve, self._local)
         self._has_compared = True
         return SavePlan(ranks.rank, where, state, plan)
 

@@ -102,11 +102,13 @@ def without_dictionaries(data: bytes, _: object = None) -> bytes:
     """Check the opcodes of a pickle, and return it with :class:`Pairs` in place of dictionaries.
 
     Raises:
-        ValueError: It has an opcode that the metadata of DCP does not need, or leads out of the file.
+        ValueError: It has an opcode that the metadata of DCP does not need, leads out of the file, or bytes follow.
     """
     if data[:1] != b"\x80" or data[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         raise ValueError("it does not begin like a pickle")
     places, end = _dictionaries(data)
+    if end < len(data):  # the end of one of ours that is damaged, for example: no file of a stock save has more
+        raise ValueError(f"{len(data) - end} bytes follow the end of the pickle")
     pickled = np.frombuffer(data, np.uint8)[2:end].copy()
     at = np.frombuffer(places, np.int64) - 2
     opcodes = pickled[at]
