@@ -19,8 +19,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dcp_plugin.tensors._torch import TENSOR_GLOBALS
-
 _SMALL = 4096
 """Bytes of an archive in which nothing can be compressed that matters."""
 _DEPTH = 2000
@@ -50,10 +48,7 @@ _PASSED_ON = _BIG | _NUMBER | _ARRAY | _ENCODE
 _FAST_CODECS = {b"utf8", b"latin1", b"ascii"}
 """Without hyphens and underscores. Others, such as punycode, take quadratic time."""
 _MARKS_OF = {bytearray: _ARRAY, codecs.encode: _ENCODE, OrderedDict: _MAPPING, Counter: _MAPPING}
-_WITHOUT_STATE = {
-    *(Counter, set, complex, bytearray, codecs.encode, torch.Tensor, torch.nn.Parameter, torch.Size, torch.device),
-    *TENSOR_GLOBALS.values(),
-}
+_WITHOUT_STATE = (Counter, set, complex, bytearray, torch.Tensor, torch.nn.Parameter, torch.Size, torch.UntypedStorage)
 
 # An object that cannot change is a tuple of its depth, its size and its marks. A list or a dictionary is a list of
 # these, and of whether it is in a tuple.
@@ -156,8 +151,10 @@ class _Follower:
         end = self.data.index(b"\n", middle + 1)
         module, name = self.data[at:middle].decode(), self.data[middle + 1 : end].decode()
         accepted = self.get_global(module, name)
-        takes_state = 0 if accepted in _WITHOUT_STATE else _STATE
-        self.stack.append((0, 1, _GLOBAL | takes_state | _MARKS_OF.get(accepted, 0)))
+        marks = _GLOBAL | _MARKS_OF.get(accepted, 0)
+        if isinstance(accepted, type) and accepted not in _WITHOUT_STATE:
+            marks |= _STATE
+        self.stack.append((0, 1, marks))
         return end + 1
 
     def tuple_of(self, items: list[Any]) -> None:
