@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import struct
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
@@ -140,6 +142,45 @@ def test_of_a_file_the_load_that_asks_for_another_global_is_refused_by_name(
 def test_metadata_does_not_accept_what_the_user_has_declared_safe_for_tensors() -> None:
     with torch.serialization.safe_globals([Extra]), pytest.raises(dcp.UnsafeCheckpoint, match="Extra"):
         stock_metadata.decode(_calling(Extra.__module__, "Extra"), "it")
+
+
+SHARED = argparse.Namespace(limit=1)
+
+
+def shared() -> argparse.Namespace:
+    return SHARED
+
+
+def test_what_a_declared_function_returns_is_not_changed() -> None:
+    pickled = b"\x80\2" + f"c{__name__}\nshared\n".encode() + b")R}X\5\0\0\0limitK\x63sb."
+    with torch.serialization.safe_globals([shared]), pytest.raises(dcp.UnsafeCheckpoint, match="takes no state"):
+        values.decode("it", _archive(pickled))
+    assert SHARED.limit == 1
+
+
+NUMPY = [np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.int64))]
+OBJECTS = b"cnumpy\ndtype\n(X\1\0\0\0O\x89\x88tR"
+STATE = b"(K\3X\1\0\0\0|NX\1\0\0\0a\x85}X\1\0\0\0a" + OBJECTS + b"K\0\x86sK\x08K\1K\0t"
+DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0V8\x89\x88tR" + STATE + b"b"
+BYTES = b"c_codecs\nencode\nX\x08\0\0\0AAAAAAAAX\6\0\0\0latin1\x86R"
+MADE = {
+    "class": b"cnumpy\nndarray\nK\0\x85\x85R",
+    "function": b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\0\x85X\1\0\0\0btR",
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_bytes_are_never_pointers_of_an_array_even_if_numpy_is_declared_safe(made: str) -> None:
+    pickled = b"\x80\2]" + MADE[made] + b"(K\1K\1\x85" + DTYPE + b"\x89" + BYTES + b"tba."
+    with torch.serialization.safe_globals(NUMPY), pytest.raises(dcp.UnsafeCheckpoint):
+        values.decode("it", _archive(pickled))
+
+
+def test_an_array_is_rebuilt_also_if_numpy_is_declared_safe() -> None:
+    buffer = io.BytesIO()
+    torch.save(np.arange(3), buffer)
+    with torch.serialization.safe_globals(NUMPY):
+        assert values.decode("it", buffer.getvalue()).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
