@@ -100,12 +100,14 @@ def _calling(module: str, name: str) -> bytes:
     return b"\x80\2" + f"c{module}\n{name}\n".encode() + b"X\1\0\0\0x\x85R."
 
 
-def _archive(pickled: bytes) -> bytes:
-    """A file of ``torch.save`` with this pickle."""
+def _archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
+    """A file of ``torch.save`` with this pickle, and more records."""
+    records = {"byteorder": b"little"} if records is None else records
     buffer = io.BytesIO()
     with torch.serialization._open_zipfile_writer(buffer) as file:
         file.write_record("data.pkl", pickled, len(pickled))
-        file.write_record("byteorder", b"little", 6)
+        for name, data in records.items():
+            file.write_record(name, data, len(data))
     return buffer.getvalue()
 
 
@@ -160,8 +162,8 @@ def test_what_a_declared_function_returns_is_not_changed() -> None:
 
 NUMPY = [np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.int64))]
 OBJECTS = b"cnumpy\ndtype\n(X\1\0\0\0O\x89\x88tR"
-STATE = b"(K\3X\1\0\0\0|NX\1\0\0\0a\x85}X\1\0\0\0a" + OBJECTS + b"K\0\x86sK\x08K\1K\0t"
-DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0V8\x89\x88tR" + STATE + b"b"
+DTYPE_STATE = b"(K\3X\1\0\0\0|NX\1\0\0\0a\x85}X\1\0\0\0a" + OBJECTS + b"K\0\x86sK\x08K\1K\0t"
+DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0V8\x89\x88tR" + DTYPE_STATE + b"b"
 BYTES = b"c_codecs\nencode\nX\x08\0\0\0AAAAAAAAX\6\0\0\0latin1\x86R"
 MADE = {
     "class": b"cnumpy\nndarray\nK\0\x85\x85R",
@@ -181,6 +183,51 @@ def test_an_array_is_rebuilt_also_if_numpy_is_declared_safe() -> None:
     torch.save(np.arange(3), buffer)
     with torch.serialization.safe_globals(NUMPY):
         assert values.decode("it", buffer.getvalue()).tolist() == [0, 1, 2]
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _tensor(name: str) -> bytes:
+    """The opcodes of a tensor of four numbers."""
+    storage = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text(name) + _text("cpu") + b"K\4tQ"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0K\4\x85K\1\x85\x89ccollections\nOrderedDict\n)RtR"
+
+
+TWO = {"data/0": bytes(16), "data/1": bytes(16)}
+STATE_OF_TWO = b"}(" + _text("a") + _tensor("0") + _text("b") + _tensor("1") + b"u"
+
+
+def test_offsets_are_not_calculated_from_what_the_file_says(tmp_path: Path) -> None:
+    lying = {".format_version": b"1", ".storage_alignment": b"0", **TWO}
+    (tmp_path / "file").write_bytes(_archive(b"\x80\2" + STATE_OF_TWO + b".", lying))
+    target = {"a": torch.ones(4), "b": torch.ones(4)}
+    dcp.load({"model": target}, tmp_path / "file")
+    assert not target["a"].any() and not target["b"].any()
+
+
+def test_no_record_takes_the_place_of_one_in_another_case(tmp_path: Path) -> None:
+    data = _archive(b"\x80\2" + STATE_OF_TWO + b".", {"BYTEORDER": b"big", **TWO})
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(dcp.CheckpointCorrupt, match="differ at most in case"):
+        dcp.load({"model": {"a": torch.ones(4)}}, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("names", "records"), [("aA", ["a"]), ("aA", ["a", "A"])], ids=["of one record", "of two records"]
+)
+def test_names_of_records_are_exact(names: str, records: list[str]) -> None:
+    pickled = b"\x80\2](" + b"".join(map(_tensor, names)) + b"e."
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"no record data/A|differ at most in case"):
+        values.decode("it", _archive(pickled, {f"data/{name}": bytes(16) for name in records}))
+
+
+def test_a_record_is_read_once() -> None:
+    key = b"K\0"  # not the text "0"
+    again = _tensor("0").replace(_text("0"), key)
+    with pytest.raises(dcp.UnsafeCheckpoint, match="twice"):
+        values.decode("it", _archive(b"\x80\2](" + _tensor("0") + again + b"e.", TWO))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -339,25 +340,55 @@ def load_archive(
         device: Where its tensors go. On ``"meta"`` no payload is read.
         wanted: Where the records of storages begin that are read; None for all. The others stay on the meta device.
     """
-    reader = torch._C.PyTorchFileReader(file)
-    records = reader if wanted is None else _SomeRecords(reader, wanted)
+    records = _Records(torch._C.PyTorchFileReader(file), device == "meta", wanted)
     module = SimpleNamespace(Unpickler=unpickler)
     return torch.serialization._load(records, device, module, accepted=accepted)  # type: ignore[no-untyped-call]
 
 
-class _SomeRecords:
-    """A reader of torch's that reads some storages only."""
+class _Records:
+    """A reader of torch's for untrusted files.
 
-    def __init__(self, reader: Any, wanted: Collection[int]) -> None:
+    Names are exact, where the reader itself ignores case. Offsets are looked up, and not calculated from what the file
+    says. Storages on the meta device are never swapped.
+    """
+
+    def __init__(self, reader: Any, is_meta: bool, wanted: Collection[int] | None) -> None:
         self._reader, self._wanted = reader, wanted
+        self._has_meta = is_meta or wanted is not None
+        names = reader.get_all_records()
+        self._names, self._were_read = frozenset(names), set[str]()
+        if len({name.lower() for name in names}) != len(names):
+            raise ValueError("the names of two of its records differ at most in case")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
+    def has_record(self, name: str) -> bool:
+        return name == "byteorder" or (name in self._names and name not in (".format_version", ".storage_alignment"))
+
+    def get_record(self, name: str) -> Any:
+        if name != "byteorder":
+            return self._reader.get_record(self._exact(name))
+        order = self._reader.get_record(name) if name in self._names else b"little"
+        if self._has_meta and order != sys.byteorder.encode():
+            raise ValueError("it was written in another byte order")
+        return order
+
+    def get_record_offset(self, name: str) -> int:
+        return cast(int, self._reader.get_record_offset(self._exact(name)))
+
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> torch.Tensor:
-        if self._reader.get_record_offset(name) in self._wanted:
-            return cast(torch.Tensor, self._reader.get_storage_from_record(name, nbytes, kind))
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if self._wanted is not None and self.get_record_offset(name) not in self._wanted:
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if name in self._were_read and nbytes:  # keys of other types, whose text is the same
+            raise ValueError(f"it reads the record {name} twice")
+        self._were_read.add(name)
+        return cast(torch.Tensor, self._reader.get_storage_from_record(self._exact(name), nbytes, kind))
+
+    def _exact(self, name: str) -> str:
+        if name not in self._names:
+            raise ValueError(f"it has no record {name}")
+        return name
 
 
 _REBUILT = (
