@@ -230,6 +230,15 @@ def test_a_record_is_read_once() -> None:
         values.decode("it", _archive(b"\x80\2](" + _tensor("0") + again + b"e.", TWO))
 
 
+def test_lists_that_are_shared_or_in_themselves_are_looked_at_once() -> None:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    assert values.is_plain(value)
+    value.append(value)
+    assert not values.is_plain(value)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

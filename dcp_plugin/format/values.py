@@ -13,6 +13,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import repeat
 from pathlib import PurePath
 from typing import Any
 
@@ -124,10 +125,20 @@ def is_storable(value: Any) -> bool:
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def is_plain(value: Any) -> bool:
-    """Whether the value is a number or text, or a list or tuple of such: of which ``repr`` tells all."""
+def is_plain(value: Any, known: dict[int, bool] | None = None) -> bool:
+    """Whether the value is a number or text, or a list or tuple of such: of which ``repr`` tells all.
+
+    Args:
+        known: What is known of lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
+    """
     kind = type(value)
-    return kind in _PLAIN or ((kind is tuple or kind is list) and all(map(is_plain, value)))
+    if kind is not tuple and kind is not list:
+        return kind in _PLAIN
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = False  # for a list in itself
+        known[id(value)] = all(map(is_plain, value, repeat(known)))
+    return known[id(value)]
 
 
 _encoded: dict[str, bytes] = {}
