@@ -239,6 +239,31 @@ def test_lists_that_are_shared_or_in_themselves_are_looked_at_once() -> None:
     assert not values.is_plain(value)
 
 
+ORDERED = b"ccollections\nOrderedDict\n)R"
+ARRAY = b"cbuiltins\nbytearray\n"
+MANY = b"J\0\0\0\1"
+FROM_TYPE = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+HIDDEN_CALLS = {
+    "a method in a state": ORDERED + b"}" + _text("__setstate__") + ARRAY + b"sb" + MANY + b"b",
+    "the same in an ordered state": ORDERED + ORDERED + _text("__setstate__") + b"ctorch\ndevice\nsb",
+    "the same from pairs": b"ccollections\nOrderedDict\n]" + _text("__setstate__") + b"ctorch\ndevice\n\x86a\x85R",
+    "a bytearray of a tensor": ARRAY + _tensor("0") + b"\x85R",
+    "a bytearray of a number": ARRAY + MANY + b"\x85R",
+    "a function with the class": FROM_TYPE + b"(" + ARRAY + b"ctorch\nTensor\n" + _tensor("0") + b"\x85NtR",
+}
+
+
+@pytest.mark.parametrize("call", HIDDEN_CALLS)
+def test_a_bytearray_is_made_of_bytes_and_no_attribute_is_called(call: str) -> None:
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"bytearray|__setstate__"):
+        values.decode("it", _archive(b"\x80\2" + HIDDEN_CALLS[call] + b".", TWO))
+
+
+@pytest.mark.parametrize("value", [bytearray(), bytearray(b"a"), bytearray(range(256)), {"of": [bytearray(b"\xff")]}])
+def test_a_bytearray_comes_back(value: Any) -> None:
+    assert values.decode("it", values.encode(value)) == value
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -36,14 +36,18 @@ _MOST_UNUSED = 256
 
 _ENTRY_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
 
-# Marks of an object. These four pass on to a container of it:
-_BIG, _NUMBER, _ARRAY, _ENCODE = 1, 2, 4, 8
-"""A number of more than 53 bits, a number, the class ``bytearray``, the function ``encode``."""
+# Marks of an object. These five pass on to a container of it:
+_BIG, _NUMBER, _ARRAY, _ENCODE, _SETSTATE = 1, 2, 4, 8, 512
+"""A number of more than 53 bits, a number, the class ``bytearray``, the function ``encode``, and the name of the method
+that the unpickler looks up on an object before it gives it a state."""
 # The others are about the object alone:
 _CODEC, _GLOBAL, _LIST, _MAPPING, _STATE = 16, 32, 64, 128, 256
 """The name of a fast codec, or a pair that ends in such a name; a global, which may be called; a list; a mapping; an
 object that takes a state. Of a global, the last two are about the objects that it makes."""
-_PASSED_ON = _BIG | _NUMBER | _ARRAY | _ENCODE
+_BYTES, _OF_BYTES = 1024, 2048
+"""Bytes, and a tuple of nothing else but one such object."""
+_PASSED_ON = _BIG | _NUMBER | _ARRAY | _ENCODE | _SETSTATE
+_ARRAYS = _ARRAY | _GLOBAL
 
 _FAST_CODECS = {b"utf8", b"latin1", b"ascii"}
 """Without hyphens and underscores. Others, such as punycode, take quadratic time."""
@@ -136,9 +140,10 @@ class _Follower:
         return self._text(at + 1, self.data[at])
 
     def _text(self, at: int, size: int) -> int:
-        text = self.data[at : at + size] if size <= 8 else b""
-        is_codec = text.lower().replace(b"-", b"").replace(b"_", b"") in _FAST_CODECS
-        self.stack.append((0, size + 1, _CODEC if is_codec else 0))
+        text = self.data[at : at + size] if size <= 12 else b""
+        is_codec = size <= 8 and text.lower().replace(b"-", b"").replace(b"_", b"") in _FAST_CODECS
+        marks = _CODEC if is_codec else _SETSTATE if text == b"__setstate__" else 0
+        self.stack.append((0, size + 1, marks))
         return at + size
 
     def large_number(self, at: int) -> int:
@@ -165,8 +170,18 @@ class _Follower:
                 item[3] = True
         if depth >= _DEPTH:
             raise ValueError("its pickle nests tuples too deep")
+        if marks & _ARRAY:
+            self._check_no_class(items)
         is_call_with_codec = len(items) == 2 and items[1][2] & _CODEC
-        self.stack.append((depth + 1, size + 1, marks & (_PASSED_ON | (_CODEC if is_call_with_codec else 0))))
+        of_bytes = _OF_BYTES if len(items) == 1 and marks & _BYTES else 0
+        self.stack.append(
+            (depth + 1, size + 1, marks & (_PASSED_ON | (_CODEC if is_call_with_codec else 0)) | of_bytes)
+        )
+
+    def _check_no_class(self, items: list[Any]) -> None:
+        """Raise if the class ``bytearray`` itself is among the items: what they are given to may call it."""
+        if any(item[2] & _ARRAYS == _ARRAYS for item in items):
+            raise ValueError("its pickle has the class bytearray as a value")
 
     def marked_tuple(self, at: int) -> int:
         self.tuple_of(self.pop_mark())
@@ -198,6 +213,7 @@ class _Follower:
         target = self.stack[-1]
         if target[2] & (kind | _GLOBAL) != kind:
             raise ValueError("its pickle fills an object as if it were a list or a dictionary")
+        self._check_no_class(items)
         if type(target) is list:
             for item in items:
                 target[1] += item[1]
@@ -226,6 +242,8 @@ class _Follower:
 
     def _add_items(self, items: list[Any]) -> None:
         for key in items[::2]:
+            if key[2] & _SETSTATE:
+                raise ValueError("its pickle has the key __setstate__")
             if key[0] or key[2] & _BIG:
                 self._spend(key[1])
                 self.unusual += 1
@@ -242,16 +260,24 @@ class _Follower:
         self._spend(size)
         if marks & _ENCODE or (function[2] & _ENCODE and not marks & _CODEC):
             raise ValueError("its pickle encodes text, and not as UTF-8, Latin-1 or ASCII")
+        if marks & _SETSTATE:
+            raise ValueError("its pickle calls something with the name __setstate__")
+        if function[2] & _ARRAY and size > 1 and not marks & (_CODEC | _OF_BYTES):
+            raise ValueError("its pickle makes a bytearray of something else than bytes")
+        is_bytes = _BYTES if function[2] & _ENCODE else 0
         marks = (marks | function[2]) & _PASSED_ON
         if marks & _ARRAY and marks & _NUMBER:
             raise ValueError("its pickle makes a bytearray of any size")
         if marks & _BIG and size > _MOST_UNUSUAL:
             raise ValueError("its pickle makes something of many large numbers")
-        self.stack.append((depth, size, (marks & ~(_NUMBER | _ENCODE)) | (function[2] & (_MAPPING | _STATE))))
+        self.stack.append(
+            (depth, size, (marks & ~(_NUMBER | _ENCODE)) | (function[2] & (_MAPPING | _STATE)) | is_bytes)
+        )
         return at
 
     def build(self, at: int) -> int:
         state = self.stack.pop()
+        self._check_no_class([state])
         self._spend(state[1])
         if self.stack[-1][2] & (_STATE | _GLOBAL) != _STATE:
             raise ValueError("its pickle changes an object that takes no state")
