@@ -264,6 +264,19 @@ def test_a_bytearray_comes_back(value: Any) -> None:
     assert values.decode("it", values.encode(value)) == value
 
 
+def test_a_load_that_is_refused_leaves_nothing_in_torch(tmp_path: Path) -> None:
+    layout = b"ctorch.serialization\n_get_layout\n" + _text("torch.sparse_coo") + b"\x85R"
+    parts = b"(" + _tensor("0") + _tensor("1") + b"K\4\x85t"
+    sparse = b"ctorch._utils\n_rebuild_sparse_tensor\n" + layout + parts + b"\x86R"
+    with pytest.raises(dcp.UnsafeCheckpoint):
+        values.decode("it", _archive(b"\x80\2](" + sparse + b"ctorch\nSize\nN\x85Re.", TWO))
+    assert not torch._utils._sparse_tensors_to_validate
+    (tmp_path / "file").write_bytes(_archive(b"\x80\2](ctorch\nTensor\n" + _text("x") + b"\x85Re."))
+    with pytest.raises(dcp.CheckpointError):
+        dcp.load({"model": {"a": torch.ones(1)}}, tmp_path / "file")
+    assert torch.serialization._serialization_tls.map_location is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [

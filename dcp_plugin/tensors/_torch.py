@@ -342,7 +342,15 @@ def load_archive(
     """
     records = _Records(torch._C.PyTorchFileReader(file), device == "meta", wanted)
     module = SimpleNamespace(Unpickler=unpickler)
-    return torch.serialization._load(records, device, module, accepted=accepted)  # type: ignore[no-untyped-call]
+    state = torch.serialization._serialization_tls
+    before = state.map_location
+    try:
+        return torch.serialization._load(records, device, module, accepted=accepted)  # type: ignore[no-untyped-call]
+    except BaseException:
+        torch._utils._sparse_tensors_to_validate.clear()  # torch has no way to forget them
+        raise
+    finally:
+        state.map_location = before  # it would hold for whatever the thread unpickles next
 
 
 class _Records:
