@@ -6,6 +6,7 @@ import argparse
 import io
 import struct
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.format import stock_metadata, values, whole_tensors
-from dcp_plugin.format.pickles.follow import check_pickle
+from dcp_plugin.format.pickles.follow import check, check_pickle
 from dcp_plugin.format.pickles.rebuild import _MAKERS, FACTORIES
 from dcp_plugin.format.pickles.uses import FILE, TENSOR, VALUE
 
@@ -275,6 +276,27 @@ def test_a_load_that_is_refused_leaves_nothing_in_torch(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointError):
         dcp.load({"model": {"a": torch.ones(1)}}, tmp_path / "file")
     assert torch.serialization._serialization_tls.map_location is None
+
+
+@pytest.mark.parametrize("tool", ["torch", "zipfile"])
+def test_the_end_of_a_zip_says_where_its_directory_is(tool: str) -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(3000)}, buffer)
+    if tool == "zipfile":
+        with zipfile.ZipFile(buffer) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, data in records.items():
+                archive.writestr(name, data)
+    good = buffer.getvalue()
+    check(io.BytesIO(good), len(good))
+    for place in (-2, -6, *((-34, -50) if tool == "torch" else ())):  # comment, offset; the same for zip64
+        wrong = bytearray(good)
+        wrong[place] ^= 1
+        wrong += b"x" * (place == -2)
+        with pytest.raises(ValueError, match="where its directory is"):
+            check(io.BytesIO(wrong), len(wrong))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
+import struct
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -345,6 +346,7 @@ def check(file: BinaryIO, size: int) -> None:
 
 def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
     """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError: It is no such archive."""
+    _check_end(archive.fp, size)  # type: ignore[arg-type]
     members = archive.infolist()
     if any(
         member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size for member in members
@@ -356,3 +358,30 @@ def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
     if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE:
         raise ValueError("it has no data.pkl, several, or one that is too large")
     return pickles[0]
+
+
+_END, _END64, _LOCATOR = struct.Struct("<4s6xHLLH"), struct.Struct("<4s28xQQQ"), struct.Struct("<4s4xQ4x")
+
+
+def _check_end(file: BinaryIO, size: int) -> None:
+    """Check that the end of a zip says where its directory is: torch's reader and Python's differ in how they put up
+    with a wrong offset. Raises ValueError: It does not, or has a comment.
+
+    Args:
+        size: Bytes of the file.
+    """
+    length = _END64.size + _LOCATOR.size + _END.size
+    file.seek(max(size - length, 0))
+    tail = file.read(length).rjust(length, b"\0")
+    magic, count, directory, offset, comment = _END.unpack(tail[-_END.size :])
+    end = size - _END.size
+    magic64, place = _LOCATOR.unpack(tail[_END64.size : -_END.size])
+    is_right = magic == b"PK\5\6" and not comment
+    if magic64 == b"PK\6\7":
+        end = size - length
+        short = count, directory, offset
+        magic64, count, directory, offset = _END64.unpack(tail[: _END64.size])
+        is_right &= magic64 == b"PK\6\6" and place == end
+        is_right &= short == (min(count, 0xFFFF), min(directory, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
+    if not is_right or offset + directory != end:
+        raise ValueError("its end does not say where its directory is")
