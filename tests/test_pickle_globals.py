@@ -299,6 +299,12 @@ def test_the_end_of_a_zip_says_where_its_directory_is(tool: str) -> None:
             check(io.BytesIO(wrong), len(wrong))
 
 
+def test_no_tensor_of_a_file_is_remembered() -> None:
+    data = values.encode(torch.ones(3))
+    assert values.decode("it", data).tolist() == [1, 1, 1]
+    assert data not in values._decoded
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -80,7 +80,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
         value = _load(data, lossy)
         if notes is not None:
             notes += [f"{key} ({line})" for line in lossy]
-        if not lossy and len(data) <= _SMALL and (is_plain(value) or isinstance(value, (np.generic, torch.Tensor))):
+        if not lossy and len(data) <= _SMALL and (is_plain(value) or isinstance(value, np.generic)):
             if len(_decoded) >= _MOST_KNOWN:
                 _decoded.clear()
             _decoded[bytes(data)] = copy.deepcopy(value)
