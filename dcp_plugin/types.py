@@ -76,7 +76,7 @@ the name of the class in :data:`~dcp_plugin.format.values.MAPPING_CLASSES` in pl
 
 @dataclass
 class Wanted:
-    """What one object of the state wants from a checkpoint. Keys are relative to the object's name."""
+    """Tensors and values of a checkpoint that one object of the state loads. Keys are relative to the object's name."""
 
     targets: dict[str, Any] = field(default_factory=dict)
     """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other

@@ -536,11 +536,11 @@ class Go:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank's part has become."""
+    """Files that one rank has written for a save."""
 
     written: WrittenPart
     files: dict[str, int]
-    """Its data files, and their bytes."""
+    """Data file -> its size in bytes."""
     attached: dict[str, str]
     """What lies beside them, as :func:`dcp_plugin.storage.check_rest.told_beside` tells it."""
     attached_sizes: dict[str, int]

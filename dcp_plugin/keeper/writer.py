@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from dcp_plugin import events
@@ -286,7 +285,7 @@ class KeptSaves:
         """
         self._release()
         staged = self._pipeline.leave_out(request, staged, ranks)
-        planned = self._pipeline.plan(request, staged, cache(lambda: Path(new_token())), ranks)
+        planned = self._pipeline.plan(request, staged, lambda: Path(new_token()), ranks)
         token = planned.directory.name
 
         def begin() -> RankJob:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -251,7 +251,7 @@ class SavePipeline:
         began = time.monotonic()
         try:
             staged = self.leave_out(request, staged, ranks)
-            plan = self.plan(request, staged, cache(partial(_reserve, publication, ranks)), ranks)
+            plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)
             part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
             published = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:

@@ -58,7 +58,7 @@ class Use:
     prepare: Callable[[bytes, Callable[[str, str], Any]], bytes] = check_pickle
 
     def with_classes(self, classes: Collection[type]) -> Use:
-        """The same use, which accepts some classes more."""
+        """Return a copy of this use that also accepts some classes."""
         return replace(
             self, globals={**self.globals, **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}}
         )
