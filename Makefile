@@ -5,7 +5,7 @@
 # make docs    the site of docs/, into outputs/site, and its tests; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
 # make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
-# make matrix  the wheel with pairs of Python and torch, as far as they are here; the table of docs/versions.md
+# make matrix  the wheel with pairs of Python and torch, as far as they are here; the table of docs/reference/versions.md
 # make release DRY_RUN=1   build and check what would be released; without DRY_RUN, tag it as well
 # make bench-cuda     tests and benchmarks that need a GPU (ten minutes)
 #

@@ -34,7 +34,6 @@ FROM_ROOT = {  # a page of the site: the file it is, elsewhere in the repository
 
 LISTING = (
     "tutorials",
-    "frameworks",
     "guides",
     "concepts",
 )  # folders whose index.md is followed by a list of all others

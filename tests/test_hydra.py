@@ -197,13 +197,13 @@ def test_checkpoint_has_every_setting_at_its_default() -> None:
 
 
 def test_the_page_on_hydra_lists_the_options() -> None:
-    page = (ROOT / "docs" / "hydra.md").read_text()
+    page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
     listed = re.findall(r"^\| `dcp_plugin/(\w+): (\w+)` \|", page, re.MULTILINE)
     assert sorted(f"{group}/{name}" for group, name in listed) == OPTIONS
 
 
 def _write_applications_of_the_page(folder: Path) -> None:
-    page = (ROOT / "docs" / "hydra.md").read_text()
+    page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
     for name in ("train.yaml", "app.py", "finetune.yaml", "finetune.py"):
         (code,) = re.findall(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
         (folder / name).write_text(code)
@@ -272,7 +272,7 @@ def test_each_job_of_a_sweep_has_checkpoints_of_its_own_and_finds_them_again(app
 
 
 def test_jobs_of_a_sweep_in_a_bucket(app: Path, bucket: Bucket) -> None:
-    page = (ROOT / "docs" / "hydra.md").read_text()
+    page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
     (section,) = re.findall(r"^## Object stores\n.*?^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (app.parent / "train.yaml").write_text(TRAIN + section.replace("s3://bucket", bucket.url))
     config = run(app, "--cfg", "job", "--resolve", "--package", "dcp_plugin.resume.storage_options").stdout

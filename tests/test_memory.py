@@ -1,4 +1,4 @@
-"""What each way to save and load needs of host memory over the state: docs/memory.md has the formulas."""
+"""What each way to save and load needs of host memory over the state: docs/concepts/memory.md has the formulas."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def test_no_way_to_save_or_load_needs_more_than_the_page_on_memory_says(tmp_path
 
 
 def test_the_page_on_memory_has_a_row_for_each_way() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "concepts" / "memory.md").read_text()
     rows = set(re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE))
     assert rows >= set(COPIES)

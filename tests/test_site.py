@@ -88,7 +88,7 @@ def test_the_address_that_an_error_ends_with_is_in_the_site(site: Path) -> None:
 
 
 def test_links_to_code_lead_to_the_repository(site: Path) -> None:
-    page = (site / "restarts.html").read_text()
+    page = (site / "guides" / "restarts.html").read_text()
     assert 'href="https://github.com/dcp-plugin/dcp-plugin/tree/main/examples/elastic"' in page
 
 

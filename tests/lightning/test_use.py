@@ -72,7 +72,7 @@ def test_lightning_cli_takes_what_the_page_on_hydra_writes_out(tmp_path: Path) -
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    section = (programs.ROOT / "docs" / "hydra.md").read_text().partition("## LightningCLI\n")[2]
+    section = (programs.ROOT / "docs" / "guides" / "hydra.md").read_text().partition("## LightningCLI\n")[2]
     (page,) = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     written = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", section, re.MULTILINE))
     groups = programs.ROOT / "dcp_plugin" / "conf" / "dcp_plugin" / "checkpoint"

@@ -1,4 +1,4 @@
-"""``make matrix``: tries the wheel with pairs of Python and torch, and writes the table of docs/versions.md.
+"""``make matrix``: tries the wheel with pairs of Python and torch, and writes the table of docs/reference/versions.md.
 
 Each pair gets an empty environment with the wheel, what it needs, and torch; then ``smoke.py`` is run there, outside of
 the repository. torch comes without the packages of CUDA: where pip finds a build for CUDA alone, ``hollow.py`` makes
@@ -23,7 +23,7 @@ else:
     import hollow
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "reference" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 NEEDS_OF_TORCH = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
@@ -139,7 +139,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="versions of torch")
     parser.add_argument("--index", help="an index with CPU builds: https://download.pytorch.org/whl/cpu")
     parser.add_argument("--strict", action="store_true", help="a pair that is not tried counts as failed")
-    parser.add_argument("--no-table", action="store_true", help="leave docs/versions.md as it is")
+    parser.add_argument("--no-table", action="store_true", help="leave docs/reference/versions.md as it is")
     given = parser.parse_args(None if arguments is None else list(arguments))
     pip = ["--extra-index-url", given.index] if given.index else []
     results = {}
