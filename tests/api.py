@@ -1,7 +1,7 @@
 """Every public name and its signature, as text: ``tests/api.txt``, written anew by ``python -m tests.api``.
 
-A change of that file in a commit is a change of what users call: ``CHANGELOG.md`` says so, and ``docs/reference/versions.md`` has
-the rules for what may change when.
+A change of that file in a commit is a change of what users call: ``CHANGELOG.md`` says so, and
+``docs/reference/versions.md`` has the rules for what may change when.
 """
 
 from __future__ import annotations

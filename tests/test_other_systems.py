@@ -1,6 +1,7 @@
 """What works on macOS and Windows: as far as Linux can tell with what these do not have taken away.
 
-docs/reference/versions.md says the same. It is no test on these systems: their file systems and their torch are not here.
+docs/reference/versions.md says the same. The tests do not run on these systems: their file systems and their torch are
+not here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/elastic/train.py --root run
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --root run
 
-The same command starts and restarts it, on as many ranks as there are. What to set around it is in docs/guides/restarts.md,
-and set in torchrun.sh, slurm.sbatch and kubernetes.yaml beside this file.
+The same command starts and restarts it, on as many ranks as there are. docs/guides/restarts.md says what to set around
+it; torchrun.sh, slurm.sbatch and kubernetes.yaml beside this file set that.
 """
 
 import argparse
