@@ -432,7 +432,7 @@ def _load(
         where = as_path(path, checkpointer.config.storage_options)
         launches.refuse_another_rank(where, ranks.launch)
         opening = _open(checkpointer, where, ranks) if shown is None else nullcontext(shown)
-        with collector_paused(), setting_aside(ranks, where), opening as files:
+        with collector_paused(), setting_aside(ranks, where, mode is LoadMode.RESTORE), opening as files:
             loading = Loading(ranks, checkpointer.config, where, partial, strict, files, mode)
             report = loading.run(state)
         checkpointer._saving.loaded(state, report, loading.opened, ranks)

@@ -233,6 +233,30 @@ def test_a_load_of_what_latest_returned_changes_no_checkpoint(tmp_path: Path) ->
     assert names_in(newest) == before and dcp.latest(tmp_path) == newest
 
 
+@pytest.mark.parametrize("resume", ["resume_or_init", "resolve_resume"])
+def test_a_load_after_a_resume_has_ended_changes_no_checkpoint(tmp_path: Path, resume: str) -> None:
+    """The bytes may be damaged long after the resume that chose the checkpoint."""
+    _three_saves(tmp_path, {"reuse": False})
+    if resume == "resume_or_init":
+        dcp.resume_or_init(_run(2), tmp_path)
+    else:
+        dcp.load(_run(2), dcp.resolve_resume("auto", tmp_path) or "")
+    newest = tmp_path / "step-3"
+    flip(newest, "model.inp.weight")
+    before = names_in(newest)
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"model\.inp\.weight"):
+        dcp.load(_run(2), newest)
+    assert names_in(newest) == before and dcp.latest(tmp_path) == newest
+
+
+def test_the_load_of_what_resolve_resume_chose_quarantines_it(tmp_path: Path) -> None:
+    _three_saves(tmp_path, {"reuse": False})
+    flip(tmp_path / "step-3", "model.inp.weight")
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"model\.inp\.weight"):
+        dcp.load(_run(2), dcp.resolve_resume("auto", tmp_path) or "")
+    assert dcp.latest(tmp_path) == tmp_path / "step-2"
+
+
 @pytest.mark.parametrize("key", ["model.inp.weight", "optim.state.out.weight.exp_avg"])
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str

@@ -1,12 +1,12 @@
-"""A checkpoint that turns out to be damaged while it is loaded is set aside: it stays, and no start takes it again.
+"""Quarantine of damaged checkpoints: a damaged checkpoint stays in place, and no later start loads it.
 
-It keeps its name, and gets a file that says what was found (``dcp_plugin.damaged``). With that file in it a directory
-counts as no checkpoint: ``latest`` and every automatic resume pass over it, ``keep_last`` neither counts nor deletes
-it, and a save to the same name replaces it. Who deletes the file has the checkpoint back as it was.
+A quarantined checkpoint keeps its name and gets a file with the reason (``dcp_plugin.damaged``). A directory with that
+file counts as no checkpoint: ``latest`` and every automatic resume pass over it, no retention policy counts or deletes
+it, and a save to the same name replaces it. Deleting the file ends the quarantine.
 
-Only what this package saved is set aside, only if an automatic resume has chosen it, and only for bytes that are not
-those that were saved: not for a file system that fails to read (:class:`~dcp_plugin.CheckpointUnreadable`), not for
-what does not fit, and not if it is the base that is damaged, which other checkpoints have in common.
+Only the load of an automatic resume may quarantine a checkpoint. The checkpoint must be of this package, and its bytes
+must differ from those that were saved. A file system that fails to read (:class:`~dcp_plugin.CheckpointUnreadable`), a
+state that does not fit, and a damaged base, which other checkpoints share, are no reasons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
@@ -29,37 +29,56 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_plugin")
 
-_chosen: set[Where] = set()
-"""What automatic resumes of this process have chosen, and nobody has named."""
+_chosen: dict[Where, bool] = {}
+"""Checkpoints chosen by automatic resumes of this process, and whether only an integration loads them."""
 
 
-def note_chosen(path: PathLike) -> None:
-    """Remember that an automatic resume has chosen this checkpoint: it may be set aside."""
-    _chosen.add(as_path(path))
+def note_chosen(path: PathLike, by_framework: bool = True) -> None:
+    """Record that an automatic resume has chosen a checkpoint, which its load may quarantine.
+
+    Args:
+        by_framework: An integration chose it, and loads it by :meth:`dcp_plugin.Checkpointer.restore`. Otherwise the
+            caller got the path, and may load it by either method.
+    """
+    _chosen[as_path(path)] = by_framework
 
 
 @contextmanager
-def setting_aside(ranks: Ranks, path: PathLike) -> Iterator[None]:
-    """Around a load: if an automatic resume has chosen the checkpoint and it turns out to be damaged, it is set aside.
-    Not every framework can go on with an older one, but its next start does. Collective.
+def setting_aside(ranks: Ranks, path: PathLike, restores: bool) -> Iterator[None]:
+    """Quarantine a damaged checkpoint if the enclosed load is that of an automatic resume. Collective.
+
+    Some frameworks cannot continue with an older checkpoint after a failed load, but their next start does. A resume
+    ends with its first successful load; an integration may need more than one.
+
+    Args:
+        restores: The load is :meth:`~dcp_plugin.Checkpointer.restore`, which integrations call.
 
     Raises:
-        CheckpointCorrupt: Of the load; with a note if it was set aside.
+        CheckpointCorrupt: Of the load; with a note if the checkpoint is quarantined.
     """
+    where = as_path(path)
     try:
         yield
     except CheckpointCorrupt as error:
-        damage, where = error, as_path(path)
-        if ranks.from_zero(f"set {path} aside", lambda: where in _chosen and set_aside(where, damage)):
+        damage = error
+
+        def quarantine() -> bool:
+            return (where in _chosen and (restores or not _chosen[where])) and set_aside(where, damage)
+
+        if ranks.from_zero(f"set {path} aside", quarantine):
             error.add_note("It is set aside: the next automatic resume goes on with the checkpoint before it.")
         raise
+    if where in _chosen and restores:
+        _chosen[where] = True
+    elif not _chosen.get(where, True):
+        del _chosen[where]
 
 
 def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
-    """Set a checkpoint aside if ``error``, with which a load of it has failed, means that it is damaged. On rank 0.
+    """Quarantine a checkpoint whose load failed with ``error``, if the checkpoint is damaged. On rank 0.
 
     Returns:
-        Whether it is damaged; where nothing can be written, that is only logged.
+        Whether it is damaged. Where nothing can be written, the damage is only logged.
     """
     if not _is_damage(path, error):
         return False
@@ -85,21 +104,14 @@ def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
 
 
 def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
-    if isinstance(error, CheckpointUnreadable) or str(path) not in str(error) or not _is_ours(path):
+    if isinstance(error, CheckpointUnreadable) or str(path) not in str(error):
         return False
-    with suppress(CheckpointCorrupt):
+    try:
         summary = read_summary(path)
         if summary is None:  # another tool has saved there
             return False
-        if summary.base:
-            base = Base.of_summary(summary.base, path)
-            places = {str(base.path), str(resolved(base.path)), str(resolved(path / base.relative))}
-            return not any(f"{place}/" in str(error) for place in places)
-    return True
-
-
-def _is_ours(path: Where) -> bool:
-    try:
-        return read_summary(path) is not None
-    except CheckpointCorrupt:
-        return True  # its summary is what is damaged
+        base = Base.of_summary(summary.base, path) if summary.base else None
+    except CheckpointCorrupt:  # the summary itself is damaged
+        return True
+    places = [] if base is None else [base.path, resolved(base.path), resolved(path / base.relative)]
+    return not any(f"{place}/" in str(error) for place in places)

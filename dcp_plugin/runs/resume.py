@@ -124,8 +124,6 @@ class StartOptions:
                     "without them, say resume=never; to start with the weights of one, name it as init_from, too."
                 )
             found.warn(root)
-            if self.resume == "auto" and found.path is not None:
-                damage.note_chosen(found.path)
             return found.path
         path = as_path(self.resume, self.storage_options)
         if any(one.path == path or one.path == resolved(path) for one in self.local):
@@ -257,6 +255,8 @@ def resolve_resume(
         >>> dcp_plugin.resolve_resume("never", "run")
     """
     found = StartOptions(resume, storage_options=storage_options).find(root)
+    if resume == "auto" and found is not None:
+        damage.note_chosen(found, by_framework=False)
     return public(found)
 
 
