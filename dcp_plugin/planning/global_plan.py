@@ -1,7 +1,7 @@
-"""The global plan: from what all ranks hold, which boxes the checkpoint has and which rank writes each.
+"""The global plan: the boxes of the checkpoint, made from the inventories of all ranks, and the writer of each box.
 
-One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so the ranks that
-hold the same box are neighbours, and every later step is one pass of numpy over that order. The cost is the sort.
+A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
+are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from dcp_plugin.types import KeyPath
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes, in this order: which chunks of its inventory, and the boxes of those it writes in part."""
+    """One rank's share of the writing: chunks of its inventory in the order of writing, and the boxes of chunks that
+    the rank writes in part."""
 
     chunk: Column
     part: Column
@@ -54,7 +55,7 @@ class Share:
         return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
-        """Offsets and sizes of everything this rank writes."""
+        """Return the offsets and sizes of all boxes that this rank writes."""
         offsets, sizes = inventory.offsets[self.chunk], inventory.description.sizes[self.chunk]
         width = offsets.shape[1]
         offsets[self.part], sizes[self.part] = self.offsets[:, :width], self.sizes[:, :width]
@@ -63,40 +64,43 @@ class Share:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The table of the checkpoint, and for each chunk in it the rank that writes it, from which of its own chunks."""
+    """The table of the checkpoint. For each chunk of the table: its writer, and the number of the source chunk in the
+    writer's inventory."""
 
     table: KeyColumns
     rank: Column
     chunk: Column
     uncut: Column
-    """Whether that chunk is written as one."""
+    """True where the source chunk is written as a single box."""
     offsets: Column
     sizes: Column
 
     @functools.cached_property
     def order(self) -> Column:
-        """The numbers of the table's chunks in the order of ranks and of their shares."""
+        """The numbers of the table's chunks, sorted by writer and by number of the source chunk."""
         return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
         order = self.order
         shares = []
-        for mine in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
-            part = np.flatnonzero(~self.uncut[mine])
-            shares.append(Share(self.chunk[mine], part, self.offsets[mine[part]], self.sizes[mine[part]]))
+        for share_rows in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
+            part = np.flatnonzero(~self.uncut[share_rows])
+            shares.append(
+                Share(self.chunk[share_rows], part, self.offsets[share_rows[part]], self.sizes[share_rows[part]])
+            )
         return shares
 
 
 def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
-    """Distribute what all ranks hold so that each box is written once.
+    """Assign every box to one of the ranks that hold it.
 
     Raises:
-        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold all of a tensor.
+        CheckpointMismatch: Ranks disagree on a shape or dtype, or the chunks of all ranks do not make up a tensor.
     """
     keys = _Keys(inventories)
     everything = _Rows.of(inventories, keys)
     everything.check(keys)
-    may_write = everything.new | everything.any_rank  # without those that hold what only an earlier rank may write
+    may_write = everything.new | everything.any_rank  # of a box not marked any_rank, only the first holder may write
     rows = everything.take(may_write, everything.new[may_write])
     ties = _common_ties(everything, rows)
     held = rows.held(keys)
@@ -115,33 +119,34 @@ class _Keys:
 
     def __init__(self, inventories: Sequence[LocalInventory]) -> None:
         self.ranks: dict[bytes, list[int]] = {}
-        """The ranks of each description, in the order of the first of them."""
+        """Ranks by digest of their description; digests in the order of their lowest rank."""
         for rank, inventory in enumerate(inventories):
             self.ranks.setdefault(inventory.description.digest, []).append(rank)
         self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
         self._paths: dict[str, KeyPath] = {}
-        self.width = max(one.shape.shape[1] for one in self._described)
-        self.number_in = [self._add(one) for one in self._described]
+        self.width = max(description.shape.shape[1] for description in self._described)
+        self.number_in = [self._add(description) for description in self._described]
         count = len(self.numbers)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
         stored_whole = np.zeros(count, bool)
-        told = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
-        for one, numbers in told:
-            stored_whole[numbers[one.stored_whole]] = True
-            self._take(one, numbers, np.full(len(numbers), True))
-        for one, numbers in told:  # a rank that has a part of a tensor decides
-            self._take(one, numbers, _has_chunks(one))
-        for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
-            self._check(one, numbers, ranks[0])
+        reversed_descriptions = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        for description, numbers in reversed_descriptions:
+            stored_whole[numbers[description.stored_whole]] = True
+            self._take(description, numbers, np.full(len(numbers), True))
+        # A rank that has a part of a tensor overrides ranks without one, whose shape and dtype may be placeholders.
+        for description, numbers in reversed_descriptions:
+            self._take(description, numbers, _has_chunks(description))
+        for description, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
+            self._check(description, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
         sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
-        self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # what has no bytes is not cut
+        self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
 
     def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
-        """Take dtypes and shapes of some keys from a description."""
+        """Copy the dtypes and shapes of the chosen keys from a description."""
         numbers = numbers[chosen]
         self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
         self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
@@ -166,9 +171,9 @@ class _Keys:
             key, number = described.keys[at], int(numbers[at])
             if NO_TENSOR in (self.dtype[number], described.dtype[at]):
                 raise CheckpointMismatch(f"{key} is a tensor on some ranks and another value on others")
-            mine = tuple(described.shape[at, : described.ndim[at]].tolist())
+            shape_here = tuple(described.shape[at, : described.ndim[at]].tolist())
             raise CheckpointMismatch(
-                f"rank {rank} holds {key} as {mine} {described.dtypes[described.dtype[at]]}, another rank as "
+                f"rank {rank} holds {key} as {shape_here} {described.dtypes[described.dtype[at]]}, another rank as "
                 f"{self.shape_of(number)} {list(self._dtypes)[self.dtype[number]]}"
             )
 
@@ -176,7 +181,7 @@ class _Keys:
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
     def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
-        """The table with these boxes, which are in the order of keys."""
+        """Return the table with these boxes, which are sorted by key."""
         columns = {
             "dtype": self.dtype,
             "ndim": self.ndim,
@@ -190,7 +195,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row per chunk and rank, sorted; ``new`` marks the first of those that are the same box."""
+    """Sorted rows, one per chunk and rank; ``new`` marks the first row of each box."""
 
     key: Column
     rank: Column
@@ -205,15 +210,21 @@ class _Rows:
     def of(cls, inventories: Sequence[LocalInventory], keys: _Keys) -> _Rows:
         columns: list[list[Column]] = []
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
-            one = inventories[ranks[0]].description
+            description = inventories[ranks[0]].description
             numbers = numbers.astype(np.int32)
-            tie = np.append(numbers, np.int32(-1))[one.tie]
-            described = (_widened(one.sizes, keys.width, 1), numbers[one.key], np.arange(len(one.key), dtype=np.int32))
-            repeated = [np.repeat(column, len(ranks), axis=0) for column in (*described, one.any_rank[one.key])]
-            repeated.append(np.repeat(tie[one.key], len(ranks)))
-            # Chunk by chunk, as they are sorted in the end where all ranks hold the same keys in the same order.
+            tie = np.append(numbers, np.int32(-1))[description.tie]
+            described = (
+                _widened(description.sizes, keys.width, 1),
+                numbers[description.key],
+                np.arange(len(description.key), dtype=np.int32),
+            )
+            repeated = [
+                np.repeat(column, len(ranks), axis=0) for column in (*described, description.any_rank[description.key])
+            ]
+            repeated.append(np.repeat(tie[description.key], len(ranks)))
+            # Chunk by chunk: already the sorted order if all ranks hold the same keys in the same order.
             offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks], axis=1)
-            of_rank = np.tile(np.array(ranks, np.int32), len(one.key))
+            of_rank = np.tile(np.array(ranks, np.int32), len(description.key))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
         rank, offsets, sizes, key, chunk, any_rank, tie = joined
@@ -226,34 +237,34 @@ class _Rows:
         return replace(rows, new=new)
 
     def take(self, rows: Column, new: Column) -> _Rows:
-        """A selection of the rows, with other marks."""
+        """Return the selected rows with new marks."""
         if rows.all() if rows.dtype == bool else _is_all(rows, len(self.key)):
             return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
     def check(self, keys: _Keys) -> None:
-        """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
+        """Check that the ranks' boxes cover every tensor, and that different boxes do not overlap."""
         numbers = np.arange(len(keys.numbers))
         starts = np.searchsorted(self.key, numbers)
         ends = np.append(starts[1:], len(self.key))
-        for some in in_cache(numbers, ends - starts):
-            self._check(keys, slice(some[0], some[-1] + 1), slice(starts[some[0]], ends[some[-1]]))
+        for group in in_cache(numbers, ends - starts):  # groups of keys whose rows fit into the processor's cache
+            self._check(keys, slice(group[0], group[-1] + 1), slice(starts[group[0]], ends[group[-1]]))
 
-    def _check(self, keys: _Keys, some: slice, rows: slice) -> None:
-        """Check some keys, which have these rows."""
-        count, shape = some.stop - some.start, keys.shape[some]
-        key, new, sizes = self.key[rows] - some.start, self.new[rows], self.sizes[rows]
+    def _check(self, keys: _Keys, key_range: slice, rows: slice) -> None:
+        """Check a range of keys and the rows of these keys."""
+        count, shape = key_range.stop - key_range.start, keys.shape[key_range]
+        key, new, sizes = self.key[rows] - key_range.start, self.new[rows], self.sizes[rows]
         first = np.flatnonzero(new)
         volumes = totals(product(sizes[first]), key[first], count)
         same = in_all(sizes == sizes[first][np.cumsum(new) - 1])
         wrong = np.bincount(key[~same], minlength=count) > 0
         wrong |= volumes != product(shape)
         wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
-        wrong &= keys.dtype[some] != NO_TENSOR
+        wrong &= keys.dtype[key_range] != NO_TENSOR
         if wrong.any():
-            at = int(np.argmax(wrong))
-            number = some.start + at
-            held, needed = volumes[at] * keys.itemsize[number], shape[at].prod() * keys.itemsize[number]
+            worst = int(np.argmax(wrong))
+            number = key_range.start + worst
+            held, needed = volumes[worst] * keys.itemsize[number], shape[worst].prod() * keys.itemsize[number]
             raise CheckpointMismatch(
                 f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, {keys.shape_of(number)} needs {needed}: "
                 f"a part is missing, or parts overlap. Is every rank of the mesh saving?"
@@ -268,8 +279,11 @@ class _Rows:
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
-    """Key -> the key that is the same memory, on every rank that has a part of either."""
-    counts = np.stack([np.bincount(some.key) for some in (rows, writers)])
+    """Return a dict from each tied key to the first key with the same memory.
+
+    A pair counts only if both keys are tied on every rank that has a part of either.
+    """
+    counts = np.stack([np.bincount(selection.key) for selection in (rows, writers)])
     tied = np.flatnonzero(rows.tie >= 0)
     ties: dict[int, int] = {}
     for key in np.unique(rows.key[tied]).tolist():
@@ -280,7 +294,7 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
 
 
 def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
-    """Balance all boxes but some."""
+    """Balance all boxes that ``skipped`` does not mark."""
     if not skipped.any():
         return balance_load(held, world_size, MAX_PAYLOAD)
     kept = np.flatnonzero(~skipped)
@@ -292,25 +306,33 @@ def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxPa
 
 
 def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
-    """Cut a tied key like the other one, for the same ranks, so that the writer finds both and writes one."""
+    """Assign the boxes of each tied key like those of its first key: same cuts, same ranks. The writer then has both
+    and writes their bytes once."""
     if not ties:
         return parts
     key_of_box = rows.key[rows.new]
     copies = []
     for key, first in ties.items():
-        mine = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
+        parts_of_first = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
-        copies.append(BoxParts(parts.box[mine] + shift, parts.holder[mine], parts.offsets[mine], parts.sizes[mine]))
+        copies.append(
+            BoxParts(
+                parts.box[parts_of_first] + shift,
+                parts.holder[parts_of_first],
+                parts.offsets[parts_of_first],
+                parts.sizes[parts_of_first],
+            )
+        )
     return BoxParts.joined(parts, *copies)
 
 
 def _is_all(rows: Column, count: int) -> bool:
-    """Whether these are the numbers of all rows, in their order."""
+    """Return whether ``rows`` lists all row numbers in ascending order."""
     return len(rows) == count and bool((np.diff(rows, prepend=-1) == 1).all())
 
 
 def _sorted(*columns: Column) -> bool:
-    """Whether rows are in the order of the columns, the first of which counts most."""
+    """Return whether rows are in ascending order of the columns; the first column is the primary key."""
     rising = np.ones(max(len(columns[0]) - 1, 0), bool)
     for column in reversed(columns):
         step = np.diff(column)
@@ -319,13 +341,13 @@ def _sorted(*columns: Column) -> bool:
 
 
 def _has_chunks(described: Description) -> Column:
-    """For each key, whether a rank has a part of it. Without one, a LocalShardsWrapper does not know shape and
-    dtype."""
+    """Return a mask of the keys of which the rank has a part. A LocalShardsWrapper without shards knows neither shape
+    nor dtype."""
     return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def _widened(rows: Column, width: int, fill: int) -> Column:
-    """The rows with further columns of one value, up to ``width``."""
+    """Return the rows padded with ``fill`` to ``width`` columns."""
     if rows.shape[1] == width:
         return rows
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

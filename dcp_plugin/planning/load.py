@@ -35,16 +35,17 @@ from dcp_plugin.tensors.host_memory import is_plain_memory
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
 _LARGEST_CHUNK = 1 << 20
-"""Bytes of the largest chunks that are no items. Objects for larger ones cost nothing beside their bytes."""
+"""Bytes of the largest chunk that is read without a ReadItem. The objects for a larger chunk cost little compared with
+its bytes."""
 
 
 class ShardedLoadPlanner(LoadPlanner):
     """Planner of one load.
 
-    Targets are tensors (filled in place) and other values (replaced in the state that was handed over).
+    Targets are tensors (filled in place) and other values (replaced in the caller's state).
 
     Args:
-        strict: Whether a target that the checkpoint does not have is an error.
+        strict: If true, a target that the checkpoint does not have is an error.
         allow_pickle: Keys (globs) whose values may be loaded by executing pickled code.
 
     Example:
@@ -67,28 +68,28 @@ class ShardedLoadPlanner(LoadPlanner):
         self.missing: list[str] = []
         """Targets that the checkpoint does not have."""
         self.cast: list[str] = []
-        """Targets of another dtype than the checkpoint's."""
+        """Targets whose dtype differs from the checkpoint's."""
         self.misfits: list[str] = []
-        """A line for each target that cannot be filled: of another shape or kind; missing ones if strict."""
+        """A line for each target that cannot be filled: its shape or kind differs or, if strict, it is missing."""
         self.plain: list[str] = []
-        """Values that came back without their class, and why."""
+        """A line for each value that was loaded without its class, with the reason."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        self.metadata = metadata  # where subclasses of DefaultLoadPlanner find it, too
+        self.metadata = metadata  # the attribute of DefaultLoadPlanner that code written for it reads
         self._tree = state_dict
-        self._keys: Collection[str] = (known := metadata.state_dict_metadata)
-        leaves, self._paths = flatten(state_dict, walked_as_stored(known))
-        leaves = {key: leaf for key, leaf in leaves.items() if key in known or not is_empty_mapping(leaf)}
+        self._keys: Collection[str] = (stored := metadata.state_dict_metadata)
+        leaves, self._paths = flatten(state_dict, walked_as_stored(stored))
+        leaves = {key: leaf for key, leaf in leaves.items() if key in stored or not is_empty_mapping(leaf)}
         self._targets = self._described(leaves)
-        self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
+        self._stored = {key: _Stored.of_metadata(stored[key]) for key in leaves if key in stored}
         self._there, self._index = list(self._stored), None
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe the targets. Tensors on the meta device are replaced in the given state by ones with memory, as in
-        stock DCP."""
+        """Describe the targets. Tensors on the meta device are replaced in the caller's state by tensors with memory,
+        as in stock DCP."""
         targets: dict[str, Any] = {}
         misfits: list[str] = []
         for key, leaf in leaves.items():
@@ -96,10 +97,10 @@ class ShardedLoadPlanner(LoadPlanner):
                 targets[key] = leaf
                 continue
             try:
-                there = with_memory(leaf)
-                targets[key] = sharded_value(there)
-                if there is not leaf:
-                    _set(self._tree, self._paths[key], there)
+                filled = with_memory(leaf)
+                targets[key] = sharded_value(filled)
+                if filled is not leaf:
+                    _set(self._tree, self._paths[key], filled)
             except CheckpointMismatch as error:
                 misfits.append(f"{key} is {error}")
         if misfits:
@@ -107,11 +108,11 @@ class ShardedLoadPlanner(LoadPlanner):
         return targets
 
     def use_index(self, targets: dict[str, Any], index: CheckpointIndex, names: Mapping[str, str]) -> None:
-        """:meth:`set_up_planner` for targets by key, tensors as :class:`ShardedValue`; without an object for every
-        stored chunk.
+        """Set the planner up from an index, without an object for every stored chunk.
 
         Args:
-            names: The key in the checkpoint of each target. Several may have the same.
+            targets: Targets by key; tensors as :class:`ShardedValue`.
+            names: The key in the checkpoint of each target. Several targets may share a key.
         """
         self._tree = self._targets = targets
         self._paths = {key: (key,) for key in targets}
@@ -122,28 +123,29 @@ class ShardedLoadPlanner(LoadPlanner):
         self._there = [key for key in targets if names[key] in slots]
 
     def create_local_plan(self) -> stock.LoadPlan:
-        """The reads of this rank.
+        """Return the reads of this rank.
 
         Raises:
-            CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
+            CheckpointMismatch: Targets have another shape or kind or, if strict, are missing. The message names them.
         """
         return stock.LoadPlan(self._reads_of(self._there, None))
 
     def plan_apart(self) -> LoadPlan:
-        """Return the reads of this rank, without an item for a small chunk that is read as it is stored.
+        """Return the reads of this rank, with a WholeChunk in place of the items for a small chunk that is read as
+        stored.
 
-        Most chunks of most checkpoints are, and stock's plan has some six objects for each.
+        Most chunks of most checkpoints are of this kind, and stock's plan has about six objects for each item.
 
         Raises:
-            CheckpointMismatch: As :meth:`create_local_plan`.
+            CheckpointMismatch: See :meth:`create_local_plan`.
         """
         apart = self._wanted_as_stored()
         chunks = list(apart.values())
         return LoadPlan(self._reads_of([key for key in self._there if key not in apart], chunks), chunks)
 
     def _reads_of(self, keys: Iterable[str], apart: list[WholeChunk] | None) -> list[ReadItem]:
-        there = set(self._there)
-        self.missing = [key for key in self._targets if key not in there]
+        stored_keys = set(self._there)
+        self.missing = [key for key in self._targets if key not in stored_keys]
         stored_under = {key: self._stored_for(key) for key in keys}
         problems = (_misfit(key, self._targets[key], each, self._scales_of(key)) for key, each in stored_under.items())
         self.misfits = list(filter(None, problems))
@@ -156,8 +158,8 @@ class ShardedLoadPlanner(LoadPlanner):
         for key, stored in stored_under.items():
             target, name = self._targets[key], self._names.get(key, key)
             if not isinstance(target, ShardedValue):
-                where = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
-                items.append(ReadItem(LoadItemType.BYTE_IO, *where))
+                indices = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
+                items.append(ReadItem(LoadItemType.BYTE_IO, *indices))
                 continue
             if target.dtype != stored.dtype:
                 self.cast.append(key)
@@ -174,8 +176,9 @@ class ShardedLoadPlanner(LoadPlanner):
         return _Stored.of_table(self._index.table, self._index.slots[self._names[key]])
 
     def _wanted_as_stored(self) -> dict[str, WholeChunk]:
-        """Targets that are one stored chunk each: decided by columns, with one look at each tensor."""
-        index, found = self._index, dict[str, WholeChunk]()
+        """Return the targets that equal one stored chunk each. Columns select the candidates, so that Python looks at
+        each tensor once."""
+        index, chunks = self._index, dict[str, WholeChunk]()
         assert index is not None
         keys = [key for key in self._there if isinstance(self._targets[key], ShardedValue)]
         names = [self._names[key] for key in keys]
@@ -184,19 +187,19 @@ class ShardedLoadPlanner(LoadPlanner):
         rows = table.chunk_starts[slots]
         place = index.columns["place"][rows]
         alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= _LARGEST_CHUNK)
-        told = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
+        candidates = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
         dtype_of = table.columns["dtype"][slots].tolist()
-        for key, name, dtype, (is_alone, row, length, shape) in zip(keys, names, dtype_of, told, strict=True):
+        for key, name, dtype, (is_alone, row, length, shape) in zip(keys, names, dtype_of, candidates, strict=True):
             target = self._targets[key]
             if is_alone and target.dtype == dtypes[dtype] and target.shape == shape and len(target.chunks) == 1:
                 (chunk,) = target.chunks
                 if chunk.sizes == shape and _takes(target, length) and name not in index.strides:
-                    found[key] = WholeChunk(name, row, chunk.tensor)
-        return found
+                    chunks[key] = WholeChunk(name, row, chunk.tensor)
+        return chunks
 
     def _same_chunk(self, name: str, target: ShardedValue, stored: _Stored) -> WholeChunk | None:
-        """The stored chunk that a target is, as on the rank that saved it: small, and to be read as it is."""
+        """Return the stored chunk with the box of the target's only chunk if it is small and can be read as stored."""
         index = self._index
         if index is None or len(target.chunks) != 1 or target.dtype != stored.dtype or name in index.strides:
             return None
@@ -209,7 +212,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return WholeChunk(name, row, target.chunks[0].tensor) if fits else None
 
     def _scales_of(self, key: str) -> str:
-        """The key of the scales of a quantized weight, if the checkpoint has one with DeepSeek's suffix; or empty."""
+        """Return the key of a quantized weight's scales, recognized by DeepSeek's suffix; empty if there is none."""
         scales = self._names.get(key, key) + "_scale_inv"
         return scales if scales in self._keys else ""
 
@@ -224,7 +227,7 @@ class ShardedLoadPlanner(LoadPlanner):
         allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
         key = read_item.dest_index.fqn
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
-        if self.plain and self._tree is not self._targets:  # DCP drives the load, and does not ask for :attr:`plain`
+        if self.plain and self._tree is not self._targets:  # DCP drives this load and never reads self.plain
             warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict:
             require_names(key, target, loaded)
@@ -239,17 +242,17 @@ class ShardedLoadPlanner(LoadPlanner):
         return narrow(target, read_item.dest_index.fqn, box)
 
     def fills_whole_tensor(self, read_item: ReadItem) -> bool:
-        """Whether this rank wants all of the tensor, of which the item may be a part."""
+        """Return whether this rank wants the complete tensor, of which the item may be a part."""
         target = self._targets[read_item.dest_index.fqn]
         return bool(target.chunks[read_item.dest_index.index].sizes == target.shape)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the tensor is a view of the target."""
+        """Do nothing: the tensor is a view of the target."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """What the checkpoint has under a key; without a dtype it is no tensor. A row of the columns is a chunk."""
+    """The checkpoint's entry under a key; ``dtype`` is None if it is no tensor. A row of the columns is a chunk."""
 
     dtype: torch.dtype | None
     shape: Shape
@@ -269,24 +272,26 @@ class _Stored:
         return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
     def overlaps(self, chunk: LocalChunk) -> list[tuple[int, list[int], Shape, Shape]]:
-        """The stored chunks that share elements with one of ours: number and offsets, and offsets and lengths of what
-        is shared. Stored chunks are mostly in the order of their rows, so a binary search finds those with near rows.
-        If these do not cover ours (shards of columns, or another tool's order), all are compared.
+        """Return the stored chunks that share elements with ``chunk``: number and offsets of each stored chunk, and
+        offsets and lengths of the common box.
+
+        Stored chunks are mostly sorted by their first row, so a binary search finds the candidates. If these do not
+        cover ``chunk`` (shards of columns, or another tool's order), all stored chunks are compared.
 
         Raises:
-            CheckpointCorrupt: All together do not cover it.
+            CheckpointCorrupt: All stored chunks together do not cover ``chunk``.
         """
         wanted = prod(chunk.sizes)
         for near in (self._near, self._touching):
             boxes = ((number, self.offsets[number].tolist(), self.sizes[number].tolist()) for number in near(chunk))
             shared = ((number, offsets, _intersection(chunk, offsets, sizes)) for number, offsets, sizes in boxes)
-            found = [(number, offsets, *both) for number, offsets, both in shared if both is not None]
-            if sum(prod(lengths) for *_, lengths in found) == wanted:
-                return found
+            overlapping = [(number, offsets, *both) for number, offsets, both in shared if both is not None]
+            if sum(prod(lengths) for *_, lengths in overlapping) == wanted:
+                return overlapping
         raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
 
     def number_of(self, chunk: LocalChunk) -> int | None:
-        """The stored chunk that has the same box, if there is one and it is found by its rows."""
+        """Return the number of the stored chunk with the same box; None if the binary search over rows finds none."""
         box = list(chunk.offsets), list(chunk.sizes)
         same = (at for at in self._near(chunk) if (self.offsets[at].tolist(), self.sizes[at].tolist()) == box)
         return next(same, None)
@@ -305,14 +310,14 @@ class _Stored:
 
 
 def _takes(target: ShardedValue, length: int) -> bool:
-    """Whether so many bytes can be read into the only chunk of a target as they are."""
+    """Return whether a payload of ``length`` bytes can be read straight into the memory of the target's only chunk."""
     tensor = target.chunks[0].tensor
     same = 0 < length == tensor.nbytes and target.dtype == tensor.dtype and not target.stored_whole
     return same and is_plain_memory(tensor)
 
 
 def _misfit(key: str, target: Any, stored: _Stored, scales: str) -> str:
-    """Why a target cannot be filled; empty if it can."""
+    """Return the reason why a target cannot be filled; empty if it can be filled."""
     if not isinstance(target, ShardedValue):
         kind = type(target).__name__
         return "" if stored.dtype is None else f"{key} is a {kind} here and a tensor in the checkpoint"
@@ -354,22 +359,23 @@ def _reads(key: str, name: str, target: ShardedValue, stored: _Stored) -> Iterat
 
 
 def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tuple[Shape, Shape] | None:
-    """Offsets and lengths of what two boxes share; None if nothing. Boxes without dimensions share their element."""
+    """Return the offsets and lengths of the box that two boxes share, or None. Boxes without dimensions share their
+    element."""
     begins = tuple(map(max, chunk.offsets, offsets))
     lengths = tuple(map(sub, map(min, map(add, chunk.offsets, chunk.sizes), map(add, offsets, sizes)), begins))
     return (begins, lengths) if min(lengths, default=1) > 0 else None
 
 
 def _set(tree: Any, path: KeyPath, value: Any) -> None:
-    """Replace what is at a path. A tuple on the way is replaced by one with the rest of its items."""
-    step, *rest = step_of(path[0]), *path[1:]
-    if isinstance(tree, Mapping) and step not in tree:  # a key that is no text
+    """Replace the value at a path. Tuples on the path are immutable and so are rebuilt with the new item."""
+    step, *tail = step_of(path[0]), *path[1:]
+    if isinstance(tree, Mapping) and step not in tree:  # the path has the text of a key of another type
         step = next((key for key in tree if str(key) == step), step)
-    if not rest:
+    if not tail:
         tree[step] = value
     elif isinstance(tree[step], tuple):
         items = list(tree[step])
-        _set(items, tuple(rest), value)
+        _set(items, tuple(tail), value)
         tree[step] = tuple(items)
     else:
-        _set(tree[step], tuple(rest), value)
+        _set(tree[step], tuple(tail), value)

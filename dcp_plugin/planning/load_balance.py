@@ -1,10 +1,10 @@
-"""Which rank writes which box: every byte once, and about the same number of bytes on every rank that holds them.
+"""Assignment of boxes to writers: each byte is written once, and the ranks that hold it write about equally much.
 
-Boxes that the same ranks hold (replicas: DDP, HSDP, replicated norms) form a tape. Tapes are assigned in the order of
-how few ranks hold them, each so that the holders with the fewest bytes so far come to one level. First the small boxes
-of a tape, uncut; then the large ones, laid end to end and cut where a holder has enough, which evens out what the small
-ones left uneven. So at most ``holders - 1`` boxes of a tape are cut, and where all ranks hold everything none writes
-more than its share plus :data:`MIN_SPLIT`.
+Boxes held by the same ranks (replicas: DDP, HSDP, replicated norms) form a tape. The tapes with the fewest holders are
+assigned first. Each tape fills up the least loaded of its holders to a common level. The small boxes of a tape come
+first and are never cut. The large boxes follow: they are laid end to end and cut where a holder reaches the level,
+which evens out the differences that the small boxes made. So at most ``holders - 1`` boxes of a tape are cut. If all
+ranks hold everything, no rank writes more than its share plus :data:`MIN_SPLIT`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MIN_SPLIT = 1 << 18
 """Boxes below this many bytes are not cut: an item costs about as much as writing 100 KiB."""
 
 _GRAIN = 1 << 16
-"""Precision of a cut, in bytes: rows that are longer are cut themselves."""
+"""Precision of a cut, in bytes: a row longer than this is cut itself."""
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class HeldBoxes:
-    """Different boxes and who holds them: box ``i`` is with ``ranks[first[i] : first[i] + count[i]]``, ascending.
+    """Different boxes and their holders: ``ranks[first[i] : first[i] + count[i]]`` hold box ``i``, ascending.
 
-    ``ranks`` has nothing else in it, in the order of the boxes.
+    ``ranks`` consists of these slices only, in the order of the boxes.
     """
 
     sizes: Ints
@@ -60,7 +60,7 @@ class BoxPart:
         return prod(self.sizes) * self.itemsize
 
     def divide(self, at: int) -> tuple[list[BoxPart], list[BoxPart]]:
-        """Two lists of parts that together are this one; the first has ``at`` bytes, give or take half of
+        """Return two lists of parts that together are this part. The first list has ``at`` bytes, give or take half of
         ``_GRAIN``."""
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
@@ -76,7 +76,7 @@ class BoxPart:
         return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
 
     def at_most(self, max_bytes: int) -> Iterator[BoxPart]:
-        """This part in parts of at most so many bytes, as far as its shape can be divided."""
+        """Yield this part in parts of at most ``max_bytes``. A single element is never divided."""
         if self.nbytes <= max_bytes or max(self.sizes, default=1) == 1:
             yield self
             return
@@ -96,12 +96,13 @@ class BoxPart:
 
 
 Cuts = dict[int, list[tuple[int, BoxPart]]]
-"""Boxes that are cut, and their parts in order, each with the how-manieth holder that takes it."""
+"""Parts of each cut box, in order, each with the position of its writer among the holders of the box."""
 
 
 @dataclass(frozen=True)
 class BoxParts:
-    """What is written, in the order of boxes: of which box, by the holder of which number, and where in the box."""
+    """The parts to write, sorted by box: the box, the position of the writer among its holders, and the place in the
+    box."""
 
     box: Ints
     holder: Ints
@@ -109,20 +110,20 @@ class BoxParts:
     sizes: Ints
 
     @classmethod
-    def joined(cls, *some: BoxParts) -> BoxParts:
-        columns = [np.concatenate([getattr(one, field.name) for one in some]) for field in fields(cls)]
+    def joined(cls, *parts_lists: BoxParts) -> BoxParts:
+        columns = [np.concatenate([getattr(parts, field.name) for parts in parts_lists]) for field in fields(cls)]
         order = np.argsort(columns[0], kind="stable")
         return cls(*(column[order] for column in columns))
 
 
 def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
-    """Who writes which boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
+    """Assign each box, or parts that together are the box, to holders. No part is larger than ``max_bytes``."""
     nbytes = held.nbytes
     holder = np.zeros(len(nbytes), np.int64)
     cuts: Cuts = {}
     loads = np.zeros(world_size, np.int64)
     alone = held.count == 1
-    # By way of floating-point numbers: exact, as no rank writes 2^53 bytes.
+    # bincount sums in floating point, which is exact here: no rank writes 2^53 bytes.
     loads += np.bincount(held.ranks[held.first[alone]], nbytes[alone], world_size).astype(np.int64)
     for tape in _tapes(held, world_size):
         holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]
@@ -132,12 +133,12 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
         edges = _edges(loads[holders], nbytes[small].sum())
         holder[small] = np.searchsorted(edges, middles)
         np.add.at(loads, holders[holder[small]], nbytes[small])
-        found = _cut(held, large, _edges(loads[holders], nbytes[large].sum()), holder)
-        uncut = np.setdiff1d(large, list(found))
+        cuts_of_tape = _cut(held, large, _edges(loads[holders], nbytes[large].sum()), holder)
+        uncut = np.setdiff1d(large, list(cuts_of_tape))
         np.add.at(loads, holders[holder[uncut]], nbytes[uncut])
-        for position, part in (taken for parts in found.values() for taken in parts):
+        for position, part in (taken for parts in cuts_of_tape.values() for taken in parts):
             loads[holders[position]] += part.nbytes
-        cuts.update(found)
+        cuts.update(cuts_of_tape)
     for box in np.flatnonzero(nbytes > max_bytes).tolist():
         pieces = cuts.get(box) or [(int(holder[box]), _entire(held, box))]
         cuts[box] = [(position, small) for position, part in pieces for small in part.at_most(max_bytes)]
@@ -145,10 +146,11 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
 
 
 def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
-    """Boxes with the same holders, if they are several: those with the fewest first.
+    """Yield groups of boxes that the same ranks hold, in ascending number of holders. Boxes with a single holder are
+    left out.
 
-    Two sets of ranks are equal if the sums of a random 64-bit number per rank are: one sum per box costs a single pass
-    over the ranks, where comparing the sets would cost Python per box.
+    Each rank has a random 64-bit number. Two sets of ranks count as equal if the sums of their numbers are equal. The
+    sums cost one numpy pass over the ranks; comparing the sets would cost a Python loop over the boxes.
     """
     shared = np.flatnonzero(held.count > 1)
     if not len(shared):
@@ -162,7 +164,8 @@ def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
 
 
 def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Where to cut ``total`` more bytes among holders with these loads, so that the least loaded come to one level."""
+    """Return the positions at which to cut ``total`` bytes, one stretch per holder, so that the least loaded holders
+    reach a common level."""
     filled = np.sort(loads)
     levels = (total + np.cumsum(filled)) / np.arange(1, len(loads) + 1)
     below = max(1, int((levels > filled).sum()))  # holders whose load is below the common level
@@ -170,7 +173,7 @@ def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
-    """Lay boxes end to end, and give the bytes between two edges to one holder. Returns the boxes that were cut."""
+    """Lay boxes end to end and assign the bytes between two edges to one holder. Return the boxes that were cut."""
     nbytes = held.nbytes[tape]
     ends = np.cumsum(nbytes)
     starts = ends - nbytes
@@ -179,14 +182,14 @@ def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints)
     cuts: Cuts = {}
     for at in np.unique(inside[inside < len(tape)]).tolist():
         position = int(starts[at])
-        rest = [_entire(held, int(tape[at]))]
+        remaining = [_entire(held, int(tape[at]))]
         taken: list[tuple[int, BoxPart]] = []
         numbers = np.flatnonzero(inside == at).tolist()
         for number in numbers:
-            mine, rest = _divide(rest, round(edges[number]) - position)
-            position += sum(part.nbytes for part in mine)
-            taken += [(number, part) for part in mine]
-        cuts[int(tape[at])] = taken + [(numbers[-1] + 1, part) for part in rest]
+            taken_now, remaining = _divide(remaining, round(edges[number]) - position)
+            position += sum(part.nbytes for part in taken_now)
+            taken += [(number, part) for part in taken_now]
+        cuts[int(tape[at])] = taken + [(numbers[-1] + 1, part) for part in remaining]
     return cuts
 
 

@@ -1,21 +1,21 @@
-"""What one rank holds, and which of it belongs to that rank alone.
+"""The chunks that one rank holds, and the optimizer state that belongs to that rank alone.
 
-:class:`LocalInventory` has it as columns. Under FSDP, TP or HSDP thousands of ranks hold the same keys, with chunks of
-the same sizes, at other offsets. So the :class:`Description` travels once for all that share it, and each rank sends
-the offsets alone, counted in chunks: for a regular mesh that is the same number again and again, which compresses to a
-few bytes. Nothing here knows meshes or placements; irregular ranks have descriptions of their own.
+:class:`LocalInventory` lists the chunks in columns. Under FSDP, TP or HSDP thousands of ranks hold the same keys, with
+chunks of the same sizes at different offsets. The ranks therefore send a common :class:`Description` once, and each
+rank sends only its offsets, counted in chunks. On a regular mesh these are many equal numbers, which compress to a few
+bytes. This module does not depend on meshes or placements: a rank with an irregular layout sends its own description.
 
-:class:`RankLocal` finds optimizer state that each rank has for itself, beside a parameter that is sharded. Such state
-is mostly sharded like the parameter, or the same on all ranks (``step``). Plain tensors and values may be neither: an
-8-bit optimizer keeps the codes and scales of its own shard. Under one key, all ranks would get what rank 0 had. So what
-differs between ranks is stored by rank, and the key says for which part of the parameter:
+:class:`RankLocal` finds optimizer state that belongs to one rank and to its shard of a parameter. Most state is sharded
+like the parameter, or the same on all ranks (``step``). Plain tensors and values may be neither: an 8-bit optimizer
+keeps the codes and scales of its own shard. Stored under one key, the state of rank 0 would replace that of all other
+ranks. Such state is therefore stored once per rank, under a key that names the part of the parameter:
 
     optim.state.layer.weight.codes.rank1(8,0:16,32)         # rank 1 had rows 8 to 15, all 32 columns
 
-Only a rank with the same part may load it. It is never cut for another layout, since only the optimizer knows what the
-numbers mean. Equal bytes are taken for the same state, except in a tensor that has the shape of the shard on any rank:
-that is the rank's own, also while it is all zeros. At a first save it compares what all ranks should share, too
-(:mod:`~dcp_plugin.planning.shared_values`).
+Only a rank with the same part may load this state. It is never cut for another layout, since only the optimizer knows
+what the numbers mean. Equal bytes count as shared state. The exception is a tensor that has the shape of the rank's
+shard: it belongs to the rank even while it is all zeros. At the first save, :class:`RankLocal` also compares the values
+that all ranks should share (:mod:`~dcp_plugin.planning.shared_values`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue
 
 _Item = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
-"""What a rank holds under a key: dtype (None: it is no tensor), shape, whether any rank that holds it may write it, and
-whether its chunks must not be cut; of each chunk the offsets, the sizes and maybe more. There are thousands."""
+"""A rank's entry under a key: dtype (None if it is no tensor), shape, ``any_rank`` (true if every holder may write it),
+``stored_whole`` (true if its chunks must not be cut), and the chunks, which start with offsets and sizes. A tuple and
+no dataclass, because a state has thousands of entries."""
 
 _VALUE: _Item = (None, (), False, False, (((), ()),))
 
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """All that a rank holds but the offsets. Columns of keys: ``dtype``, ``ndim``, ``shape`` (1 behind the last
-    dimension), ``any_rank``, ``stored_whole``, ``tie`` (the number of the earlier key that is the same memory, or -1);
-    of chunks: ``key`` (its number) and ``sizes``."""
+    """A rank's inventory without the offsets.
+
+    Columns with a row per key: ``dtype``, ``ndim``, ``shape`` (padded with 1), ``any_rank``, ``stored_whole``, ``tie``
+    (the number of an earlier key with the same memory, or -1). Columns with a row per chunk: ``key`` (the key's number)
+    and ``sizes``.
+    """
 
     keys: list[str]
     paths: dict[str, KeyPath]
@@ -80,7 +84,7 @@ class Description:
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """What one rank holds: a description, and the offset of every chunk."""
+    """The chunks that one rank holds: a description, and the offsets of every chunk."""
 
     description: Description
     offsets: Column
@@ -90,14 +94,14 @@ class LocalInventory:
         return hashlib.blake2b(self.description.digest + self.offsets.tobytes(), digest_size=16).digest()
 
     def pack_offsets(self) -> bytes:
-        """The offsets as multiples of the sizes, and what is left over: nothing, on a regular mesh."""
+        """Compress the offsets, as multiples of the sizes plus remainders. On a regular mesh all remainders are 0."""
         return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
 
     @classmethod
     def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
         sizes = description.sizes
-        times, rest = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
-        return cls(description, times * np.maximum(sizes, 1) + rest)
+        times, remainders = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
+        return cls(description, times * np.maximum(sizes, 1) + remainders)
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
@@ -113,7 +117,7 @@ class LocalInventory:
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
     ) -> LocalInventory:
-        """The inventory that a plan of DCP's own write items describes."""
+        """Make the inventory from a plan that consists of DCP's own write items."""
         items: dict[str, _Item] = {}
         boxes: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
         for item in plan.items:
@@ -138,9 +142,9 @@ class LocalInventory:
         width = max(map(len, shapes), default=0)
         chunks = [
             (number, box[0], box[1])
-            for number, (mine, shape) in enumerate(zip(boxes, shapes, strict=True))
-            for box in mine
-            if 0 not in box[1] or 0 in shape  # a chunk without elements, of a tensor that has some, is none
+            for number, (key_boxes, shape) in enumerate(zip(boxes, shapes, strict=True))
+            for box in key_boxes
+            if 0 not in box[1] or 0 in shape  # an empty chunk counts only if the tensor itself is empty
         ]
         chunk_keys, offsets, sizes = zip(*chunks, strict=True) if chunks else ((),) * 3
         tie = np.full(len(keys), -1, np.int64)
@@ -164,9 +168,10 @@ class LocalInventory:
 
 
 def ties_of(state: Flat) -> dict[str, str]:
-    """Key -> the earlier key whose tensor is the same memory."""
+    """Return a dict from each tied key to the first key whose tensor is the same memory."""
     tensors = [(key, value, value.chunks) for key, value in state.items() if isinstance(value, ShardedValue)]
     begins = [_begin_of(chunks) for _, _, chunks in tensors]
+    # Only tensors that begin at the same address can be tied. memory_of() is slow, so other tensors skip it.
     several = {begin for begin, count in Counter(begins).items() if count > 1} | {0}
     seen: dict[object, str] = {}
     ties = {}
@@ -179,16 +184,16 @@ def ties_of(state: Flat) -> dict[str, str]:
 
 
 def _begin_of(chunks: Sequence[LocalChunk]) -> int:
-    """The address of the first chunk: where no other tensor begins there, none is the same memory. 0 if unknown."""
+    """Return the address of the first chunk, or 0 if it is unknown. Tied tensors begin at the same address."""
     return chunks[0].tensor.data_ptr() if chunks and type(chunks[0].tensor) in EXACTLY_TENSORS else 0
 
 
 _OWN = b""
-"""In place of the hash of a tensor that has the shape of the shard, and so is the rank's own."""
+"""Stand-in for the hash of a tensor that has the shape of the shard and so belongs to the rank."""
 
 
 class RankLocal:
-    """Finds the state that ranks have for themselves, and remembers which it was at the last save."""
+    """Detector of optimizer state that differs between ranks. It remembers the keys that differed at earlier saves."""
 
     def __init__(self) -> None:
         self._apart: frozenset[str] = frozenset()
@@ -198,20 +203,23 @@ class RankLocal:
     def with_rank_keys(
         self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int, shared: Collection[str] = ()
     ) -> Flat:
-        """Return the state with keys of its own for what is known to be this rank's alone; change ``paths`` likewise.
+        """Return the state with rank-specific keys for the entries that differed at an earlier comparison. Change
+        ``paths`` likewise.
 
         Args:
-            shared: Keys of values that all ranks are expected to share, to be compared.
+            shared: Keys of values that all ranks are expected to share; :meth:`compare` compares them.
         """
         self._shared = shared_hashes(state, shared)
-        found = _slots_of_sharded(state, shards)
-        mine = {key: one for key, one in found.items() if key in self._apart}
-        evident = {key for key, (_, box) in found.items() if key not in mine and _has_shape_of(state[key], box)}
-        hashes = _hashes({key: state[key] for key in found if key not in mine and key not in evident})
+        local_slots = _slots_of_sharded(state, shards)
+        rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
+        evident = {
+            key for key, (_, box) in local_slots.items() if key not in rank_local and _has_shape_of(state[key], box)
+        }
+        hashes = _hashes({key: state[key] for key in local_slots if key not in rank_local and key not in evident})
         hashes |= dict.fromkeys(evident, _OWN)
-        self._doubtful = {key: (found[key][0], each) for key, each in hashes.items()}
+        self._doubtful = {key: (local_slots[key][0], each) for key, each in hashes.items()}
         renamed: dict[str, str] = {}
-        for key, (slot, box) in mine.items():
+        for key, (slot, box) in rank_local.items():
             own = str(LocalSlot(slot, rank, box))
             renamed[key] = key.removesuffix(slot) + own
             if key in paths:
@@ -220,34 +228,34 @@ class RankLocal:
         return {renamed.get(key, key): value for key, value in state.items()}
 
     def digest(self, rank: int) -> bytes:
-        """Return a digest of what may differ between ranks; empty where there is nothing of that kind. A tensor of the
-        shape of the shard makes it unlike that of any other rank.
+        """Return a digest of the entries that may differ between ranks; empty if there are none. A tensor with the
+        shape of the shard makes the digest differ from that of every other rank.
 
-        If a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
-        state for other parameters, but nothing that differs, need not compare at every save.
+        A slot with one value for all parameters, as ``step`` mostly has, is hashed without the names of the parameters.
+        Ranks with state for different parameters then have equal digests, and do not compare at every save.
         """
         if not self._doubtful and not self._shared:
             return b""
         slots = set(self._doubtful.values())
-        told = sorted(slots)
+        entries = sorted(slots)
         if any(each == _OWN for _, each in slots):
-            told = [(f"rank {rank}", b"")]
+            entries = [(f"rank {rank}", b"")]
         elif len({slot for slot, _ in slots}) < len(slots):
-            told = sorted((key, each) for key, (_, each) in self._doubtful.items())
-        told += sorted(self._shared.items())
-        text = b"".join(name.encode() + each for name, each in told)
+            entries = sorted((key, each) for key, (_, each) in self._doubtful.items())
+        entries += sorted(self._shared.items())
+        text = b"".join(name.encode() + each for name, each in entries)
         return hashlib.blake2b(text, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
-        """Remember what differs between ranks, and warn on rank 0 of shared values that do. Collective.
+        """Remember the optimizer state that differs between ranks. Warn of shared values that differ. Collective.
 
         Returns:
-            Whether optimizer state differs that did not before.
+            True if optimizer state differs that did not differ before.
         """
 
         def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
             if message := about_different([shared for _, shared in of_ranks]):
-                warnings.warn(message, stacklevel=2)  # here, so that all ranks raise if a warning is an error
+                warnings.warn(message, stacklevel=2)  # inside combine(): if warnings are errors, all ranks raise
             first: dict[str, bytes] = {}
             return frozenset(
                 key
@@ -256,15 +264,16 @@ class RankLocal:
                 if first.setdefault(key, each) != each or each == _OWN
             )
 
-        mine = {key: each for key, (_, each) in self._doubtful.items()}
-        found = ranks.combine(step, lambda: (mine, self._shared), differing)
-        self._apart |= found
-        return bool(found)
+        hashes_here = {key: each for key, (_, each) in self._doubtful.items()}
+        newly_differing = ranks.combine(step, lambda: (hashes_here, self._shared), differing)
+        self._apart |= newly_differing
+        return bool(newly_differing)
 
 
 def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]:
-    """The keys of plain optimizer state beside a sharded parameter; the slot, and the part that this rank has."""
-    found: dict[str, tuple[str, Box]] = {}
+    """Return the keys of plain optimizer state that belongs to a sharded parameter. Each key has its slot, and the box
+    of the parameter on this rank."""
+    slots: dict[str, tuple[str, Box]] = {}
     prefixes = {f"{name}.state.": boxes for name, boxes in shards.items() if boxes}
     for key, value in state.items() if prefixes else ():
         if isinstance(value, ShardedValue) and (value.any_rank or value.stored_whole):
@@ -273,12 +282,13 @@ def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]
             if key.startswith(prefix):
                 fqn, slot = _known_first(key[len(prefix) :], boxes)
                 if fqn is not None:
-                    found[key] = slot, boxes[fqn]
-    return found
+                    slots[key] = slot, boxes[fqn]
+    return slots
 
 
 def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
-    """The longest known name in front of a dot, and what is behind it."""
+    """Split ``rest`` at a dot into the longest name that ``known`` has and the text after the dot; the name is None if
+    there is none."""
     at = rest.rfind(".")
     while at > 0 and rest[:at] not in known:
         at = rest.rfind(".", 0, at)
@@ -286,13 +296,13 @@ def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
 
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
-    """Whether a tensor has the shape of a part of more than one element."""
+    """Return whether a value is a tensor with the shape of the box. A box of one element never counts."""
     shape = tuple(end - begin for begin, end in zip(*box, strict=True))
     return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
 
 
 def _hashes(state: Flat) -> dict[str, bytes]:
-    """A hash of each tensor or value, with dtype and shape."""
+    """Return a hash of each tensor or value; the hash of a tensor includes dtype and shape."""
     tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
     bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
     return {

@@ -1,20 +1,20 @@
-"""The plan of a save: what each rank holds, and from all of that, what each rank writes.
+"""The plan of a save: from the inventories of all ranks, the items that each rank writes.
 
 :class:`ShardedSavePlanner` is a real DCP ``SavePlanner``;
 ``torch.distributed.checkpoint.save(sd, planner=ShardedSavePlanner())`` works with any writer.
 
-Our own saves make the same plan with :class:`PlanExchange`, for a few bytes per rank, and for one digest per rank when
-nothing has changed:
+Saves of this package make the same plan with :class:`PlanExchange`. It exchanges a few digests per rank if the plan has
+not changed, and little more otherwise:
 
-1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
-   should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
-   it key by key and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that
-   follows now, that is all.
-2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
-   back what it has to write.
+1. Each rank sends four digests: of the plan that it remembers, of its description, of its inventory, and of the values
+   that should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If the last digests
+   differ, the ranks compare the values key by key and start again. The digest of the new plan follows from the
+   inventories of all ranks. If every rank remembers that plan, the exchange ends here.
+2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send
+   their offsets. Rank 0 returns to each rank its share of the writing.
 
-A digest covers everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties. It
-does not cover the bytes of values, whose lengths may change from save to save.
+The digests cover everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties.
+They do not cover the bytes of values, whose lengths may change from save to save.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedVal
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What a rank's plan takes to the coordinator when DCP drives the planner."""
+    """Facts that a rank's plan carries to the coordinator when DCP drives the planner."""
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
@@ -75,10 +75,10 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :class:`PlanExchange` instead, which makes the same plan:
-    DCP's way sends every item of every rank to rank 0 and back at each save, as Python objects, some six per tensor.
-    Digests replace them where nothing has changed. A load needs no such exchange, since each rank plans alone, and so
-    uses the planner and the reader that DCP would drive.
+    DCP drives this planner with plans of write items. At each save it sends every item of every rank to rank 0 and
+    back, as about six Python objects per tensor. Saves of this package use :class:`PlanExchange` instead, which makes
+    the same plan and sends only digests while the plan is unchanged. Loads need no exchange, since each rank plans
+    alone; they use the planner and the reader that DCP would drive.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
@@ -100,7 +100,7 @@ class ShardedSavePlanner(SavePlanner):
     ) -> None:
         """Take the state, nested and of any content, under the keys that stock's planner gives it.
 
-        An empty mapping has none. If it had, stock's load planner would take the checkpoint for one of torch 2.3.
+        An empty mapping gets no key. With one, stock's load planner would mistake the checkpoint for one of torch 2.3.
         """
         leaves, paths = flatten(state_dict, walked_by_stock)
         leaves = {key: leaf for key, leaf in leaves.items() if not is_empty_mapping(leaf)}
@@ -108,7 +108,8 @@ class ShardedSavePlanner(SavePlanner):
         self._state = encode_state(leaves, self._allow_pickle)
 
     def take(self, state: Flat, paths: dict[str, KeyPath]) -> None:
-        """:meth:`set_up_planner` for what is flat and encoded already, and the paths that its keys do not tell."""
+        """Set the planner up with a state that is already flat and encoded. ``paths`` has the paths that do not follow
+        from the keys."""
         self._state, self._paths = state, paths
 
     def create_local_plan(self) -> SavePlan:
@@ -121,13 +122,13 @@ class ShardedSavePlanner(SavePlanner):
         """Distribute the items of all ranks so that each is written once.
 
         Raises:
-            CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
+            CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a complete tensor.
         """
-        # A planner made from this one may put something of its own there; then keys alone tell the paths.
+        # A subclass may use planner_data for other data. The paths then follow from the keys.
         facts = [plan.planner_data if isinstance(plan.planner_data, LocalFacts) else _NO_FACTS for plan in all_plans]
         inventories = [
-            LocalInventory.of_plan(plan, said.paths, said.ties, said.stored_whole)
-            for plan, said in zip(all_plans, facts, strict=True)
+            LocalInventory.of_plan(plan, rank_facts.paths, rank_facts.ties, rank_facts.stored_whole)
+            for plan, rank_facts in zip(all_plans, facts, strict=True)
         ]
         global_plan = make_global_plan(inventories)
         plans = [
@@ -147,7 +148,7 @@ class ShardedSavePlanner(SavePlanner):
 
 
 def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
-    """What is written for an item: the view of its box in this rank's memory, or the bytes of a value."""
+    """Return the data to write for an item: the view of its box in this rank's memory, or the bytes of a value."""
     value = state[item.index.fqn]
     if isinstance(value, EncodedValue):
         return value.data
@@ -159,14 +160,15 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
-        CheckpointMismatch: Naming every tensor that has nothing to store: no memory, and no parts that have.
-        UnsafeCheckpoint: Naming every value that only executing pickled code would restore.
+        CheckpointMismatch: Tensors cannot be stored, because neither they nor their parts have memory. The message
+            names every one of them.
+        UnsafeCheckpoint: Only executing pickled code would restore some values. The message names every one of them.
     """
     flat: Flat = {}
     unsafe: list[str] = []
     misfits: list[str] = []
     changed: list[str] = []
-    same: dict[int, EncodedValue] = {}  # the parameters of an optimizer's group have the same objects
+    same: dict[int, EncodedValue] = {}  # the same objects repeat for every parameter of an optimizer's group
     for key, leaf in leaves.items():
         if type(leaf) in EXACTLY_TENSORS:
             try:
@@ -211,7 +213,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 
 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
-    """The view of a box that lies inside one of this rank's chunks."""
+    """Return the view of a box that is inside one of this rank's chunks."""
     if len(value.chunks) == 1 and value.chunks[0][:2] == (box.offsets, box.sizes):
         return value.chunks[0].tensor
     for chunk in value.chunks:
@@ -225,15 +227,15 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
 
 
 def _new_items(share: Share, state: Flat) -> list[NewItem]:
-    """A rank's share of its state. No object of DCP's is made, which for small tensors would take longer than to write
-    them."""
+    """Return the items of a rank's share. No DCP objects are made: for small tensors, these would cost more time than
+    the writing."""
     held: list[NewItem] = []
     for key, value in state.items():
         if isinstance(value, EncodedValue):
             held.append(NewItem(key, value.data))
             continue
         for offsets, sizes, tensor in value.chunks:
-            if 0 not in sizes or 0 in value.shape:  # as in an inventory
+            if 0 not in sizes or 0 in value.shape:  # the rule of LocalInventory, so that the numbers agree
                 held.append(NewItem(key, tensor, offsets, sizes))
     items = [held[number] for number in share.chunk.tolist()]
     for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
@@ -241,9 +243,9 @@ def _new_items(share: Share, state: Flat) -> list[NewItem]:
         box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
         part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
         items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
-    whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
-    for at, (key, data, *box) in enumerate(items) if whole else ():
-        if key in whole and is_stored_whole(data):
+    stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
+    for at, (key, data, *box) in enumerate(items) if stored_whole else ():
+        if key in stored_whole and is_stored_whole(data):
             try:
                 items[at] = NewItem(key, WholeItem.of(data), *box)
             except CheckpointMismatch as error:
@@ -252,7 +254,8 @@ def _new_items(share: Share, state: Flat) -> list[NewItem]:
 
 
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """The part of a chunk that lies in a box. All of it is the chunk itself, since not every class can narrow."""
+    """Return the part of a chunk inside a box. For the complete chunk this is its tensor, since not every class can
+    narrow."""
 
     def narrow(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
@@ -280,13 +283,13 @@ def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
 
 
 def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
-    """A rank's share of what it holds, as DCP's write items."""
+    """Return a rank's share as DCP's write items."""
     described = inventory.description
     properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
     offsets, sizes = share.boxes(inventory)
     numbers = described.key[share.chunk]
     kinds = np.column_stack((described.dtype[numbers], described.ndim[numbers], described.shape[numbers]))
-    same: dict[tuple[int, ...], TensorWriteData] = {}  # most tensors have the box of many others
+    same: dict[tuple[int, ...], TensorWriteData] = {}  # many tensors have equal boxes and share the object
     items = []
     width = offsets.shape[1]
     rows = np.hstack((kinds.astype(np.int64), offsets, sizes)).tolist()
@@ -314,7 +317,7 @@ class _Digests(NamedTuple):
     description: bytes
     inventory: bytes
     doubtful: bytes
-    """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
+    """Digest of the values that should be equal on all ranks that have them; empty if there are none."""
 
     @classmethod
     def decode(cls, data: bytes) -> _Digests:
@@ -323,7 +326,7 @@ class _Digests(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A plan as one rank knows it; ``global_plan`` is on rank 0 alone."""
+    """One rank's view of a plan; ``global_plan`` is None except on rank 0."""
 
     digest: bytes
     inventory: LocalInventory
@@ -331,17 +334,18 @@ class RankPlan:
     global_plan: GlobalPlan | None
 
     def items(self, state: Flat) -> list[NewItem]:
-        """What this rank writes.
+        """Return the items that this rank writes.
 
         Args:
-            state: What the inventory is of.
+            state: The state that the inventory describes.
         """
         return _new_items(self.share, state)
 
 
 @dataclass(frozen=True)
 class _Reply(Generic[T]):
-    """The answer of rank 0: the plan that all remember, or the ranks that have to send their description."""
+    """The answer of rank 0. ``describers`` has the ranks that must send their description, or is None if all ranks
+    remember the plan."""
 
     digest: bytes
     describers: list[int] | None
@@ -350,12 +354,12 @@ class _Reply(Generic[T]):
 
 
 class PlanExchange:
-    """Plans the saves of a group of ranks, and remembers the last plan."""
+    """Planner for the saves of a group of ranks; it remembers the last plan."""
 
     def __init__(self) -> None:
         self._last: RankPlan | None = None
         self.repeated = False
-        """Whether the last call found the plan remembered."""
+        """True if the last call reused the remembered plan."""
 
     def plan(
         self,
@@ -365,16 +369,16 @@ class PlanExchange:
         note: Callable[[], T],
         local: RankLocal | None = None,
     ) -> tuple[RankPlan, Flat, T]:
-        """Plan what ``describe`` returns on all ranks. Collective.
+        """Plan the save of the states that ``describe`` returns on all ranks. Collective.
 
         Args:
-            describe: Returns what this rank holds, and its inventory. Called again if ``local`` learns of a difference.
+            describe: Returns this rank's state and its inventory. Called again if ``local`` finds a new difference.
             note: Returns a value that rank 0 sends to all ranks with the plan, such as the directory of the save.
-                Called on rank 0 once all ranks have come, and again after a difference.
-            local: Knows, once ``describe`` has returned, the values that should be the same on all ranks.
+                Called on rank 0 when all ranks have joined the exchange, and again after a new difference.
+            local: Compares the values that should be equal on all ranks. ``describe`` must have filled it.
 
         Returns:
-            The plan, what ``describe`` returned for it, and the note of rank 0.
+            The plan, the state that ``describe`` returned for it, and the note of rank 0.
         """
 
         def claim() -> bytes:
@@ -405,7 +409,7 @@ class PlanExchange:
     def _make(
         self, step: str, ranks: Ranks, inventory: LocalInventory, digest: bytes, describers: list[int]
     ) -> RankPlan:
-        """Make a plan on rank 0, and deal each rank its share. Collective."""
+        """Make a plan on rank 0, and send each rank its share. Collective."""
         global_plan: GlobalPlan | None = None
 
         def send() -> tuple[bytes, bytes]:
@@ -420,8 +424,8 @@ class PlanExchange:
         return RankPlan(digest, inventory, share, global_plan)
 
     def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
-        """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
-        remember that plan."""
+        """Return the digest of the new plan and the ranks that must send their description; None in place of the ranks
+        if all ranks remember that plan."""
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=DIGEST).digest()
         if self._last is not None and all(claim.plan == digest for claim in claims):
             return digest, None
@@ -429,15 +433,16 @@ class PlanExchange:
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
         return digest, list(first.values())
 
-    def _inventories(self, told: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
-        """What all ranks hold, from the descriptions that some have sent, and the offsets of all."""
-        descriptions = {rank: unpack(told[rank][0]) for rank in dict.fromkeys(self._described_by)}
-        pairs = zip(self._described_by, told, strict=True)
+    def _inventories(self, messages: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
+        """Return the inventories of all ranks, made from the descriptions that some ranks sent and the offsets of
+        all."""
+        descriptions = {rank: unpack(messages[rank][0]) for rank in dict.fromkeys(self._described_by)}
+        pairs = zip(self._described_by, messages, strict=True)
         return [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """For each chunk of the table, the position of its result among the results of all ranks, end to end."""
+    """Return, for each chunk of the table, the position of its result in the concatenated results of all ranks."""
     order = global_plan.order
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))

@@ -1,11 +1,11 @@
 """Values that all ranks are expected to share, compared between ranks at the first save.
 
-A plain tensor or value under one key is stored once, as the first rank has it, and all ranks get that back. A random
-state, or a position in the data, is lost on all other ranks. So the first save of several ranks warns of values that
+A plain tensor or value is stored once, as the first rank has it, and a load gives all ranks that value. The random
+states or data positions of the other ranks are lost. The first save of several ranks therefore warns of values that
 differ. It compares hashes, in the exchange that plans the save.
 
-Numbers do not count: the loss, and lists of losses, differ between ranks in every script. Of a tensor above 4 MiB a few
-places are hashed, which is enough to notice another random state or another batch.
+Numbers are not compared: the loss, and lists of losses, differ between ranks in every script. A tensor above 4 MiB is
+hashed in a few places, which is enough to notice a different random state or a different batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SAMPLED = 4 << 20  # bytes of a tensor above which a sample of it is hashed
 
 
 def shared_hashes(state: Flat, keys: Collection[str]) -> dict[str, bytes]:
-    """Return a hash of each of these values that this rank has."""
+    """Return a hash for each of these keys that this rank has."""
     hashes: dict[str, bytes] = {}
-    whole: dict[str, ShardedValue] = {}
+    fully_hashed: dict[str, ShardedValue] = {}
     for key in keys & state.keys():
         value = state[key]
         if isinstance(value, EncodedValue):
@@ -33,15 +33,15 @@ def shared_hashes(state: Flat, keys: Collection[str]) -> dict[str, bytes]:
         elif value.chunks[0].tensor.nbytes > _SAMPLED:
             hashes[key] = sample_of(value.chunks[0].tensor) or b""
         else:
-            whole[key] = value
-    tensors = [value.chunks[0].tensor for value in whole.values()]
-    hashes |= dict(zip(whole, hashes_of(tensors, 1), strict=True))
+            fully_hashed[key] = value
+    tensors = [value.chunks[0].tensor for value in fully_hashed.values()]
+    hashes |= dict(zip(fully_hashed, hashes_of(tensors, 1), strict=True))
     return hashes
 
 
 def about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
-    """Return a warning that names each key that differs, with two ranks; empty if no key differs. A key that only some
-    ranks have is compared among those ranks."""
+    """Return a warning that names each key with different values, and two ranks that differ; empty if there is none.
+    A key that only some ranks have is compared among those ranks."""
     first: dict[str, tuple[int, bytes]] = {}
     different: dict[str, tuple[int, int]] = {}
     for rank, hashes in enumerate(hashes_of_ranks):
@@ -51,7 +51,7 @@ def about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
                 different.setdefault(key, (other, rank))
     if not different:
         return ""
-    keys = [f"{key} (ranks {one} and {other})" for key, (one, other) in different.items()]
+    keys = [f"{key} (ranks {rank} and {other})" for key, (rank, other) in different.items()]
     return (
         f"ranks have different values under the same key: {some(keys)}. A checkpoint has one value for all ranks, that "
         f"of the first rank. Where each rank needs its own value back, write dcp_plugin.PerRank(value) into the state."

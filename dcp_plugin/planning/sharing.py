@@ -1,16 +1,17 @@
-"""Reads that several ranks share: replicas (DDP, HSDP) read each byte once and pass it on.
+"""Reads that several ranks share: replicas (DDP, HSDP) read each byte once and broadcast it.
 
-Replicas want the same parts of the same stored chunks in the same order. Ranks compare digests of what they want, in
-two classes, because under HSDP the shards are wanted by the ranks of one column of the mesh and replicated tensors by
-all. Those whose digests agree divide the list among them by a rule that each applies alone.
+Replicas want the same parts of the same stored chunks in the same order. The ranks compare digests of the reads that
+they want, in two classes: under HSDP the ranks of one mesh column want the same shards, and all ranks want the same
+replicated tensors. Ranks with equal digests form a group. Each rank of the group divides the list of reads by the same
+rule, without communication.
 
-All ranks first read their parts into their own tensors and agree that none failed; only then do they pass them on, so
-no rank ever waits for bytes that another one could not read. Parts are passed on in windows of bounded size, in which
-each rank sends what it has read to all others of its group: the load is even. Large parts go from the memory of one
-target into that of the other.
+All ranks first read their parts into their own tensors and agree that no read failed. Only then do they broadcast, so
+no rank waits for bytes that another rank could not read. The broadcast proceeds in windows of bounded size. In a
+window, each rank sends its parts to all other ranks of its group, which balances the load. Large parts move from the
+memory of one target directly into the memory of the others.
 
-On one host it does not pay, however slow the storage: the second reader of a byte finds it in the page cache, or waits
-for it there. From an object store it always pays: nothing caches there. From a file system, ``"auto"`` shares the bytes
+On one host sharing does not pay, however slow the storage is: the page cache serves the second reader of a byte. With
+an object store sharing always pays, because an object store has no cache. On a file system, ``"auto"`` shares the bytes
 that :data:`MANY_HOSTS` hosts want.
 """
 
@@ -36,27 +37,27 @@ from dcp_plugin.tensors.kinds import is_stored_whole
 from dcp_plugin.types import Shape
 
 MANY_HOSTS = 8
-"""Hosts that have to want the same bytes of a file system before ``"auto"`` has them read once."""
+"""Number of hosts that must want the same bytes of a file system before ``"auto"`` reads them once."""
 
 _WINDOW = 32 << 20
-"""Bytes that are passed on at a time, and that a rank may need memory for."""
+"""Bytes of a window, which is also the buffer memory that a rank may need."""
 
 _MAX_MESSAGE = 8 << 20
-"""Bytes of a message, at most."""
+"""Largest message, in bytes."""
 
 _ALONE = 256 << 10
-"""Parts of this many bytes are messages of their own: they need no copy, and no memory that has not been used yet."""
+"""Bytes from which a part is a message by itself. Such a message needs no copy and no buffer."""
 
 _TENSOR_ALIGNMENT = 16
 
 
 def least_hosts(policy: bool | Literal["auto"], from_store: bool, hosts: int) -> float:
-    """Return how many hosts have to want the same bytes for them to be read once; infinity if no number is enough.
+    """Return how many hosts must want the same bytes for the ranks to share the reading; infinity if they never share.
 
     Args:
         policy: ``read_broadcast`` of the configuration.
-        from_store: Whether each read is a request to an object store.
-        hosts: Hosts of all ranks together.
+        from_store: True if each read is a request to an object store.
+        hosts: Number of hosts of all ranks together.
     """
     if policy is True or (policy == "auto" and from_store):
         return 1
@@ -65,7 +66,7 @@ def least_hosts(policy: bool | Literal["auto"], from_store: bool, hosts: int) ->
 
 @dataclass(frozen=True)
 class _Read:
-    """A read, the tensor that it fills, and the rank that reads it for all of its group."""
+    """A read, the tensor that it fills, and the rank that performs it for its group."""
 
     item: ReadItem
     target: torch.Tensor
@@ -77,14 +78,14 @@ class _Read:
 
 
 class BroadcastRead:
-    """One load's reading of tensors: the parts that one rank reads itself, and those that it receives from others.
+    """Shared reading of one load: the parts that this rank reads, and the parts that it receives from other ranks.
 
     Args:
         ranks: All ranks of the load.
         planner: Resolves items to targets.
-        least: Hosts that have to want the same bytes, see :func:`least_hosts`.
-        host: Of this rank.
-        where: What messages call the checkpoint.
+        least: Number of hosts that must want the same bytes, see :func:`least_hosts`.
+        host: Name of this rank's host.
+        where: Name of the checkpoint in messages.
     """
 
     def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, where: str) -> None:
@@ -99,8 +100,8 @@ class BroadcastRead:
             read: Reads a part of the plan on this rank.
         """
         shared = self._meet(plan)
-        mine = [*self._mine, *self._read_here(shared)]
-        self._ranks.agree(f"read {self._where}", lambda: read(replace(plan, items=mine)))
+        items = [*self._mine, *self._read_here(shared)]
+        self._ranks.agree(f"read {self._where}", lambda: read(replace(plan, items=items)))
         self._pass_on(shared)
 
     def _meet(self, plan: LoadPlan) -> list[_Shared]:
@@ -127,7 +128,7 @@ class BroadcastRead:
         return shared
 
     def _groups(self, wanted_by: list[tuple[str, list[bytes]]]) -> list[list[list[int]]]:
-        """Return, for each class, the sets of ranks that share, given the host and the digests of every rank."""
+        """Return for each class the groups of ranks that share. ``wanted_by`` has the host and digests of each rank."""
         classes = []
         for digests in zip(*(digests for _, digests in wanted_by), strict=True):
             same: dict[bytes, list[int]] = defaultdict(list)
@@ -141,7 +142,7 @@ class BroadcastRead:
         return [read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank]
 
     def _pass_on(self, shared: list[_Shared]) -> None:
-        """Exchange what all have read. Called only if no rank failed to read."""
+        """Broadcast the parts that the ranks have read. Called only if every read succeeded."""
         for group, reads in shared:
             for window in _windows(reads):
                 self._pass_window(f"pass on what was read of {self._where}", window, group)
@@ -161,7 +162,8 @@ class BroadcastRead:
                 end = at + read.nbytes
                 packed.append((read, self._memory[at:end].view(read.target.dtype).view(read.target.shape)))
                 at = start + _aligned(end - start)
-            sent.append((sender, self._memory[start:end]))  # to the last byte: it may be in place on other ranks
+            # Without padding at the end: another rank may send or receive the same message in its target's memory.
+            sent.append((sender, self._memory[start:end]))
         for read, memory in packed:
             if read.reader == self._ranks.rank:
                 memory.copy_(read.target)
@@ -171,55 +173,56 @@ class BroadcastRead:
                 read.target.copy_(memory)
 
     def _reserve(self, size: int) -> None:
-        """Memory for a window; kept, because the system takes as long to give memory as six copies into it take."""
+        """Allocate the buffer of a window. Later windows reuse it: the system takes as long to provide fresh memory as
+        six copies into it take."""
         if len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
 
 
 _Shared = tuple[list[int], list[_Read]]
-"""The ranks of a group, and what they want."""
+"""The ranks of a group, and the reads that they share."""
 
 
 def _digest(reads: list[_Read]) -> bytes:
-    """A digest that is equal for ranks that want the same bytes, in the same dtypes; empty without reads."""
+    """Return a digest that is equal for ranks that want the same bytes in the same dtypes; empty without reads."""
     if not reads:
         return b""
     digest = hashlib.blake2b(digest_size=16)
     for read in reads:
         item = read.item
-        where = (item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
-        digest.update(repr((*where, read.target.dtype)).encode())
+        place = (item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
+        digest.update(repr((*place, read.target.dtype)).encode())
     return digest.digest()
 
 
 def _shared(group: list[int], reads: list[_Read]) -> _Shared:
-    """The reads, each with the rank that reads it. A rank gets a stretch of the list: what the system reads ahead for
-    it is then mostly its own."""
-    left = sum(read.nbytes for read in reads)
-    found = []
+    """Assign each read to a rank of the group. A rank gets a stretch of the list, so that most bytes of the system's
+    read-ahead are bytes that the same rank wants."""
+    remaining = sum(read.nbytes for read in reads)
+    assigned = []
     for number, rank in enumerate(group):
-        mine, reads = _split(reads, left // (len(group) - number))
-        left -= sum(read.nbytes for read in mine)
-        found += [replace(read, reader=rank) for read in mine]
-    return group, found
+        reads_of_rank, reads = _split(reads, remaining // (len(group) - number))
+        remaining -= sum(read.nbytes for read in reads_of_rank)
+        assigned += [replace(read, reader=rank) for read in reads_of_rank]
+    return group, assigned
 
 
 def _split(reads: list[_Read], nbytes: int) -> tuple[list[_Read], list[_Read]]:
-    """The first of the reads, of about so many bytes, and the others. One may be cut for that."""
+    """Split the reads into the first ones, with about ``nbytes`` bytes, and the others. At most one read is cut."""
     first: list[_Read] = []
     for number, read in enumerate(reads):
         if nbytes <= 0:
             return first, reads[number:]
-        now, left = _cut(read, nbytes)
-        first.append(now)
-        nbytes -= now.nbytes
-        if left is not None:
-            return first, [left, *reads[number + 1 :]]
+        head, tail = _cut(read, nbytes)
+        first.append(head)
+        nbytes -= head.nbytes
+        if tail is not None:
+            return first, [tail, *reads[number + 1 :]]
     return first, []
 
 
 def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
-    """The first rows of a read, of about so many bytes but one row at least, and the others."""
+    """Split a read into its first rows, with about ``nbytes`` bytes but at least one row, and the other rows."""
     sizes = tuple(read.item.lengths)
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     rows = 0 if dim is None else max(1, nbytes * sizes[dim] // max(1, read.nbytes))
@@ -227,8 +230,8 @@ def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
         return read, None
     begin = (0,) * len(sizes)
     behind = (*begin[:dim], rows, *begin[dim + 1 :])
-    first, rest = ((*sizes[:dim], count, *sizes[dim + 1 :]) for count in (rows, sizes[dim] - rows))
-    return _part_of(read, begin, first), _part_of(read, behind, rest)
+    first_sizes, other_sizes = ((*sizes[:dim], count, *sizes[dim + 1 :]) for count in (rows, sizes[dim] - rows))
+    return _part_of(read, begin, first_sizes), _part_of(read, behind, other_sizes)
 
 
 def _divided(read: _Read) -> Iterator[_Read]:
@@ -250,7 +253,8 @@ def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Groups of :data:`_WINDOW` bytes, and at most one part more, in each of which all ranks have as much to send."""
+    """Yield windows of :data:`_WINDOW` bytes and at most one part more. In each window all ranks send about equally
+    much."""
     ends: dict[int, int] = defaultdict(int)
     placed = []
     for part in itertools.chain.from_iterable(map(_divided, reads)):
@@ -263,7 +267,8 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def _messages(window: list[_Read]) -> Iterator[list[_Read]]:
-    """What travels together: large reads alone, the small ones of a rank in one message. The same on all ranks."""
+    """Yield the messages of a window, equal on all ranks: one for each large read, one for all small reads of a
+    reader."""
     small: dict[int, list[_Read]] = defaultdict(list)
     for read in window:
         if read.nbytes >= _ALONE:
@@ -274,7 +279,7 @@ def _messages(window: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def _room(message: list[_Read]) -> int:
-    """Bytes of memory that a message may need beside the targets."""
+    """Return the bytes of buffer that a message needs."""
     if len(message) == 1 and is_plain_memory(message[0].target):
         return 0
     return sum(_aligned(read.nbytes) for read in message)
