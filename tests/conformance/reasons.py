@@ -52,9 +52,10 @@ receive all that is stored under their key, tensors too: `{"optim": optimizer.st
 never stepped comes back with the saved state."""
 
 ONE_ORDER = """\
-Stock calls the objects of a state in the order of the mapping when it saves, and sorted by name when it loads. We call
-modules first, then optimizers, then the others, each of them sorted by name, in both. Ranks whose mappings have another
-order, as those made from a set, do not wait for each other."""
+Stock calls the objects of a state in the order of the mapping when it saves, and sorted by name when it loads; its
+`set_state_dict` calls an optimizer before its module. We call modules first, then optimizers, then the others, each of
+them sorted by name, in both. Ranks whose mappings have another order, as those made from a set, do not wait for each
+other."""
 
 CUTS_NOTHING = """\
 Stock copies floating-point numbers into a tensor of integers and loses their fractions. We raise `CheckpointMismatch`

@@ -118,6 +118,9 @@ class _Rank:
         after = ours.phase not in ("save", "load") and ours.phase == theirs.phase
         if after and ours.classes == theirs.classes:  # it is the user's code that cannot go on
             return
+        if ours.phase not in ("save", "load") and theirs.phase in ("save", "load"):  # the user's code raises later
+            self.verdict.better["outcome"] = f"{self.oracle}: {theirs}; ours: works, until the case's own code fails"
+            return
         if self.must_work:
             self.verdict.different[ours.phase] = f"ours: {ours}; {self.oracle} fails, too: {theirs}"
             return
@@ -134,7 +137,8 @@ class _Rank:
         for phase in ("save", "load"):
             mine, theirs = self.ours.calls.get(phase, []), self.theirs.calls.get(phase, [])
             if mine != theirs:
-                self.verdict.different[f"calls during {phase}"] = _first_difference(mine, theirs, self.oracle)
+                aspect = f"{'order of ' if sorted(mine) == sorted(theirs) else ''}calls during {phase}"
+                self.verdict.different[aspect] = _first_difference(mine, theirs, self.oracle)
 
     def _compare_words(self) -> None:
         assert self.theirs is not None
