@@ -304,10 +304,7 @@ class Ranks:
         headers = torch.full((self.size, 2), _ABSENT)
         if self.rank == 0:
             headers[0] = header
-            arriving = {}
-            for rank in self._others:
-                with _naming(rank):
-                    arriving[rank] = dist.irecv(headers[rank], group=self._group, group_src=rank)
+            arriving = self._receive({rank: headers[rank] for rank in self._others})
             # gloo fills the headers while this thread waits, so they tell another thread which ranks are missing.
             with call.reporting(lambda: _absent(headers)):
                 self._wait_for(arriving, call, lambda: _absent(headers))
@@ -327,6 +324,14 @@ class Ranks:
     def _others(self) -> range:
         """The ranks that rank 0 hears from."""
         return range(1, self.size)
+
+    def _receive(self, messages: Mapping[int, torch.Tensor]) -> dict[int, dist.Work]:
+        """Begin to receive messages from some ranks. An error names the rank."""
+        arriving: dict[int, dist.Work] = {}
+        for rank, message in messages.items():
+            with _naming(rank):
+                arriving[rank] = cast(dist.Work, dist.irecv(message, group=self._group, group_src=rank))
+        return arriving
 
     def _wait_for(self, works: Mapping[int, dist.Work | None], call: Call, missing: Callable[[], str]) -> None:
         """Wait for the messages of some ranks, for the timeout in all."""
@@ -375,14 +380,10 @@ class Ranks:
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
             return None
         buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
-        arriving = [
-            dist.irecv(buffer, group=self._group, group_src=rank)
-            for rank, buffer in enumerate(buffers)
-            if rank > 0 and len(buffer)
-        ]
-        for work in arriving:
-            assert work is not None
-            work.wait()
+        arriving = self._receive({rank: buffers[rank] for rank in self._others if lengths[rank]})
+        for rank, work in arriving.items():
+            with _naming(rank):
+                work.wait()
         messages = [memoryview(data), *(buffer.numpy().data for buffer in buffers[1:])]
         return [pickle.loads(message) if len(message) else None for message in messages]
 
