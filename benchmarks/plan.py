@@ -192,6 +192,11 @@ class _First(Ranks):
         return pickle.loads(first)
 
 
+def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory) -> RankPlan:
+    answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
+    return exchange.plan("plan", ranks, inventory, answer)
+
+
 def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:
     """The plan as rank 0 makes it for ``fsdp``, and what all ranks say of what they have written."""
     mine = LocalInventory.of_state(_state(mesh, 0, ranks, tensors), {})
@@ -208,12 +213,8 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
 
     exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST)), [data for _, data in told]), _First([], [])
 
-    def describe() -> tuple[Flat, LocalInventory]:
-        return {}, LocalInventory(mine.description, mine.offsets)
-
     def plan(alone: _First) -> RankPlan:
-        planned, _, _ = exchange.plan("plan", alone, describe, lambda: None)
-        return planned
+        return _planned(exchange, alone, LocalInventory(mine.description, mine.offsets))
 
     planned = figures.time("plan", lambda: plan(first))
     again.sent, again.size = claims(planned.digest), ranks
@@ -235,9 +236,7 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         exchange = PlanExchange()
 
         def plan(box: _Mailbox) -> RankPlan:
-            alone, describe = _Thread(rank, box), lambda: (state, LocalInventory.of_state(state, {}))
-            planned, _, _ = exchange.plan("plan", alone, describe, lambda: None)
-            return planned
+            return _planned(exchange, _Thread(rank, box), LocalInventory.of_state(state, {}))
 
         begin = time.thread_time()
         planned = plan(mailbox)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dcp_plugin as dcp
 
@@ -274,3 +276,21 @@ def test_no_more_modules_than_these_know_which_kind_of_path_it_is() -> None:
         and any(map(_tests_the_kind, ast.walk(ast.parse(path.read_text()))))
     }
     assert testing == KNOW_THE_KIND_OF_A_PATH
+
+
+STAGES = ("api", "checkpointer", "saving", "sources", "staging", "state", "planning", "storage", "runs")
+"""The rooms of a save, each before those that it may call."""
+
+
+def test_no_stage_of_a_save_calls_an_earlier_one(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("calls", Path(__file__).parents[1] / "docs" / "calls.py")
+    assert spec is not None and spec.loader is not None
+    calls = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(calls)
+    model = torch.nn.Linear(2, 2)
+    edges: dict[tuple[str, str], None] = {}
+    with calls.traced(edges):
+        dcp.save({"model": model, "optim": torch.optim.AdamW(model.parameters())}, tmp_path / "ck")
+    assert {callee for _, callee in edges} >= {"saving", "planning", "storage"}
+    backwards = [edge for edge in edges if STAGES.index(edge[0]) > STAGES.index(edge[1])]
+    assert backwards == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin.format.metadata import metadata_of, stock_path
-from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
+from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import PlanExchange, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors._torch import sharded_value
@@ -179,17 +179,11 @@ class _Counted(Ranks):
         return super().combine(step, work, combine)
 
 
-class _Doubtful(RankLocal):
-    """Of a rank with state that may be another on each rank."""
-
-    def digest(self, rank: int) -> bytes:
-        return bytes(range(16))
-
-
 def test_a_rank_sends_64_bytes_at_most_for_the_plan_of_a_repeated_save() -> None:
     state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
-    exchange, ranks = PlanExchange(), _Counted()
+    exchange, ranks, inventory = PlanExchange(), _Counted(), LocalInventory.of_state(state, {})
     for _ in range(2):
-        exchange.plan("plan", ranks, lambda: (state, LocalInventory.of_state(state, {})), lambda: None, _Doubtful())
+        answer = ranks.combine("plan", lambda: exchange.claim(inventory, doubtful=bytes(range(16))), exchange.answer)
+        exchange.plan("plan", ranks, inventory, answer)
     assert exchange.repeated
     assert ranks.sent[-1] <= 64

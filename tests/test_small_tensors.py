@@ -27,8 +27,9 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     leaves, paths = gather_state(adapters_of(state))
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
-    plan, _, _ = PlanExchange().plan("plan", Ranks(), lambda: (flat, inventory), lambda: None)
-    return plan.items(flat)
+    exchange, ranks = PlanExchange(), Ranks()
+    answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
+    return exchange.plan("plan", ranks, inventory, answer).items(flat)
 
 
 def _calls(count: int) -> int:

@@ -22,10 +22,10 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -52,8 +52,8 @@ from dcp_plugin.format.keys import flatten, holds_sharded, is_empty_mapping, wal
 from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
-from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
-from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
+from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
+from dcp_plugin.ranks import Ranks, pack, unpack
 from dcp_plugin.records import NewItem
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
@@ -106,11 +106,6 @@ class ShardedSavePlanner(SavePlanner):
         leaves = {key: leaf for key, leaf in leaves.items() if not is_empty_mapping(leaf)}
         self._paths = {key: paths[key] for key in leaves}
         self._state = encode_state(leaves, self._allow_pickle)
-
-    def take(self, state: Flat, paths: dict[str, KeyPath]) -> None:
-        """Set the planner up with a state that is already flat and encoded. ``paths`` has the paths that do not follow
-        from the keys."""
-        self._state, self._paths = state, paths
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]
@@ -306,7 +301,6 @@ def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
     return items
 
 
-T = TypeVar("T")
 DIGEST = 12  # bytes: four of these, pickled, stay below 64
 
 
@@ -343,68 +337,63 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class _Reply(Generic[T]):
-    """The answer of rank 0. ``describers`` has the ranks that must send their description, or is None if all ranks
-    remember the plan."""
+class PlanAnswer:
+    """The answer of rank 0 to the claims of all ranks, with the digest of the plan that follows from these."""
 
     digest: bytes
     describers: list[int] | None
+    """Ranks that have to send their description; None if every rank remembers the plan."""
     differ: bool
-    note: T
+    """True if state that should be equal on all ranks differs."""
 
 
 class PlanExchange:
-    """Planner for the saves of a group of ranks; it remembers the last plan."""
+    """Planner for the saves of a group of ranks; it remembers the last plan.
+
+    A save combines the claims of all ranks into the answer of rank 0, and then asks every rank for its plan.
+
+    Example:
+        >>> import torch
+        >>> from dcp_plugin.ranks import Ranks
+        >>> state = encode_state({"w": torch.ones(2)})
+        >>> exchange, ranks, inventory = PlanExchange(), Ranks(), LocalInventory.of_state(state, {})
+        >>> answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
+        >>> [item.key for item in exchange.plan("plan", ranks, inventory, answer).items(state)]
+        ['w']
+    """
 
     def __init__(self) -> None:
         self._last: RankPlan | None = None
         self.repeated = False
         """True if the last call reused the remembered plan."""
 
-    def plan(
-        self,
-        step: str,
-        ranks: Ranks,
-        describe: Callable[[], tuple[Flat, LocalInventory]],
-        note: Callable[[], T],
-        local: RankLocal | None = None,
-    ) -> tuple[RankPlan, Flat, T]:
-        """Plan the save of the states that ``describe`` returns on all ranks. Collective.
+    def claim(self, inventory: LocalInventory, doubtful: bytes = b"") -> bytes:
+        """Return the digests that this rank sends to rank 0.
 
         Args:
-            describe: Returns this rank's state and its inventory. Called again if ``local`` finds a new difference.
-            note: Returns a value that rank 0 sends to all ranks with the plan, such as the directory of the save.
-                Called on rank 0 when all ranks have joined the exchange, and again after a new difference.
-            local: Compares the values that should be equal on all ranks. ``describe`` must have filled it.
-
-        Returns:
-            The plan, the state that ``describe`` returned for it, and the note of rank 0.
+            doubtful: Digest of the state that should be equal on all ranks that have it.
         """
+        last = self._last.digest if self._last else bytes(DIGEST)
+        digests = _Digests(last, inventory.description.digest, inventory.digest, doubtful)
+        return b"".join(digest[:DIGEST] for digest in digests)
 
-        def claim() -> bytes:
-            _, inventory = described.get()
-            last = self._last.digest if self._last else bytes(DIGEST)
-            doubtful = local.digest(ranks.rank) if local else b""
-            digests = _Digests(last, inventory.description.digest, inventory.digest, doubtful)
-            return b"".join(digest[:DIGEST] for digest in digests)
+    def answer(self, claims: list[bytes]) -> PlanAnswer:
+        """Return the answer to the claims of all ranks. Called on rank 0."""
+        decoded = list(map(_Digests.decode, claims))
+        differ = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in decoded), digest_size=DIGEST).digest()
+        first: dict[bytes, int] = {}
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(decoded)]
+        is_remembered = self._last is not None and all(claim.plan == digest for claim in decoded)
+        return PlanAnswer(digest, None if is_remembered else list(first.values()), differ)
 
-        def answer(claims: list[bytes]) -> _Reply[T]:
-            decoded = list(map(_Digests.decode, claims))
-            differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
-            return _Reply(*self._answer(decoded), differ, note())
-
-        described = Attempt.of(describe)
-        reply = ranks.combine(step, claim, answer)
-        if reply.differ and local is not None and local.compare(step, ranks):
-            described = Attempt.of(describe)
-            reply = ranks.combine(step, claim, answer)
-        held, inventory = described.get()
-        describers = reply.describers
-        self.repeated = describers is None
-        if describers is not None:
-            self._last = self._make(step, ranks, inventory, reply.digest, describers)
+    def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
+        """Return the plan that all ranks remember, or make it. Collective in the latter case."""
+        self.repeated = answer.describers is None
+        if answer.describers is not None:
+            self._last = self._make(step, ranks, inventory, answer.digest, answer.describers)
         assert self._last is not None
-        return self._last, held, reply.note
+        return self._last
 
     def _make(
         self, step: str, ranks: Ranks, inventory: LocalInventory, digest: bytes, describers: list[int]
@@ -422,16 +411,6 @@ class PlanExchange:
 
         share = Share.decode(ranks.scatter(step, send, deal))
         return RankPlan(digest, inventory, share, global_plan)
-
-    def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
-        """Return the digest of the new plan and the ranks that must send their description; None in place of the ranks
-        if all ranks remember that plan."""
-        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=DIGEST).digest()
-        if self._last is not None and all(claim.plan == digest for claim in claims):
-            return digest, None
-        first: dict[bytes, int] = {}
-        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
-        return digest, list(first.values())
 
     def _inventories(self, messages: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
         """Return the inventories of all ranks, made from the descriptions that some ranks sent and the offsets of

@@ -23,7 +23,7 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
-from dcp_plugin.planning.save import PlanExchange, encode_state, in_table_order
+from dcp_plugin.planning.save import PlanAnswer, PlanExchange, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.records import (
     GatheredState,
@@ -300,8 +300,8 @@ class SavePipeline:
         """Plan what this rank writes, and where. Collective.
 
         Args:
-            reserve: Reserves the directory of the save. Called on rank 0 once all ranks have come: ranks that make
-                different calls are refused before anything is written.
+            reserve: Reserves the directory of the save. Called on rank 0 once all ranks have come, so that ranks that
+                make different calls are refused before anything is written; and again after a difference.
         """
 
         def describe() -> tuple[Flat, LocalInventory]:
@@ -310,10 +310,21 @@ class SavePipeline:
             state = self._local.with_rank_keys(mine.state, paths, mine.shards, ranks.rank, mine.shared)
             return state, LocalInventory.of_state(state, paths)
 
+        def claim() -> bytes:
+            return self.exchange.claim(described.get()[1], self._local.digest(ranks.rank))
+
+        def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:
+            return self.exchange.answer(claims), reserve()
+
         step = f"plan the save of {request.path}"
-        plan, state, where = self.exchange.plan(step, ranks, describe, reserve, self._local)
+        described = Attempt.of(describe)
+        answered, where = ranks.combine(step, claim, answer)
+        if answered.differ and self._local.compare(step, ranks):  # some keys are each rank's own from now on
+            described = Attempt.of(describe)
+            answered, where = ranks.combine(step, claim, answer)
         self._has_compared = True
-        return SavePlan(ranks.rank, where, state, plan)
+        state, inventory = described.get()
+        return SavePlan(ranks.rank, where, state, self.exchange.plan(step, ranks, inventory, answered))
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
