@@ -1,10 +1,11 @@
 """Meaning of the bytes of a checkpoint.
 
-Bytes and columns go in, an index, values or metadata come out, and the other way round. The rule: nothing here opens a
-path or talks to another rank. What has to be read comes through :class:`Files`, which a medium provides.
+Functions turn bytes and columns into an index, values or metadata, and back. The rule: no function here opens a path or
+talks to another rank. The bytes to read come through :class:`Files`, which a medium provides.
 
-A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has ``dcp_plugin.json`` (the summary) and
-``dcp_plugin.index`` (the index) as well. The data files of rank ``r`` are called ``__{r}_{n}.distcp``.
+A checkpoint is committed if, and only if, it has ``.metadata``. A checkpoint of this package also has
+``dcp_plugin.json`` (the summary) and ``dcp_plugin.index`` (the index). The data files of rank ``r`` are called
+``__{r}_{n}.distcp``.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SUMMARY = "dcp_plugin.json"
 INDEX = "dcp_plugin.index"
 DATA_SUFFIX = ".distcp"
 DAMAGED = "dcp_plugin.damaged"
-"""In a directory that counts as no checkpoint, since a load has found it damaged."""
+"""Marker in a quarantined directory: a load found damage, and the directory no longer counts as a checkpoint."""
 
 PACKED = "dcp_plugin-"
-"""How the folder of a save begins that is written in place, see :mod:`dcp_plugin.format.packed`."""
+"""Prefix of the folder of a save that is written in place, see :mod:`dcp_plugin.format.packed`."""
 
 MOST_TABLE = 1 << 32
-"""Bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
+"""Largest size in bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
 
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
@@ -41,23 +42,23 @@ class Files(Protocol):
 
     @property
     def where(self) -> str:
-        """What messages call the checkpoint: its path or address."""
+        """Name of the checkpoint in messages: its path or address."""
 
     def names(self) -> list[str]:
-        """What is directly in it, sorted; the name of a folder ends in ``/``."""
+        """Return the names directly in the checkpoint, sorted; the name of a folder ends in ``/``."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises OSError if it is not there."""
+        """Return the size of a file in bytes. Raises OSError if the file does not exist."""
 
     def modified(self, name: str) -> float:
-        """When a file, or the folder ``""``, was last changed, in seconds since the epoch. Raises OSError."""
+        """Return when a file, or the folder ``""``, last changed, in seconds since the epoch. Raises OSError."""
 
     def open(self, name: str) -> BinaryIO:
-        """A file, seekable. Raises OSError if it is not a readable file."""
+        """Open a file for reading; it is seekable. Raises OSError if the name is not that of a readable file."""
 
 
 def exists(files: Files, name: str) -> bool:
-    """Whether there is a file of this name, or something that cannot be read: whoever opens it will say so."""
+    """Return whether a file of this name exists. An unreadable file counts: the code that opens it raises the error."""
     try:
         files.size(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -69,11 +70,11 @@ def exists(files: Files, name: str) -> bool:
 
 @contextmanager
 def opened(files: Files, name: str) -> Iterator[BinaryIO]:
-    """A file, open for reading.
+    """Open a file for reading.
 
     Raises:
-        CheckpointCorrupt: It is not there.
-        CheckpointUnreadable: It cannot be opened or read.
+        CheckpointCorrupt: The file does not exist.
+        CheckpointUnreadable: The file cannot be opened or read.
     """
     try:
         with files.open(name) as file:
@@ -83,10 +84,10 @@ def opened(files: Files, name: str) -> Iterator[BinaryIO]:
 
 
 def read(files: Files, name: str, most: int | None = None) -> bytes:
-    """Return a file, or its first bytes.
+    """Return the bytes of a file, or its first ``most`` bytes.
 
     Raises:
-        CheckpointCorrupt: As :func:`opened`; or all of a file was asked for that is larger than any table of contents.
+        CheckpointCorrupt: As :func:`opened`; or ``most`` is None, and the file is larger than any table of contents.
     """
     with opened(files, name) as file:
         if most is None and (size := file.seek(0, os.SEEK_END)) > MOST_TABLE:
@@ -97,23 +98,26 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
 
 
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
-    """Tell a file which ranges will be read in small pieces: where each read costs a request, they are made at once."""
-    if tell := getattr(file, "expect", None):
-        tell(ranges)
+    """Announce the ranges of a file that will be read in small pieces.
+
+    A file whose reads each cost a request then fetches the ranges at once. Other files have no ``expect``.
+    """
+    if announce := getattr(file, "expect", None):
+        announce(ranges)
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of this name belongs to the checkpoint itself, and was not added by a framework or a user."""
+    """Return whether a file of this name belongs to the checkpoint itself, not to a framework or a user."""
     return name in (METADATA, SUMMARY, INDEX, DAMAGED) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED)
 
 
 def has_traces(names: Collection[str]) -> bool:
-    """Whether a directory with these entries has files that only checkpoints have, committed or not."""
+    """Return whether the names include a file that only checkpoints have, committed or not."""
     return any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED) for name in names)
 
 
 def uncommitted_reason(names: Collection[str]) -> str:
-    """Why a directory with these entries is not a committed checkpoint, or an empty string if it is one."""
+    """Return why a directory with these names is no committed checkpoint, or an empty string if it is one."""
     if DAMAGED in names:
         return f"it is set aside, since a load found it damaged: {DAMAGED} in it says why; delete that to use it again"
     if METADATA not in names:

@@ -1,8 +1,8 @@
-"""What a checkpoint consists of, as numpy columns: keys, the boxes in which tensors are stored, and where items are.
+"""Contents of a checkpoint as numpy columns: keys, the boxes of stored tensors, and the places of items.
 
-The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds, a row of a column
-nothing. So the save plan, the results of writing, the index and the stock metadata are all made from these columns,
-and an object is made only for a key that is asked for.
+The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds; a row of a column
+costs almost no time. So the save plan, the results of writing, the index and the stock metadata are all made from these
+columns. An object is made only for a key that the caller asks for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from dcp_plugin.types import KeyPath, Shape
 
 Column = np.ndarray[Any, np.dtype[Any]]
 NO_TENSOR = 255
-"""The number of the dtype of a value that is no tensor."""
+"""Number of the dtype of a value that is no tensor."""
 _NO_HASH = bytes(16)
 _JOINED = ("place", "frame_crc", "blocks", "block_crc", "hash")
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
+    """Place of an item: ``length`` bytes at ``offset`` of ``file``, with the payload inside them.
 
-    ``checksums`` are the running CRC32 at the end of each block of the payload; None if they were not computed.
-    ``payload_offset`` is None for an item of unknown layout (a stock checkpoint, a tensor that is stored whole): read
-    it through ``torch.load``. Its checksums, if any, are of the complete item, and ``payload_length`` is its length.
-    ``hash`` is the payload's XXH3-128; None if it was not computed, as for what changes from save to save.
+    ``checksums`` are the running CRC32 at the end of each block of the payload; None if the writer computed none.
+    ``payload_offset`` is None for an item of unknown layout (from a stock checkpoint, or a tensor stored as one
+    object): ``torch.load`` has to read it. Its checksums, if any, cover the complete item, and ``payload_length`` is
+    its length. ``hash`` is the payload's XXH3-128; None if the writer did not compute it, as for data that changes with
+    every save.
     """
 
     file: str
@@ -50,20 +51,21 @@ class Location:
     def of_columns(
         cls, file: str, place: Sequence[int], frame_crc: int, checksums: Column, hashed: bytes | None
     ) -> Location:
-        """The location that a row of the columns of :class:`Places` says. ``checksums`` is empty where there are
-        none."""
+        """Return the location in one row of the columns of :class:`Places`; empty ``checksums`` become None."""
         offset, length, start, payload_length = place
         checked = len(checksums) > 0 or (payload_length == 0 and start >= 0)
-        known = start if start >= 0 else None
-        return cls(file, offset, length, known, payload_length, frame_crc, checksums if checked else None, hashed)
+        payload_start = start if start >= 0 else None
+        return cls(
+            file, offset, length, payload_start, payload_length, frame_crc, checksums if checked else None, hashed
+        )
 
 
 @dataclass(frozen=True)
 class KeyColumns:
-    """The keys of a checkpoint and the boxes in which its tensors are stored.
+    """Keys of a checkpoint and the boxes in which its tensors are stored.
 
-    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only those
-    that do not follow :func:`default_path`.
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only the
+    paths that do not follow :func:`default_path`.
     """
 
     keys: list[str]
@@ -73,12 +75,12 @@ class KeyColumns:
 
     @functools.cached_property
     def slots(self) -> dict[str, int]:
-        """The number of each key."""
+        """Number of each key."""
         return dict(zip(self.keys, range(len(self.keys)), strict=True))
 
     @functools.cached_property
     def shape_starts(self) -> Column:
-        """Where the shape of each key begins; one more for the end. So for chunks and boxes."""
+        """Position at which the shape of each key begins, and the end of the last. Chunks and boxes have the same."""
         return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
 
     @functools.cached_property
@@ -91,11 +93,11 @@ class KeyColumns:
         return np.concatenate(([0], np.cumsum(counts)))
 
     def path_of(self, key: str) -> KeyPath:
-        """Where the key sits in the nested state: its first segment and the rest, unless stored otherwise."""
+        """Return the path of the key in the nested state: its first segment and the rest, unless another is stored."""
         return self.paths.get(key) or default_path(key)
 
     def dtype_of(self, slot: int) -> torch.dtype | None:
-        """None for a value that is no tensor."""
+        """Return the dtype of a tensor, or None for a value that is no tensor."""
         number = self.columns["dtype"][slot]
         return None if number == NO_TENSOR else self.torch_dtypes[number]
 
@@ -108,7 +110,7 @@ class KeyColumns:
 
     @functools.cached_property
     def nbytes(self) -> Column:
-        """Bytes that each tensor takes in memory, 0 for a value; as floats, which do not overflow."""
+        """Bytes of each tensor in memory, 0 for a value; as floats, which do not overflow."""
         itemsizes = np.zeros(NO_TENSOR + 1)
         itemsizes[: len(self.dtypes)] = [dtype.itemsize for dtype in self.torch_dtypes]
         nbytes: Column = itemsizes[self.columns["dtype"]]
@@ -118,21 +120,21 @@ class KeyColumns:
         return nbytes
 
     def shapes_of(self, slots: Column) -> list[Shape]:
-        """Those of many keys at once."""
+        """Return the shapes of many keys at once."""
         ndim = self.columns["ndim"][slots].astype(np.int64)
         sizes, ends = self.columns["shape"][ranges(self.shape_starts[slots], ndim)].tolist(), np.cumsum(ndim)
         bounds = zip((ends - ndim).tolist(), ends.tolist(), strict=True)
         return [tuple(sizes[begin:end]) for begin, end in bounds]
 
     def boxes_of(self, slot: int) -> tuple[Column, Column]:
-        """Offsets and sizes of the chunks of a key, a row for each."""
+        """Return the offsets and the sizes of the chunks of a key, one row per chunk."""
         begin, end = self.box_starts[slot : slot + 2].tolist()
         first, last = self.chunk_starts[slot : slot + 2].tolist()
         boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
         return boxes[:, 0], boxes[:, 1]
 
     def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> KeyColumns:
-        """Some of the keys, under other names."""
+        """Return the columns of some of the keys, under other names."""
         ndim, counts = self.columns["ndim"][slots].astype(np.int64), np.diff(self.chunk_starts)[slots]
         columns = {
             **{name: self.columns[name][slots] for name in ("dtype", "ndim")},
@@ -144,20 +146,22 @@ class KeyColumns:
         return KeyColumns(keys, self.dtypes, unusual, columns)
 
     def with_added(self, other: KeyColumns) -> KeyColumns:
-        """The keys of both, one after the other; those of ``other`` have none of these names."""
+        """Return the columns of both, one after the other. No key may be in both."""
         dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
         numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
         numbers[: len(other.dtypes)] = [dtypes.index(name) for name in other.dtypes]
-        mine, theirs = self.columns, other.columns
-        columns = {name: np.concatenate((mine[name], theirs[name])) for name in ("ndim", "shape", "box")}
-        columns["dtype"] = np.concatenate((mine["dtype"], numbers[theirs["dtype"]]))
-        columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + self.chunk_starts[-1]))
+        first, second = self.columns, other.columns
+        columns = {name: np.concatenate((first[name], second[name])) for name in ("ndim", "shape", "box")}
+        columns["dtype"] = np.concatenate((first["dtype"], numbers[second["dtype"]]))
+        columns["chunk_ends"] = np.concatenate((first["chunk_ends"], second["chunk_ends"] + self.chunk_starts[-1]))
         return KeyColumns([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
-        """All keys, some at a time that have the same number of dimensions: the keys (numbers), all their chunks
-        (numbers), and the boxes of these as an array of chunks, offsets or sizes, dimensions. Sorted
-        by that number, then by key."""
+        """Yield all keys, grouped by their number of dimensions, in that order and then by key.
+
+        Each group is the numbers of its keys, the numbers of all their chunks, and the boxes of these chunks as an
+        array of chunks, offsets or sizes, dimensions.
+        """
         counts_of = np.diff(self.chunk_starts)
         for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
             alike = np.flatnonzero(self.columns["ndim"] == ndim)
@@ -168,8 +172,8 @@ class KeyColumns:
 
 
 def default_path(key: str) -> KeyPath:
-    first, dot, rest = key.partition(".")
-    return (first, rest) if dot else (first,)
+    first, dot, remainder = key.partition(".")
+    return (first, remainder) if dot else (first,)
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -181,8 +185,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Places:
-    """Where items are: the columns of :class:`Location`. ``blocks`` counts each item's checksums in ``block_crc``.
-    ``hash`` has two numbers per item, zeros where it is not known."""
+    """Places of items: the columns of :class:`Location`.
+
+    ``blocks`` counts each item's checksums in ``block_crc``. ``hash`` has two numbers per item, zeros if the hash is
+    unknown.
+    """
 
     files: list[str]
     file: Column
@@ -194,30 +201,32 @@ class Places:
 
     @classmethod
     def of(cls, locations: Sequence[Location]) -> Places:
-        files = {name: number for number, name in enumerate(dict.fromkeys(where.file for where in locations))}
-        crcs = [where.checksums for where in locations if where.checksums is not None]
-        starts = [-1 if where.payload_offset is None else where.payload_offset for where in locations]
+        files = {name: number for number, name in enumerate(dict.fromkeys(location.file for location in locations))}
+        crcs = [location.checksums for location in locations if location.checksums is not None]
+        starts = [-1 if location.payload_offset is None else location.payload_offset for location in locations]
         place = [(w.offset, w.length, start, w.payload_length) for w, start in zip(locations, starts, strict=True)]
         return cls(
             list(files),
-            np.array([files[where.file] for where in locations], np.int32),
+            np.array([files[location.file] for location in locations], np.int32),
             np.array(place, np.int64).reshape(-1, 4),
-            np.array([where.frame_crc for where in locations], np.uint32),
-            np.array([0 if where.checksums is None else len(where.checksums) for where in locations], np.int64),
+            np.array([location.frame_crc for location in locations], np.uint32),
+            np.array(
+                [0 if location.checksums is None else len(location.checksums) for location in locations], np.int64
+            ),
             np.concatenate([*crcs, np.empty(0, np.uint32)]),
-            hashes_of([where.hash for where in locations]),
+            hashes_of([location.hash for location in locations]),
         )
 
     @classmethod
     def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
-        """Return the places of items that have neither checksums nor hashes: another tool has written them."""
-        nothing = np.zeros(len(file), np.int64)
+        """Return the places of items without checksums and hashes, as another tool writes them."""
+        zeros = np.zeros(len(file), np.int64)
         empty = np.empty(0, np.uint32)
-        return cls(files, file, place, nothing.astype(np.uint32), nothing, empty, np.zeros((len(file), 2), np.uint64))
+        return cls(files, file, place, zeros.astype(np.uint32), zeros, empty, np.zeros((len(file), 2), np.uint64))
 
     @classmethod
     def joined(cls, parts: Sequence[Places]) -> Places:
-        """One after the other. No two parts have a file in common."""
+        """Return all parts, one after the other. No two parts have a file in common."""
         first_file = np.cumsum([0, *(len(part.files) for part in parts)], dtype=np.int32)
         return cls(
             [name for part in parts for name in part.files],
@@ -227,13 +236,13 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files, if these are all items in them."""
+        """Bytes of the files, if they have no other items."""
         ends = np.zeros(len(self.files), np.int64)
         np.maximum.at(ends, self.file, self.place[:, 0] + self.place[:, 1])
         return int(padded(ends).sum())
 
     def location(self, number: int) -> Location:
-        """Where one item is."""
+        """Return the location of an item."""
         end = int(self._block_ends[number])
         crcs = self.block_crc[end - int(self.blocks[number]) : end]
         hashed = self.hash[number].tobytes() if self.hash[number].any() else None
@@ -248,7 +257,7 @@ class Places:
         return replace(self, blocks=np.zeros_like(self.blocks), block_crc=self.block_crc[:0])
 
     def take(self, order: Column) -> Places:
-        """The items with these numbers, in this order."""
+        """Return the items with these numbers, in this order."""
         blocks = self.blocks[order]
         if len(self.blocks) and (self.blocks == self.blocks[0]).all():  # as in large plans: a row for each item
             crcs = self.block_crc.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
@@ -259,45 +268,50 @@ class Places:
 
 
 def hashes_of(hashes: Sequence[bytes | None]) -> Column:
-    """Hashes as two numbers each, zeros for those that are not known."""
-    return np.frombuffer(b"".join(known or _NO_HASH for known in hashes), np.uint64).reshape(len(hashes), 2)
+    """Return each hash as two numbers, zeros for an unknown hash."""
+    return np.frombuffer(b"".join(digest or _NO_HASH for digest in hashes), np.uint64).reshape(len(hashes), 2)
 
 
 ROWS_IN_CACHE = 1 << 15
-"""How many rows are worked on at a time: a few columns of so many fit into the processor's cache. That takes half the
-time that all rows at once take, and no memory for what is in between."""
+"""Rows processed at a time: a few columns of this many rows fit into the processor's cache.
+
+That takes half the time of all rows at once, and no memory for intermediate results.
+"""
 
 
 def in_cache(slots: Column, counts: Column) -> list[Column]:
-    """Things that have so many rows each, cut into stretches of about :data:`ROWS_IN_CACHE` rows."""
+    """Cut things with ``counts`` rows each into stretches of about :data:`ROWS_IN_CACHE` rows."""
     cuts = np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1
     return np.split(slots, cuts) if len(slots) else []
 
 
 def product(rows: Column) -> Column:
-    """The product of each row. This and the next two take a pass for each column: numpy goes from row to row, which for
-    rows as short as those of boxes takes ten times as long."""
+    """Return the product of each row.
+
+    This function and the next two make a pass for each column: numpy's own reduction goes from row to row, which takes
+    ten times as long for rows as short as those of boxes.
+    """
     return functools.reduce(np.multiply, rows.T, np.ones(len(rows), rows.dtype))
 
 
 def in_all(rows: Column) -> Column:
-    """Whether all of each row is true."""
+    """Return whether all elements of each row are true."""
     return functools.reduce(np.logical_and, rows.T, np.full(len(rows), True))
 
 
 def in_any(rows: Column) -> Column:
-    """Whether any of each row is true."""
+    """Return whether any element of each row is true."""
     return functools.reduce(np.logical_or, rows.T, np.full(len(rows), False))
 
 
 def ranges(starts: Column, counts: Column) -> Column:
-    """``starts[0], starts[0] + 1, …`` (``counts[0]`` numbers), then those from ``starts[1]``, and so on."""
+    """Return ``starts[0], starts[0] + 1, …`` (``counts[0]`` numbers), then those from ``starts[1]``, and so on."""
     ends = np.cumsum(counts)
     return np.asarray(np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts))
 
 
 def ragged(filled: Sequence[Column], widths: Column) -> Column:
-    """The first ``widths[i]`` numbers of row ``i`` of each of the arrays in turn, for all ``i``, end to end."""
+    """Return the first ``widths[i]`` numbers of row ``i`` of each array in turn, for all ``i``, end to end."""
     rows = np.stack(filled, axis=1)
     if (widths == rows.shape[2]).all():
         return rows.reshape(-1)
@@ -306,15 +320,16 @@ def ragged(filled: Sequence[Column], widths: Column) -> Column:
 
 
 def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count: int) -> Column:
-    """For each of ``count`` tensors, whether its boxes cover every element exactly once.
+    """Return for each of ``count`` tensors whether its boxes cover every element exactly once.
 
-    Box ``i`` belongs to tensor ``of[i]``, and these numbers do not fall; ``starts``, ``sizes`` and (per tensor)
-    ``shape`` have one number per dimension, the boxes lie inside the shape.
+    Box ``i`` belongs to tensor ``of[i]``, and these numbers do not decrease. ``starts``, ``sizes`` and (per tensor)
+    ``shape`` have one number per dimension. The boxes are inside the shape.
 
     No box is compared with another. Give every coordinate of every dimension a random number, and every element the
-    product of its coordinates' numbers: then the sum over a box is a product of differences of running sums, and the
-    sums over all boxes add up to that over the tensor. If any element is covered twice or not at all, they do not, but
-    for a chance of about 2^-60, whatever the boxes are, because the random numbers are not known beforehand.
+    product of its coordinates' numbers. Then the sum over a box is a product of differences of running sums, and the
+    sums over all boxes add up to the sum over the tensor. If any element is covered twice or not at all, they add up
+    only with a chance of about 2^-60, whichever boxes the file has, because its author cannot know the random numbers
+    beforehand.
     """
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)
@@ -326,14 +341,15 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
 
 
 def totals(values: Column, of: Column, count: int) -> Column:
-    """The sum of the values of each of ``count`` things. Value ``i`` is of number ``of[i]``, and these do not fall."""
+    """Return the sum of the values of each of ``count`` things; value ``i`` is of thing ``of[i]``, which never
+    decreases."""
     running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
     edges = np.searchsorted(of, np.arange(count + 1))
     return np.asarray(running[edges[1:]] - running[edges[:-1]])
 
 
 def _mix(coordinate: Column, seed: np.uint64) -> Column:
-    """A random number for each coordinate: splitmix64."""
+    """Return a random number for each coordinate: splitmix64."""
     mixed = coordinate.astype(np.uint64) + seed
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -341,7 +357,7 @@ def _mix(coordinate: Column, seed: np.uint64) -> Column:
 
 
 def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
-    """The position of each box's first element in its tensor, in row-major order. Box ``i`` is of tensor ``of[i]``."""
+    """Return the row-major position of each box's first element in its tensor. Box ``i`` is of tensor ``of[i]``."""
     extents = np.maximum(shapes, 1)
     ones = np.ones((len(shapes), 1), np.int64)
     strides = np.cumprod(np.concatenate((extents[:, 1:], ones), axis=1)[:, ::-1], axis=1)[:, ::-1]
@@ -352,15 +368,17 @@ def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
 
 
 def order_of(*columns: Column) -> Column:
-    """The order that sorts rows by columns, the first of which counts most. Numbers below 65536, as ranks mostly are,
-    are sorted in one pass."""
+    """Return the order that sorts rows by columns; the first column counts most.
+
+    Numbers below 65536, as ranks mostly are, become 16-bit integers, which numpy sorts in one pass.
+    """
     small = (column.astype(np.uint16) if len(column) and column.max() < 1 << 16 else column for column in columns)
     return np.lexsort(tuple(small)[::-1])
 
 
 def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
-    """Tuples of up to ``width`` numbers as one array."""
-    made = np.full((len(rows), width), fill, np.int64)
+    """Return tuples of up to ``width`` numbers as one array, padded with ``fill``."""
+    array = np.full((len(rows), width), fill, np.int64)
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    made[np.arange(width) < lengths[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
-    return made
+    array[np.arange(width) < lengths[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+    return array

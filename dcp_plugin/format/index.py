@@ -1,11 +1,11 @@
-"""The item table of a checkpoint: which key is where, in which file, with which checksums.
+"""Item table of a checkpoint: the file, place and checksums of every key.
 
-It is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.format.index_file` describes them). A
-million items open by mapping arrays; an entry becomes a Python object only when its key is asked for.
+The table is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.format.index_file` describes
+them). A million items open by mapping arrays; an entry becomes a Python object only when a caller asks for its key.
 
-Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
-anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used. Its checks are over full
-columns, so a million items take a fraction of a second.
+Two items may be the same bytes (tied weights, equal values): then all their columns agree.
+:meth:`CheckpointIndex.validate` refuses any other overlap, and any range outside a file, before a byte is used. Its
+checks run over full columns, so a million items take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor"
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a stored tensor and the item that holds it."""
+    """Box of a stored tensor, and the item that holds it."""
 
     offsets: Shape
     sizes: Shape
@@ -57,7 +57,7 @@ class StoredChunk:
 
 
 class _Chunks(Sequence[StoredChunk]):
-    """The chunks of a key; each becomes an object when it is asked for."""
+    """Chunks of a key; each becomes an object when the caller asks for it."""
 
     def __init__(self, index: CheckpointIndex, slot: int) -> None:
         self.parent, self._slot = index, slot
@@ -71,17 +71,17 @@ class _Chunks(Sequence[StoredChunk]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return tuple(self[each] for each in range(*number.indices(len(self))))
+            return tuple(self[position] for position in range(*number.indices(len(self))))
         at, (offsets, sizes) = range(len(self))[number], self._boxes
         location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
     def at(self, offsets: Shape) -> StoredChunk | None:
-        """The chunk that begins there."""
+        """Return the chunk that begins at ``offsets``."""
         if len(offsets) != self._boxes[0].shape[1]:
             return None
-        found = np.flatnonzero(in_all(self._boxes[0] == offsets))
-        return self[int(found[0])] if len(found) else None
+        matches = np.flatnonzero(in_all(self._boxes[0] == offsets))
+        return self[int(matches[0])] if len(matches) else None
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,10 @@ class StoredTensor:
 
     @property
     def stored_whole(self) -> bool:
-        """Whether the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`). A checkpoint of
-        stock does not say so before it is read."""
+        """Whether the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`).
+
+        The index of a stock checkpoint does not have this: only reading the item shows it.
+        """
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
 
@@ -108,7 +110,7 @@ class StoredTensor:
         return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
 
     def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
-        """The chunk that begins there; ``hint`` is its number, if the asking planner knows it."""
+        """Return the chunk that begins at ``offsets``; ``hint`` is its number, if the planner knows it."""
         if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
             return self.chunks[hint]
         if isinstance(self.chunks, _Chunks):
@@ -118,7 +120,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredValue:
-    """A value that is no tensor: ``torch.save`` bytes."""
+    """Value that is no tensor, stored as ``torch.save`` bytes."""
 
     location: Location
 
@@ -127,7 +129,7 @@ Entry = StoredTensor | StoredValue
 
 
 class CheckpointIndex(Mapping[str, Entry]):
-    """All entries of a checkpoint by key, in the order in which they were saved."""
+    """All entries of a checkpoint by key, in the order of the save."""
 
     def __init__(
         self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
@@ -138,33 +140,38 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.files = files
         """Data files and their sizes in bytes."""
         self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
-        """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
+        """Transforms that torch must undo to read an item, by file and offset. Only stock checkpoints have such
+        items."""
         self.strides: dict[str, Shape] = {}
-        """By key, how the tensors lie that are not row-major. Only ``torch.save`` files have such tensors."""
+        """Strides of the tensors that are not row-major, by key. Only ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
-        """By key, values that were read with the index. Only ``torch.save`` files have such values."""
+        """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}
-        """Keys that are not stored because another checkpoint, the base, has the same, and their keys there."""
+        """Keys not stored because the base, another checkpoint, has the same bytes, and the keys in the base."""
         self.empty: Collection[str] = ()
-        """Keys of empty mappings. Stock has none for these. It takes a checkpoint that has them for one of torch 2.3,
-        and looks for keys as that version made them."""
+        """Keys of empty mappings.
+
+        Stock stores no such keys. It takes a checkpoint that has them for a checkpoint of torch 2.3, and looks for the
+        keys that this version made.
+        """
         self.beside: dict[str, str] = {}
-        """Files beside the data files, and what :mod:`~dcp_plugin.storage.check_rest` compares of each."""
+        """Extra files next to the data files, and the text that :mod:`~dcp_plugin.storage.check_rest` compares for
+        each."""
         self.planner_data: tuple[Any, ...] = ()
-        """In place of the paths of keys, what another tool's planner made its ``planner_data``; one item."""
+        """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""
         self.storage_meta: StorageMeta | None = None
-        """What stock's writer noted of its save."""
+        """Note of stock's writer about its save."""
         self.version: str | None = CURRENT_DCP_VERSION
-        """The version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
+        """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
         self.smallest_block = smallest_block
         self.where = ""
-        """What messages call the checkpoint."""
+        """Name of the checkpoint in messages."""
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
-        """The number of each key."""
+        """Number of each key."""
         self.block_starts = np.concatenate(([0], columns["block_ends"]))
-        """Where the checksums of each chunk begin; one more for the end."""
+        """Position at which the checksums of each chunk begin, and the end of the last."""
 
     def __getitem__(self, key: str) -> Entry:
         if (entry := self._entries.get(key)) is None:
@@ -183,13 +190,13 @@ class CheckpointIndex(Mapping[str, Entry]):
         return len(self.slots)
 
     def under(self, prefix: str) -> list[str]:
-        """The keys that start with ``prefix``, in the order of the index."""
+        """Return the keys that start with ``prefix``, in the order of the index."""
         first = bisect_left(self._sorted, prefix)
         last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
         return sorted(self._sorted[first:last], key=self.slots.__getitem__)
 
     def has_under(self, prefix: str) -> bool:
-        """Whether any key starts with ``prefix``."""
+        """Return whether any key starts with ``prefix``."""
         at = bisect_left(self._sorted, prefix)
         return at < len(self._sorted) and self._sorted[at].startswith(prefix)
 
@@ -198,12 +205,12 @@ class CheckpointIndex(Mapping[str, Entry]):
         return sorted(self.slots)
 
     def path_of(self, key: str) -> KeyPath:
-        """Where the key sits in the nested state."""
+        """Return the path of the key in the nested state."""
         return self.table.path_of(key)
 
     @property
     def payload_bytes(self) -> int:
-        """Payload bytes, those that several keys share counted once."""
+        """Bytes of all payloads; a payload that several keys share counts once."""
         file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
         order = np.lexsort((offset, file))
         first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
@@ -215,13 +222,13 @@ class CheckpointIndex(Mapping[str, Entry]):
         return Location.of_columns(name, self.columns["place"][chunk].tolist(), frame_crc, crcs, self.hash_of(chunk))
 
     def rename_files(self, name_of: Callable[[str], str]) -> None:
-        """Give the data files other names; their bytes are the same."""
+        """Give the data files other names; their bytes stay the same."""
         self.files = {name_of(name): size for name, size in self.files.items()}
         self.file_names = list(self.files)
 
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
-        """The index of a table whose chunks are at these places, in the same order."""
+        """Return the index of a table whose chunks are at these places, in the same order."""
         keys = list(map(str.encode, table.keys))
         file_ids = {name: number for number, name in enumerate(files)}
         renumbered = np.array([file_ids[name] for name in places.files], np.int32)
@@ -241,21 +248,21 @@ class CheckpointIndex(Mapping[str, Entry]):
         return cls(table, columns, files)
 
     def hash_of(self, chunk: int) -> bytes | None:
-        """The XXH3-128 of a chunk's payload, if its writer computed it."""
+        """Return the XXH3-128 of a chunk's payload, if its writer computed it."""
         hashed = self.columns.get("hashed")
-        if hashed is None:  # as in most: this is asked for every tensor of a load, several times
+        if hashed is None:  # most indexes; a load calls this several times for every tensor
             return None
         at = int(hashed.searchsorted(chunk))
-        known = at < len(hashed) and hashed[at] == chunk and self.columns["hash"][at].any()
-        return self.columns["hash"][at].tobytes() if known else None
+        has_hash = at < len(hashed) and hashed[at] == chunk and self.columns["hash"][at].any()
+        return self.columns["hash"][at].tobytes() if has_hash else None
 
     def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
-        """The index of some keys under other names.
+        """Return the index of some keys under other names.
 
         Args:
             names: The new name of each key, and its name here. A key may get several.
-            paths: Those of the new names that do not follow the default.
-            below: Where the files are, seen from what the new index is relative to.
+            paths: The paths of the new names that do not follow the default.
+            below: Path of the files relative to the folder of the new index.
         """
         slots = np.array([self.slots[key] for key in names.values()], np.int64)
         table = self.table.take(slots, list(names), paths)
@@ -263,15 +270,17 @@ class CheckpointIndex(Mapping[str, Entry]):
         files = {posixpath.join(below, name): size for name, size in self.files.items()}
         places = replace(self.places, files=list(files)).take(ranges(self.table.chunk_starts[slots], counts))
         selected = CheckpointIndex.of(table, places, files)
-        selected.transforms = {(posixpath.join(below, name), at): what for (name, at), what in self.transforms.items()}
+        selected.transforms = {
+            (posixpath.join(below, name), at): descriptors for (name, at), descriptors in self.transforms.items()
+        }
         selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
         selected.empty = [new for new, key in names.items() if key in self.empty] if self.empty else ()
         return selected
 
     def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
-        """The index of the keys of both, which have none in common, and neither have their files."""
+        """Return the index of the keys of both. No key and no file may be in both."""
         added = other.places
-        if other.smallest_block != self.smallest_block:  # its checksums are for other blocks than we would look for
+        if other.smallest_block != self.smallest_block:  # the checksums of `other` are of blocks of another size
             added = added.without_checksums()
         places = Places.joined((self.places, added))
         both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
@@ -282,16 +291,16 @@ class CheckpointIndex(Mapping[str, Entry]):
         return both
 
     def as_stock_knows_it(self) -> CheckpointIndex:
-        """Without the keys that stock would not have made."""
+        """Return the index without the keys that stock would not have made."""
         if not self.empty:
             return self
-        known = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
-        known.planner_data, known.version = self.planner_data, self.version
-        return known
+        selected = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
+        selected.planner_data, selected.version = self.planner_data, self.version
+        return selected
 
     @property
     def places(self) -> Places:
-        """Where the items are."""
+        """Places of the items."""
         hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)
         if "hashed" in self.columns:
             hashes[self.columns["hashed"]] = self.columns["hash"]
@@ -303,7 +312,8 @@ class CheckpointIndex(Mapping[str, Entry]):
     def build(
         cls, entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
     ) -> CheckpointIndex:
-        """The index of these entries. ``paths`` may name all keys; those that follow the default are not stored."""
+        """Return the index of these entries. ``paths`` may name all keys; only those that differ from the default are
+        stored."""
         keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
         locations: list[Location] = []
         for key, entry in entries:
@@ -331,9 +341,9 @@ class CheckpointIndex(Mapping[str, Entry]):
         return cls.of(KeyColumns(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
-        """Check that tensors take about as much memory as the files hold.
+        """Check that the tensors take about as much memory as the files hold.
 
-        A tensor with a stride of 0 has any size in a file of a kilobyte, and so have a million keys of one tensor.
+        In a file of a kilobyte, a tensor with a stride of 0 can have any size, and a million keys can name one tensor.
 
         Args:
             keys: The tensors that are given memory; all if None.
@@ -357,11 +367,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
 
         Args:
-            where: What messages call the checkpoint.
-            shares_bytes: Items may overlap: they are views of the same storages.
+            where: Name of the checkpoint in messages.
+            shares_bytes: Items may overlap, because they are views of the same storages.
 
         Raises:
-            CheckpointCorrupt: Naming file and key.
+            CheckpointCorrupt: A check failed; the message names file and key.
         """
         columns, self.where = self.columns, where
         for name in (*self.files, *self.beside):
@@ -386,7 +396,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             )
             blocks = np.diff(self.block_starts[first : first + len(offset) + 1])
             miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
-        for bad, what in (
+        for bad, fault in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
             (miscounted, "has a wrong number of checksums"),
@@ -394,14 +404,14 @@ class CheckpointIndex(Mapping[str, Entry]):
             if bad.any():
                 chunk = int(np.argmax(bad))
                 key = self.table.keys[int(np.searchsorted(columns["chunk_ends"], chunk, side="right"))]
-                raise CheckpointCorrupt(f"{where}: {key} in {list(self.files)[file[chunk]]} {what}")
+                raise CheckpointCorrupt(f"{where}: {key} in {list(self.files)[file[chunk]]} {fault}")
         _check_boxes(self.table, columns["place"], where)
 
 
 def _overlapping(columns: dict[str, Column]) -> Column:
-    """Which items begin before another one has ended, unless they are the same in everything: that is an alias."""
+    """Return which items begin before the previous item ends, except aliases, which agree in all columns."""
     file, place = columns["file"], columns["place"]
-    for keys in ((file,), (file, place[:, 0], place[:, 1])):  # those of one file mostly come in its order
+    for keys in ((file,), (file, place[:, 0], place[:, 1])):  # the items of a file are mostly in its order already
         order = order_of(*keys)
         same_file, (offset, length) = np.diff(file[order]) == 0, place[:, :2].take(order, axis=0).T
         further, longer = np.diff(offset), np.diff(length)

@@ -1,9 +1,9 @@
-"""The file of the index: numpy columns in the safetensors format, without pickle, validated when they are read.
+"""File of the index: numpy columns in the safetensors format, without pickle, validated when they are read.
 
 The columns, for K keys, C chunks (each key's chunks are neighbours) and B blocks:
 
 ======================  ========  =====================================================================
-``keys``, ``key_ends``  K         UTF-8 text of all keys, and where each ends
+``keys``, ``key_ends``  K         UTF-8 text of all keys, and the end of each
 ``dtype``, ``ndim``     K         index into the dtype names (255: a value that is no tensor), dimensions
 ``shape``               ragged    global shape, ``ndim`` numbers per key
 ``chunk_ends``          K         running number of chunks
@@ -13,14 +13,14 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``frame_crc``           C         CRC32 of the item without its payload
 ``block_ends``          C         running number of checksum blocks
 ``block_crc``           B         running CRC32 of the payload at the end of each block
-``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
+``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these hashes
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
 ``empty``               text      optional: a JSON list of the keys of empty mappings
-``beside``              text      optional: a JSON object of other files of the save -> XXH3-128, or size
-``planner_data``        bytes     optional: what a planner made its own, as ``torch.save`` has it (weights only)
+``beside``              text      optional: a JSON object of extra files of the save -> XXH3-128, or size
+``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
 ======================  ========  =====================================================================
 
-A file that contradicts itself is refused, see :meth:`~dcp_plugin.format.index.CheckpointIndex.validate`.
+A file that contradicts itself is refused: see :meth:`~dcp_plugin.format.index.CheckpointIndex.validate`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dcp_plugin.types import KeyPath
 
 
 def encode(index: CheckpointIndex) -> bytes:
-    """What the file of the index holds."""
+    """Return the bytes of the index file."""
     about = {
         "format": "dcp_plugin",
         "format_version": str(INDEX_VERSION),
@@ -68,7 +68,7 @@ def encode(index: CheckpointIndex) -> bytes:
 
 
 def encode_alike(index: CheckpointIndex) -> bytes:
-    """:func:`encode`, and the same bytes each time: safetensors puts what its header tells in no order."""
+    """Return the bytes of :func:`encode` in a fixed order: safetensors writes the entries of its header in no order."""
     data = encode(index)
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -79,24 +79,24 @@ def encode_alike(index: CheckpointIndex) -> bytes:
 
 
 def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
-    """The index in a file that has this fingerprint, if it does not contradict itself.
+    """Return the index in a file with this fingerprint, if the file does not contradict itself.
 
     Args:
-        where: What messages call the file.
+        where: Name of the file in messages.
 
     Raises:
-        CheckpointCorrupt: It is another file, no index, or contradicts itself.
+        CheckpointCorrupt: The file has another fingerprint, is no index, or contradicts itself.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-hash") as pool:
-        found = pool.submit(fingerprint, data)  # while the columns are checked
+        digest = pool.submit(fingerprint, data)  # while this thread checks the columns
         other = CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
         try:
             index = _decoded(data, where)
         except CheckpointCorrupt:
-            if found.result() == sha256:
+            if digest.result() == sha256:
                 raise
-            raise other from None  # which tells more than what else is wrong then
-        if found.result() != sha256:
+            raise other from None  # the differing hash explains any other contradiction
+        if digest.result() != sha256:
             raise other
     return index
 
@@ -146,7 +146,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     left_out: dict[str, str] = {}
     if "left_out" in columns:
         listed = json.loads(columns["left_out"].tobytes())
-        left_out = {str(key): str(there) for key, there in listed.items() if key not in table.slots}
+        left_out = {str(key): str(base_key) for key, base_key in listed.items() if key not in table.slots}
         if len(left_out) != len(listed):
             raise ValueError("a key is both stored and left out")
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
@@ -158,7 +158,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files, smallest_block)
     index.left_out, index.empty, index.planner_data = left_out, empty, planner_data
-    index.beside = {str(name): str(told) for name, told in beside.items()}
+    index.beside = {str(name): str(comparison) for name, comparison in beside.items()}
     return index
 
 
@@ -185,7 +185,7 @@ def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
 
 
 def _tuples(part: Any) -> Any:
-    """Return JSON's lists as tuples. The key of a mapping may be a tuple in one."""
+    """Return JSON's lists as tuples. A tuple as the key of a mapping may hold tuples."""
     return tuple(map(_tuples, part)) if isinstance(part, list) else part
 
 

@@ -1,16 +1,17 @@
-"""Nested state to flat keys, and back.
+"""Conversion of nested state to flat keys, and back.
 
-A key is the path joined by dots, as in stock DCP: mappings are walked, lists only if they hold tensors or mappings, and
-a tuple is one value. The rule for what is walked depends on the caller:
+A key is the path joined by dots, as in stock DCP: mappings are walked, lists are walked only if they hold tensors or
+mappings, and a tuple is one value. The caller chooses the rule that decides which containers are walked:
 
 - :func:`walked_by_us`: our own saves. Empty mappings, which stock loses, are one value, and so are mappings without
   tensors whose keys a path cannot hold. A tuple or list with sharded tensors is walked, because one value could not
   hold them.
-- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Who loads them has the same containers.
-- :func:`walked_as_stored`: loads. The checkpoint says which containers are one value. Up to 0.1.0 we walked tuples
-  with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without tensors.
+- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Its loads have the same containers.
+- :func:`walked_as_stored`: loads. The checkpoint determines which containers are one value. Up to 0.1.0 we walked
+  tuples with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without
+  tensors.
 
-The key of a :class:`LocalSlot` also names the rank and the part of the parameter that it belongs to.
+The key of a :class:`LocalSlot` also names its rank and its part of the parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import KeyPath, Shape
 
 Walks = Callable[[str, Any], bool]
-"""Whether the container of a key is walked, or one value."""
+"""Rule that returns whether the container of a key is walked (True) or is one value (False)."""
 
 
 def walked_by_us(key: str, value: Any) -> bool:
@@ -44,7 +45,7 @@ def walked_by_stock(key: str, value: Any) -> bool:
 
 
 def walked_as_stored(stored: Collection[str]) -> Walks:
-    """A rule that walks what the checkpoint has in parts; what is not in it is walked as in a save.
+    """Return a rule that walks the containers that the checkpoint has in parts; others are walked as in a save.
 
     Args:
         stored: The keys of the checkpoint.
@@ -60,12 +61,12 @@ def walked_as_stored(stored: Collection[str]) -> Walks:
 
 
 def join(name: str, key: str) -> str:
-    """The full key of ``key``, which is relative to the object ``name``; the key ``""`` is the object itself."""
+    """Return the full key of ``key`` relative to the object ``name``; the key ``""`` is the object itself."""
     return f"{name}.{key}" if key else name
 
 
 def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """The leaves of a nested state by key, and the path of each.
+    """Return the leaves of a nested state by key, and the path of each.
 
     Raises:
         CheckpointMismatch: Two leaves have the same key, as in ``{"a.b": 1, "a": {"b": 2}}``.
@@ -80,7 +81,7 @@ def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[
 
 
 def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """The inverse of :func:`flatten`."""
+    """Return the nested state of leaves and their paths: the inverse of :func:`flatten`."""
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         node, (*above, last) = root, paths[key]
@@ -104,43 +105,48 @@ class _Leaf:
 
 
 def with_types_of(current: Any, tree: Any) -> Any:
-    """A tree whose plain dicts are made of the classes (OrderedDict, defaultdict, Counter) that the current state has.
-    A dict of another class has that of the save, and keeps it."""
+    """Return a tree whose plain dicts have the classes (OrderedDict, defaultdict, Counter) of the current state.
+
+    A dict of another class keeps it: the save stored that class.
+    """
     if isinstance(current, Mapping) and isinstance(tree, dict):
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
         like = current if type(tree) is dict else tree
         if type(like) is dict or not isinstance(like, dict):
             return children
-        made = copy.copy(like)
-        made.clear()
-        made.update(children)
-        return made
+        copied = copy.copy(like)
+        copied.clear()
+        copied.update(children)
+        return copied
     if type(current) is type(tree) and type(tree) in (list, tuple) and len(current) == len(tree):
         return type(tree)(map(with_types_of, current, tree))
     return tree
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
-    """A stored path with the keys of the current state. Stock stores every key as text, so keys that are no text, and
-    those with dots in them, which the checkpoint has as several steps, are taken from the state."""
+    """Return a stored path with the keys of the current state.
+
+    Stock stores every key as text. So keys that are no text, and keys with dots, which the checkpoint has as several
+    steps, are taken from the state.
+    """
     if current is None:
         return path
     if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
-        mine if isinstance(mine, tuple) and mine[0] != "t" and part == str(mine[1]) else part
-        for mine, part in zip(current, path, strict=True)
+        own_part if isinstance(own_part, tuple) and own_part[0] != "t" and part == str(own_part[1]) else part
+        for own_part, part in zip(current, path, strict=True)
     )
 
 
 def paths_as_stored(
     keys: Iterable[str], current: Mapping[str, KeyPath], stored: Mapping[str, KeyPath]
 ) -> dict[str, KeyPath]:
-    """Return the path of each stored key: as it is stored, with the keys of the current state (:func:`with_keys_of`).
+    """Return the path of each stored key: the stored path, with the keys of the current state (:func:`with_keys_of`).
 
     Args:
         current: The paths of the current state.
-        stored: The paths in the checkpoint, as far as it has them.
+        stored: The paths in the checkpoint; a key may be missing.
     """
     return {
         key: with_keys_of(current.get(key), stored[key]) if key in stored else current.get(key, default_path(key))
@@ -149,22 +155,22 @@ def paths_as_stored(
 
 
 def has_keys_below(key: str, stored: Iterable[str]) -> bool:
-    """Return whether a stored key lies below ``key``; every other key lies below the empty one."""
+    """Return whether a stored key is below ``key``; every other key is below the empty key."""
     return any(other != key and (not key or other.startswith(f"{key}.")) for other in stored)
 
 
 def step_of(part: Any) -> Any:
-    """The key or index that a part of a :data:`KeyPath` stands for."""
+    """Return the key or index that a part of a :data:`KeyPath` stands for."""
     return part[1] if isinstance(part, tuple) else part
 
 
 def name_of(path: Iterable[Any]) -> str:
-    """The key of a path: its steps, joined by dots."""
+    """Return the key of a path: its steps, joined by dots."""
     return ".".join(str(step_of(part)) for part in path)
 
 
 def _restore(node: Any) -> Any:
-    """The tree below a node, with lists and tuples for nodes whose keys are positions."""
+    """Return the tree below a node, with lists and tuples for nodes whose keys are positions."""
     if isinstance(node, _Leaf):
         return node.value
     if all(isinstance(part, int) for part in node):
@@ -176,10 +182,10 @@ def _restore(node: Any) -> Any:
 
 def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
     kinds = (part[0] for part in node if isinstance(part, tuple))
-    made = MAPPING_CLASSES.get(next(kinds, ""), dict)()
+    mapping = MAPPING_CLASSES.get(next(kinds, ""), dict)()
     for part, child in node.items():
-        made[step_of(part)] = _restore(child)
-    return made
+        mapping[step_of(part)] = _restore(child)
+    return mapping
 
 
 def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
@@ -205,24 +211,24 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def require_names(key: str, target: Any, loaded: Any) -> None:
-    """Require that a value has the names of the mapping that it is loaded for.
+    """Require that a loaded value has all names of the mapping that it is loaded into.
 
     Raises:
-        CheckpointMismatch: It lacks one.
+        CheckpointMismatch: The value lacks a name.
     """
     if isinstance(target, Mapping):
-        lacking = next((name for name in target if not (isinstance(loaded, Mapping) and name in loaded)), None)
-        if lacking is not None:
-            raise CheckpointMismatch(f"{join(key, str(lacking))} is not in the checkpoint")
+        missing = next((name for name in target if not (isinstance(loaded, Mapping) and name in loaded)), None)
+        if missing is not None:
+            raise CheckpointMismatch(f"{join(key, str(missing))} is not in the checkpoint")
 
 
 def is_empty_mapping(value: Any) -> bool:
-    """Whether a value is an empty mapping, for which stock stores nothing."""
+    """Return whether a value is an empty mapping, for which stock stores no key."""
     return isinstance(value, Mapping) and not value
 
 
 def holds_sharded(value: Any) -> bool:
-    """Whether there is a DTensor or ShardedTensor in a container that is stored as one value."""
+    """Return whether a container that is stored as one value holds a DTensor or ShardedTensor."""
     if isinstance(value, (DTensor, ShardedTensor)):
         return True
     children = value.values() if isinstance(value, Mapping) else value
@@ -237,7 +243,7 @@ def _fits_path(key: Any) -> bool:
 
 
 def _is_walked_list(value: Any) -> bool:
-    """Stock's rule: a list is walked if it, or a list in it, has a mapping or a tensor in it."""
+    """Return whether stock walks a list: it, or a list in it, holds a mapping or a tensor."""
     return isinstance(value, list) and any(
         is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child) for child in value
     )
@@ -255,7 +261,7 @@ _LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end
 
 @dataclass(frozen=True)
 class LocalSlot:
-    """A slot of an optimizer's state that one rank has for its own part of the parameter."""
+    """Slot of an optimizer's state in which each rank has its own part of the parameter."""
 
     slot: str
     rank: int
@@ -268,14 +274,14 @@ class LocalSlot:
 
     @classmethod
     def parse(cls, name: str) -> LocalSlot | None:
-        """Return the slot of a name; None if all ranks share it."""
+        """Return the slot of a name; None if the name has no rank, because all ranks share it."""
         match = _LOCAL.fullmatch(name)
         if match is None:
             return None
-        begin, end = (tuple(int(each) for each in match[edge].split(",") if each) for edge in ("begin", "end"))
+        begin, end = (tuple(int(number) for number in match[edge].split(",") if number) for edge in ("begin", "end"))
         return cls(match["slot"], int(match["rank"]), (begin, end))
 
 
 def without_rank(key: str) -> str:
-    """Return a key without the rank and the part that it may name."""
+    """Return a key without the rank and the part that its last segment may name."""
     return slot.slot if (slot := LocalSlot.parse(key)) else key

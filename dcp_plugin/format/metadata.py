@@ -1,14 +1,14 @@
 """DCP's own table of contents, ``.metadata``, written from our index; :mod:`~.stock_metadata` reads it.
 
-The pickle holds five objects for each chunk; to make a million of these and pickle them would take longer
-than the rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ in
-some integers. So :func:`encode` writes one such record by hand, repeats it as the rows of an array, and fills in the
-integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
+The pickle holds five objects for each chunk; making a million of these and pickling them would take longer than the
+rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ only in some
+integers. So :func:`encode` writes one such record opcode by opcode, repeats it as the rows of an array, and fills in
+the integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
 
-*Under other keys.* A framework's own sharded loader finds the same bytes under the keys that it looks for. Aliases are
-more keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are more ``.metadata`` files in sub-folders:
+*Under other keys.* A framework's own sharded loader looks for the same bytes under other keys. Aliases are additional
+keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are additional ``.metadata`` files in sub-folders:
 Accelerate reads the model from ``pytorch_model_fsdp_0/.metadata``, which names the data files as ``../__0_0-….distcp``.
-We read neither ourselves.
+This package reads neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dcp_plugin.types import KeyPath
 
 
 def state_metadata(table: KeyColumns) -> dict[str, Any]:
-    """What a table says of each key, in DCP's words."""
+    """Return DCP's metadata of each key in a table."""
     state: dict[str, Any] = {}
     for slot, key in enumerate(table.keys):
         dtype = table.dtype_of(slot)
@@ -54,7 +54,7 @@ def state_metadata(table: KeyColumns) -> dict[str, Any]:
 
 
 def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
-    """The DCP metadata of an index, for planners of other makes."""
+    """Return the DCP metadata of an index, for planners of other packages."""
     index = index.as_stock_knows_it()
     state = state_metadata(index.table)
     storage: dict[MetadataIndex, Any] = {}
@@ -64,28 +64,30 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
             storage[MetadataIndex(key)] = storage_info(entry.location)
         else:
             storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
-    said = index.planner_data[0] if index.planner_data else {key: stock_path(index.path_of(key)) for key in state}
-    return Metadata(state, said, storage, storage_meta or StorageMeta(), index.version)
+    planner_data = (
+        index.planner_data[0] if index.planner_data else {key: stock_path(index.path_of(key)) for key in state}
+    )
+    return Metadata(state, planner_data, storage, storage_meta or StorageMeta(), index.version)
 
 
-def storage_info(where: Location) -> Any:
-    """Where an item is, in DCP's words."""
-    return StorageInfo(where.file, where.offset, where.length)
+def storage_info(location: Location) -> Any:
+    """Return a location as DCP's ``_StorageInfo``."""
+    return StorageInfo(location.file, location.offset, location.length)
 
 
 def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath] | None:
-    """The paths of keys, which DCP's own planners note; None if it is anything else that a planner made of it."""
+    """Return the paths of keys that DCP's own planners note; None if another planner noted something else."""
     if not isinstance(planner_data, Mapping):
         return None
-    known = all(
+    is_paths = all(
         key in keys and isinstance(path, (tuple, list)) and all(isinstance(part, (str, int, tuple)) for part in path)
         for key, path in planner_data.items()
     )
-    return dict(planner_data) if known else None
+    return dict(planner_data) if is_paths else None
 
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
-    """Stock paths know mapping keys as text and list indices as numbers."""
+    """Return a path in stock's form, which has mapping keys as text and list indices as numbers."""
     if {str, int}.issuperset(map(type, path)):  # as nearly all are
         return path
     return tuple(
@@ -94,7 +96,7 @@ def stock_path(path: KeyPath) -> Sequence[str | int]:
 
 
 def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
-    """``.metadata`` as stock readers want it."""
+    """Return the bytes of ``.metadata`` in the form that stock readers expect."""
     index = index.as_stock_knows_it()
     table, memo = index.table, _Memo()
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
@@ -114,18 +116,18 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
             reference = key_of[4 * number : 4 * number + 4]
             chunks_of_key = listed[start:end] if behind else b""  # a value has none
             state[slot] = (b"j", reference, before, chunks_of_key, behind)
-        where: dict[str, _Fields] = {
+        place: dict[str, _Fields] = {
             "relative_path": [files[index.columns["file"][chunks]]],
             "offset": [index.columns["place"][chunks, 0]],
             "length": [index.columns["place"][chunks, 1]],
         }
         key = np.repeat(keys[slots], counts)
-        info = memo.instance(StorageInfo, **where)
+        info = memo.instance(StorageInfo, **place)
         for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
             if chosen.any():
                 record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
-                rows, mine = _rows(len(chunks), record), np.repeat(chosen, counts)
-                storage.append((rows if mine.all() else rows[mine]).data)
+                rows, matching = _rows(len(chunks), record), np.repeat(chosen, counts)
+                storage.append((rows if matching.all() else rows[matching]).data)
     paths = {key: stock_path(table.path_of(key)) for key in table.keys}
     planner_data = index.planner_data[0] if index.planner_data else paths
     content = memo.instance(
@@ -140,7 +142,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
 
 
 class _StoredTensors:
-    """What there is to say of each key but its chunks. Many have the same dtype and shape."""
+    """Pickles of the stored metadata of each key, without its chunks. Many keys have the same dtype and shape."""
 
     def __init__(self, memo: _Memo, table: KeyColumns) -> None:
         self._memo, self._table = memo, table
@@ -150,7 +152,7 @@ class _StoredTensors:
         self._said: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
 
     def around_chunks(self, slot: int) -> tuple[bytes, bytes]:
-        """What comes before the records of its chunks, and behind them; a value that is no tensor has none."""
+        """Return the bytes before and after the records of a key's chunks; a value that is no tensor has none after."""
         shape = self._shapes[self._starts[slot] : self._starts[slot + 1]]
         kind = (self._dtypes[slot], *shape)
         if kind not in self._said:
@@ -162,28 +164,28 @@ class _StoredTensors:
         if dtype is None:
             return memo.joined(BytesStorageMetadata), b""
         properties = memo.get(dtype, _properties)
-        said = memo.joined(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=[b"](", b"e"])
-        before, opened, behind = said.rpartition(b"](")
+        pickled = memo.joined(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=[b"](", b"e"])
+        before, opened, behind = pickled.rpartition(b"](")
         return before + opened, behind
 
 
 FIELDS_OF_ALL_VERSIONS = 5
-"""How many fields of ``TensorProperties`` every version of torch unpickles, which it pickles as a tuple. Torch 2.15 has
-added one, the strides, and so writes what 2.13 cannot open."""
+"""Fields of ``TensorProperties``, pickled as a tuple, that every version of torch unpickles. Torch 2.15 added another,
+the strides, and so its files cannot be opened by 2.13."""
 
 
 def _properties(dtype: torch.dtype) -> bytes:
-    """The pickle of a tensor's properties, the same whichever version of torch is running."""
+    """Return the pickle of a tensor's properties, which is the same for all versions of torch."""
     fields: tuple[Any, ...] = TensorProperties(dtype=dtype).__getstate__()  # type: ignore[no-untyped-call]
     return _plain(TensorProperties) + b")\x81" + _plain(fields[:FIELDS_OF_ALL_VERSIONS]) + b"b"
 
 
 _Fields = list["bytes | memoryview | Column"]
-"""A piece of a pickle: opcodes; a column of int64 is a number in each record, one of uint32 a reference to the memo."""
+"""Piece of a pickle: opcodes; a column of int64 is a number in each record, one of uint32 a reference to the memo."""
 
 
 class _Memo:
-    """What occurs more than once: pickled at the start, put into the memo, and from then on a reference."""
+    """Memo of a pickle: each repeated object is pickled once at the start, and every later use is a reference to it."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -206,20 +208,20 @@ class _Memo:
         return [self.get(cls), b")\x81", *(state if fields else []), *([b"ub"] if fields else [])]
 
     def joined(self, cls: type, **fields: list[bytes]) -> bytes:
-        """An instance without columns."""
+        """Return the pickle of an instance without columns."""
         return b"".join(cast(list[bytes], self.instance(cls, **cast(dict[str, _Fields], fields))))
 
     def sizes(self, rows: Column) -> _Fields:
-        """A ``torch.Size`` in each record."""
+        """Return a ``torch.Size`` for each record."""
         return [self.get(torch.Size), b"(", *rows.T, b"t\x85R"]
 
 
 _RECORDS_IN_CACHE = 1 << 12
-"""So many records are filled at a time, each of them with all its numbers: they are in the processor's cache then."""
+"""Records filled at a time, with all their numbers: this many stay in the processor's cache."""
 
 
 def _rows(count: int, record: _Fields) -> Column:
-    """The record ``count`` times, with the numbers of its columns filled in; a row of bytes each."""
+    """Return ``count`` copies of the record with the numbers of its columns filled in, one row of bytes each."""
     template, numbers = b"", []
     for piece in record:
         if not isinstance(piece, np.ndarray):
@@ -246,7 +248,7 @@ def _rows(count: int, record: _Fields) -> Column:
 
 
 def _plain(value: Any) -> bytes:
-    """The pickle of a small object without frames and references, to be a piece of another one."""
+    """Return the pickle of a small object without frames and memo references, for use inside another pickle."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 3)
     pickler.fast = True
@@ -255,41 +257,41 @@ def _plain(value: Any) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    """:func:`_plain` of a text, of which there are as many as keys."""
+    """Return :func:`_plain` of a text without a pickler, because every key is such a text."""
     data = value.encode("utf-8", "surrogatepass")
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
 def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
-    """What DCP's metadata says of each key, with the places of its items. Raises KeyError if one has no place."""
+    """Yield each key of DCP's metadata with its entry, given the places of items. Raises KeyError if an item has no
+    place."""
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
             yield key, StoredValue(places[MetadataIndex(key)])
         else:
             located = ((c, places[MetadataIndex(key, c.offsets)]) for c in stored.chunks)
-            chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), where) for c, where in located)
+            chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), location) for c, location in located)
             yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
 
 
 Aliases = Mapping[str, tuple[str, KeyPath]]
-"""Key to another name of the same bytes, and where that is in the nested state. Keys that are not stored are passed
-over."""
+"""Map from a key to another name of the same bytes, and the path of that name. Keys that are not stored are skipped."""
 
 Views = Mapping[str, Mapping[str, str]]
-"""Sub-folder to what is in it: the name in the checkpoint to the name in the view."""
+"""Map from a sub-folder to its contents: the name in the checkpoint -> the name in the view."""
 
 
 def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:
-    """The index with some keys a second time, under other names."""
-    again = {alias: key for key, (alias, _) in aliases.items() if key in index and alias not in index}
-    if not again:
+    """Return the index with some keys repeated under other names."""
+    repeated = {alias: key for key, (alias, _) in aliases.items() if key in index and alias not in index}
+    if not repeated:
         return index
     paths = {**index.table.paths, **dict(aliases.values())}
-    return index.selected({**{key: key for key in index}, **again}, paths)
+    return index.selected({**{key: key for key in index}, **repeated}, paths)
 
 
 def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> dict[str, bytes]:
-    """The files of the views by name, to be put beside the checkpoint's own."""
+    """Return the ``.metadata`` files of the views by name, to be stored with the checkpoint's own."""
     return {f"{folder}/{METADATA}": encode(_view(index, names), storage_meta) for folder, names in views.items()}
 
 
@@ -301,12 +303,14 @@ def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
 
 
 def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> bytes:
-    """A ``.metadata`` that :func:`encode` has made, with other names of data files.
+    """Return a ``.metadata`` made by :func:`encode`, with other names of data files.
+
+    Each name occurs once, as a definition; all other places refer to that definition.
 
     Each name is there once, as a definition; all else refers to that.
 
     Raises:
-        CheckpointMismatch: It was not made so: an early version of this package has saved it.
+        CheckpointMismatch: An early version of this package made the file in another way.
     """
     for old, new in names.items():
         if old == new:

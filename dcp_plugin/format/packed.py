@@ -1,11 +1,12 @@
-"""A checkpoint whose files are written under their final names, where nothing can be renamed.
+"""Format of a checkpoint whose files are written under their final names, on media without rename.
 
-What makes it a checkpoint is one object, put last: ``.metadata``. It is what stock readers expect, followed by the
-summary and by an end that says which save it is of; ``pickle`` reads no further than its own end. Everything else has
-the save's token in its name, so that two saves to one path never write to the same object: data files are
-``__{rank}_{n}-{token}.distcp``, and the index and what a framework has added are in ``dcp_plugin-{token}/``.
+The save puts one object last, ``.metadata``, and this makes the directory a checkpoint. The object is the pickle that
+stock readers expect, followed by the summary and by an end that names the save; ``pickle`` reads no further than its
+own end. All other objects have the save's token in their names, so that two saves to one path never write to the same
+object: data files are ``__{rank}_{n}-{token}.distcp``, and the index and the files of a framework are in
+``dcp_plugin-{token}/``.
 
-The token begins with the time of the save, in milliseconds. So a listing tells which checkpoint is the newest.
+The token begins with the time of the save, in milliseconds. So a listing shows which checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _MAGIC = b"\ndcp_plugin packed 1\n"
 
 
 def new_token(time: float, of: bytes | None = None) -> str:
-    """A name for a save that begins now, in seconds since the epoch.
+    """Return a token for a save that begins at ``time``, in seconds since the epoch.
 
     Args:
-        of: What is saved, if the same is to have the same name.
+        of: Content of the save, if the same content has to have the same token. Random if None.
     """
     last = secrets.token_bytes(_RANDOM_BYTES) if of is None else hashlib.sha256(of).digest()[:_RANDOM_BYTES]
     milliseconds = min(max(0, int(time * 1000)), 16**_TIME_DIGITS - 1)
@@ -39,39 +40,39 @@ def new_token(time: float, of: bytes | None = None) -> str:
 
 
 def time_of(token: str) -> float:
-    """When the save began."""
+    """Return when the save began, in seconds since the epoch."""
     return int(token[:_TIME_DIGITS], 16) / 1000
 
 
 def token_in(name: str) -> str:
-    """The save that a file of this name is of, its folder left out; empty if the name tells of none."""
-    found = _OWN_NAME.fullmatch(name)
-    return (found["folder"] or found["data"]) if found else ""
+    """Return the token of the save that wrote a file of this name (without its folder); empty if the name has none."""
+    match = _OWN_NAME.fullmatch(name)
+    return (match["folder"] or match["data"]) if match else ""
 
 
 def renamed(names: Iterable[str], token: str) -> dict[str, str]:
-    """What data files are called where they have the token of their save in their names, by their names now."""
+    """Return the names of data files with the token of their save in them, by their present names."""
     new: dict[str, str] = {}
     taken = {name for name in names if token_in(name) == token}
     for name in names:
-        found = _DATA_NAME.fullmatch(name)
-        rank, number = (int(found[1]), int(found[2])) if found else (0, 0)
-        there = name
-        while name not in taken and (there == name or there in taken):
-            there = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
+        match = _DATA_NAME.fullmatch(name)
+        rank, number = (int(match[1]), int(match[2])) if match else (0, 0)
+        candidate = name
+        while name not in taken and (candidate == name or candidate in taken):
+            candidate = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
             number += 1
-        taken.add(there)
-        new[name] = there
+        taken.add(candidate)
+        new[name] = candidate
     return new
 
 
 def folders(names: Iterable[str]) -> set[str]:
-    """The tokens of the saves that have a folder among these names."""
+    """Return the tokens of the saves that have a folder among these names."""
     return {token_in(name) for name in names if name.startswith(PACKED)} - {""}
 
 
 def packed(metadata: bytes, summary: bytes, token: str) -> bytes:
-    """The last object of a save."""
+    """Return the last object of a save."""
     return metadata + summary + _end(len(summary), 0, token.encode())
 
 
@@ -84,7 +85,8 @@ def _crc(length: int, edition: int, token: bytes) -> int:
 
 
 def next_edition(last: bytes) -> bytes:
-    """The same as other bytes, so that a store gives it another tag; as it is, if it is not packed."""
+    """Return the object with another edition number, so that a store gives it another tag; unchanged if it is not
+    packed."""
     if end_of(last) is None:
         return last
     length, edition, token, *_ = _END.unpack(last[-END:])
@@ -95,20 +97,21 @@ END = _END.size
 """Bytes after the summary."""
 _MOST_SUMMARY = 1 << 20
 _LAST_KEY = b'"sha256": "'
-"""Of a summary; its value and what closes it follow."""
+"""Last key of a summary, before its value and the closing bytes."""
 _AFTER_LAST_KEY = 80
 
 
 def end_of(last: bytes) -> tuple[str, int] | None:
-    """The token, and the length of the summary, that the last bytes of a ``.metadata`` tell; None: it is not packed."""
+    """Return the token and the length of the summary from the last bytes of a ``.metadata``; None if it is not
+    packed."""
     if len(last) < END:
         return None
     length, edition, token, crc, magic = _END.unpack(last[-END:])
     text = token.decode("latin-1")
-    whole = magic == _MAGIC and crc == _crc(length, edition, token)
-    return (text, length) if whole and re.fullmatch(_TOKEN, text) and length <= _MOST_SUMMARY else None
+    is_intact = magic == _MAGIC and crc == _crc(length, edition, token)
+    return (text, length) if is_intact and re.fullmatch(_TOKEN, text) and length <= _MOST_SUMMARY else None
 
 
 def has_damaged_end(last: bytes) -> bool:
-    """Whether these last bytes of a ``.metadata``, which no save is known by, were those of a packed one."""
+    """Return whether the last bytes of a ``.metadata``, in which :func:`end_of` found no token, are a damaged end."""
     return _LAST_KEY in last[-END - _AFTER_LAST_KEY - len(_LAST_KEY) :]

@@ -1,4 +1,4 @@
-"""An item of a data file: a tensor's payload, the bytes around it, its checksums and its hash.
+"""Item of a data file: a tensor's payload, the bytes around it, its checksums and its hash.
 
 An item is a complete ``torch.save`` file: a zip archive of stored records, which are a pickle that describes the
 tensor, a few markers, and the payload, 64-byte aligned. Everything but the payload depends on dtype and shape alone,
@@ -8,12 +8,12 @@ Layout as in ``torch/csrc/.../inline_container.cc``: every record has a data des
 extra field ``FB`` that pads its local header so that the data is aligned. Archives are limited to 32-bit sizes;
 the planner keeps chunks below that (:data:`MAX_PAYLOAD`).
 
-A CRC32 is *running*: each block continues the value of the block before. So one pass over the memory gives the value at
-the end of each block and, as the last of them, the CRC that the zip format wants; and a single block is verified by
+A CRC32 is *running*: each block continues the value of the previous block. So one pass over the memory gives the value
+at the end of each block and, as the last of them, the CRC that the zip format needs; and a single block is verified by
 continuing from the value before it. A block is a 256th of its item, between 4 KiB and 1 MiB: checksums take little
-space, and whoever reads a part of an item reads little more than that part.
+space, and the reader of a part of an item reads little more than that part.
 
-The XXH3-128 of a tensor decides whether its bytes have changed. A sample of it only proves that they have.
+The XXH3-128 of a tensor decides whether its bytes have changed. A hash of samples only proves that they have.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ LARGEST_BLOCK = 1 << 20
 
 
 def block_size(payload_length: int, smallest: int = SMALLEST_BLOCK) -> int:
-    """Bytes per checksum of a payload; always a power of two."""
+    """Return the bytes per checksum of a payload; always a power of two."""
     return min(max(smallest, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
 
 
 def block_counts(payload_lengths: np.ndarray[Any, Any], smallest: int) -> np.ndarray[Any, Any]:
-    """How many blocks payloads of these lengths have."""
+    """Return how many blocks payloads of these lengths have."""
     powers = np.frexp(np.maximum(payload_lengths - 1, 0) // BLOCKS_PER_ITEM)[1].astype(np.int64)
     counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, smallest, LARGEST_BLOCK))
     return counts
 
 
 class RunningCrc:
-    """The CRC of bytes that come in pieces of any size, noted at the end of each block."""
+    """CRC of bytes that arrive in pieces of any size, recorded at the end of each block."""
 
     def __init__(self, block: int, before: int = 0) -> None:
         self.crc = before
         self.ends: list[int] = []
-        """The CRC at the end of each block; of the last one as far as it has come."""
+        """CRC at the end of each block; for the last block, of its bytes up to now."""
         self._block = block
         self._in_block = 0
 
@@ -79,7 +79,7 @@ _PLACES, _PLACE = 8, 128
 
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
-    """The XXH3-128 of the bytes of each tensor in row-major order."""
+    """Return the XXH3-128 of the bytes of each tensor in row-major order."""
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
     largest_first = sorted(range(len(tensors)), key=lambda slot: tensors[slot].nbytes, reverse=True)
@@ -89,7 +89,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
         rings = Rings()
         for slot in largest_first[first::threads]:
             running = RunningHash()
-            for piece in rings.pieces(tensors[slot], tensors[slot].nbytes or 1):  # all of what is plain memory at once
+            for piece in rings.pieces(tensors[slot], tensors[slot].nbytes or 1):  # plain memory comes as one piece
                 running.update(piece)
             hashes[slot] = running.digest()
 
@@ -102,7 +102,7 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
-    """A hash of a few places of a tensor; None where they are not easily had."""
+    """Return a hash of a few places of a tensor; None if they cannot be read without copying the tensor."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     last = max(0, tensor.nbytes - _PLACE)
@@ -118,24 +118,24 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
 _Number = TypeVar("_Number", int, np.ndarray[Any, np.dtype[np.int64]])
 ALIGNMENT = 64
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of an item that we write, in bytes."""
+"""Largest payload, in bytes, of an item that this package writes."""
 
-_MOST = (1 << 32) - (1 << 20)  # where zip64 begins; stock writes items that large
+_MOST = (1 << 32) - (1 << 20)  # zip64 begins here; stock writes items of this size
 
 _CRC = struct.Struct("<I")
 _BEFORE = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
-"""The records before the payload."""
+"""Records before the payload."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds one payload. ``payload_offset`` is the length of ``head``."""
+    """Bytes around a payload. ``payload_offset`` is the length of ``head``."""
 
     head: bytes
     head_crc: int
     payload_length: int
     length: int
-    """Of the item with its frame."""
+    """Length of the item with its frame."""
     _tail: bytes
     _crc_at: tuple[int, ...]
 
@@ -144,13 +144,13 @@ class Frame:
         return len(self.head)
 
     def tail(self, crc: int) -> bytearray:
-        """The bytes behind a payload whose CRC32 is ``crc``."""
+        """Return the bytes after a payload whose CRC32 is ``crc``."""
         tail = bytearray(len(self._tail))
         self.put_tail(tail, 0, crc)
         return tail
 
     def put_tail(self, memory: bytearray, at: int, crc: int) -> int:
-        """Write these bytes at a position of ``memory``; where they end."""
+        """Write the bytes of :meth:`tail` at a position of ``memory``, and return the position after them."""
         end = at + len(self._tail)
         memory[at:end] = self._tail
         for position in self._crc_at:
@@ -159,12 +159,12 @@ class Frame:
 
 
 def padded(length: _Number) -> _Number:
-    """What an item of this length takes in its file; or each of several."""
+    """Return the space that an item of this length takes in its file; an array gives an array."""
     return length + -length % ALIGNMENT
 
 
 def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
-    """The frame, or None for a tensor that torch stores in another form."""
+    """Return the frame, or None for a tensor that torch stores in another form."""
     try:
         return frame(dtype, shape)
     except (ValueError, KeyError, RuntimeError):  # too large; of no dtype that torch saves; quantized
@@ -173,10 +173,10 @@ def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
 
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: Shape) -> Frame:
-    """The frame of a contiguous CPU tensor of this dtype and shape.
+    """Return the frame of a contiguous CPU tensor of this dtype and shape.
 
     Raises:
-        ValueError: The payload is so large that zip64 begins.
+        ValueError: The payload is so large that the archive needs zip64.
     """
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
@@ -188,31 +188,34 @@ def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
     small = {name: records[name] for name in _BEFORE} | BEHIND
     sizes = [(name, len(small[name])) for name in _BEFORE]
     sizes += [("data/0", payload_length), *((name, len(data)) for name, data in BEHIND.items())]
-    there = torch_archive.records(sizes)
-    crcs = [crc32(small.get(record.name, b"")) for record in there]
+    records_of_item = torch_archive.records(sizes)
+    crcs = [crc32(small.get(record.name, b"")) for record in records_of_item]
 
-    def written(some: Sequence[Record]) -> bytes:
-        return b"".join(one.header + small[one.name] + one.descriptor(crc32(small[one.name])) for one in some)
+    def written(small_records: Sequence[Record]) -> bytes:
+        return b"".join(
+            record.header + small[record.name] + record.descriptor(crc32(small[record.name]))
+            for record in small_records
+        )
 
     payload = len(_BEFORE)
-    head = written(there[:payload]) + there[payload].header
-    tail = there[payload].descriptor(0)
+    head = written(records_of_item[:payload]) + records_of_item[payload].header
+    tail = records_of_item[payload].descriptor(0)
     crc_at = [torch_archive.CRC_OF_DESCRIPTOR] if tail else []
-    tail += written(there[payload + 1 :])
-    entries = sum(len(record.entry(0)) for record in there[:payload])
+    tail += written(records_of_item[payload + 1 :])
+    entries = sum(len(record.entry(0)) for record in records_of_item[:payload])
     crc_at.append(len(tail) + entries + torch_archive.CRC_OF_ENTRY)
-    tail += torch_archive.directory(there, crcs)
+    tail += torch_archive.directory(records_of_item, crcs)
     length = len(head) + payload_length + len(tail)
     return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
 
 
 END_BEGINS = b"PK\x06\x06"
-"""What the end of an item begins with."""
+"""First bytes of the end of an item."""
 END_LENGTH = torch_archive.END_LENGTH
 
 
 def directory_at(end: bytes) -> tuple[int, int] | None:
-    """Where the directory of an item begins, and its length, if these bytes are the end of an item of ours."""
+    """Return where the directory of an item begins, and its length; None if ``end`` is not the end of our item."""
     if len(end) != END_LENGTH:
         return None
     entries, size, offset = torch_archive.read_end(end)
@@ -221,13 +224,13 @@ def directory_at(end: bytes) -> tuple[int, int] | None:
 
 
 def frame_in(head: bytes, directory: bytes) -> Frame | None:
-    """The frame of an item of a tensor of which nothing is known, made again from what is in it.
+    """Return the frame of an item of an unknown tensor, rebuilt from the records in the item.
 
     Args:
-        head: Its first bytes, more than there are before the payload.
+        head: The first bytes of the item, more than the records before the payload have.
 
     Returns:
-        What is around the payload if nothing there has changed. None if this is no such item.
+        The frame of the payload, if its bytes are unchanged. None if this is no such item.
     """
     try:
         sizes = torch_archive.sizes_in(directory)

@@ -1,9 +1,9 @@
-"""Reads DCP's own table of contents, ``.metadata``, without executing code, and makes an index of it.
+"""Reader of DCP's own table of contents, ``.metadata``: it executes no code, and makes an index of the file.
 
-Stock readers unpickle the file as it comes, so its author runs code on every rank that loads it. Here it becomes plain
-records (:mod:`~dcp_plugin.format.pickles.records`), these are checked, and their numbers become the columns of an
-index. Nothing of the file is hashed but text and bytes, for which no collisions can be made, and everything takes a
-time that is linear in the file: a list that is named many times counts as many times.
+Stock readers unpickle the file directly, so its author runs code on every rank that loads it. Here the pickle becomes
+plain records (:mod:`~dcp_plugin.format.pickles.records`), these are checked, and their numbers become the columns of an
+index. Of the file's objects, only text and bytes are hashed, for which an attacker can make no collisions. Every step
+takes a time that is linear in the file: a list that is named many times counts as many times.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from dcp_plugin.types import KeyPath
 
 _MOST_DIMENSIONS = 64
 _MOST_PARTS = 256
-"""Parts of a key's path, and of a path in a file system."""
+"""Most parts of a key's path, and of a path in a file system."""
 _MOST_TRANSFORMS = 16
 _MOST_DEPTH = 100
-"""How deep what another planner noted may be nested."""
+"""Deepest nesting of another planner's note."""
 _MOST_VALUES = 1_000_000
 _EXACT = 1 << 53
 _MOST_TUPLES = 10_000
-"""Keys that are tuples: unlike text, an attacker can make many of them that collide."""
+"""Most keys that are tuples: unlike text, an attacker can make many of them that collide."""
 
 
 class _Metadata(Record):
@@ -70,13 +70,13 @@ class _Chunk(Record):
 
 
 class _Item(Record):
-    """``MetadataIndex``"""
+    """``MetadataIndex``."""
 
     __slots__ = ()
 
 
 class _Place(Record):
-    """``_StorageInfo``"""
+    """``_StorageInfo``."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class _StorageMeta(Record):
 
 
 class _Path(Record):
-    """Of ``pathlib``; its only state is a tuple of its parts."""
+    """Path of ``pathlib``; its only state is a tuple of its parts."""
 
     __slots__ = ()
 
@@ -94,9 +94,9 @@ class _Path(Record):
 def _path(*parts: Any) -> _Path:
     if len(parts) > _MOST_PARTS or not all(type(part) is str for part in parts):
         raise ValueError("a path of something else than some names")
-    made: _Path = list.__new__(_Path)
-    made.append(parts)
-    return made
+    path: _Path = list.__new__(_Path)
+    path.append(parts)
+    return path
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -116,7 +116,7 @@ _GLOBALS: dict[str, Any] = {
     "torch.serialization._get_layout": argument,
     "torch._utils._get_layout": argument,
     "collections.OrderedDict": lambda: new_pairs(None),
-    # Python 3.13 has moved the classes, and 3.14 moved them back.
+    # Python 3.13 moved the classes, and 3.14 moved them back.
     **{
         f"{module}.{name}": _path
         for module in ("pathlib", "pathlib._local")
@@ -129,38 +129,38 @@ STOCK_METADATA = Use(_GLOBALS, allows_user=False, prepare=without_dictionaries)
 
 @dataclass(frozen=True)
 class StockMetadata:
-    """What a ``.metadata`` says, checked for everything but the files that it names."""
+    """Contents of a ``.metadata``, checked except for the sizes of the files that it names."""
 
     table: KeyColumns
     places: Places
     files: list[str]
-    """All that it names, sorted; those that have nothing of a key too."""
+    """All files that it names, sorted, including those without an item of a key."""
     transforms: dict[tuple[str, int], tuple[str, ...]]
     planner_data: tuple[Any, ...]
     storage_meta: StorageMeta | None
     version: str | None
-    """The version of DCP's layout; None before torch 2.9."""
+    """Version of DCP's layout; None before torch 2.9."""
 
     @property
     def save_id(self) -> str:
-        """Tells one save from any other; empty if the writer noted none (torch before 2.3)."""
+        """Identifier that differs for every save; empty if the writer noted none (torch before 2.3)."""
         return (self.storage_meta and self.storage_meta.save_id) or ""
 
 
 def read_index(files: Files, folder: str = "") -> CheckpointIndex:
-    """The index of a stock checkpoint: items of unknown inner layout, without checksums.
+    """Return the index of a stock checkpoint, whose items have an unknown inner layout and no checksums.
 
     Args:
-        folder: Where in ``files`` it is, with a ``/`` at the end. Names of files are relative to it.
+        folder: Folder of the checkpoint in ``files``, with a ``/`` at the end. Names of files are relative to it.
 
     Raises:
-        UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`, and if an item lies outside its file.
+        UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`; or an item is outside its file.
     """
     return index_of(decode(read(files, folder + METADATA), f"{files.where}/{folder}{METADATA}"), files, folder)
 
 
 def index_of(metadata: StockMetadata, files: Files, folder: str = "") -> CheckpointIndex:
-    """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
+    """Return the index of decoded metadata, as :func:`read_index`. Only the sizes of the data files are read."""
     sizes = {name: _size(files, folder, name) for name in metadata.files}
     index = CheckpointIndex.of(metadata.table, metadata.places, sizes)
     index.validate(f"{files.where}/{folder}".rstrip("/"))
@@ -175,11 +175,11 @@ def decode(data: bytes, where: str) -> StockMetadata:
     """Read ``.metadata``.
 
     Args:
-        where: What messages call the file.
+        where: Name of the file in messages.
 
     Raises:
-        UnsafeCheckpoint: It refers to anything but DCP's metadata.
-        CheckpointCorrupt: It is no metadata, or contradicts itself.
+        UnsafeCheckpoint: The file refers to anything but DCP's metadata.
+        CheckpointCorrupt: The file is no metadata, or contradicts itself.
     """
     try:
         with damage_in(where):
@@ -201,16 +201,16 @@ def _load(data: bytes) -> Any:
 
 
 def _checked(record: Any) -> StockMetadata:
-    said = fields(record, _Metadata)
-    keys, stored = _items(said["state_dict_metadata"])
-    items, places = _items(said["storage_data"])
+    attributes = fields(record, _Metadata)
+    keys, stored = _items(attributes["state_dict_metadata"])
+    items, places = _items(attributes["storage_data"])
     if not _are(keys, str) or len(set(keys)) != len(keys):
         raise ValueError("keys that are no text, or occur twice")
-    is_tensor = np.array([type(one) is _Tensor for one in stored], bool)
+    is_tensor = np.array([type(record) is _Tensor for record in stored], bool)
     if not _are(stored, _Tensor, _Value):
         raise ValueError("a key is neither a tensor nor a value")
     properties, sizes, chunks = columns_of(
-        [one for one in stored if type(one) is _Tensor], _Tensor, "properties", "size", "chunks"
+        [record for record in stored if type(record) is _Tensor], _Tensor, "properties", "size", "chunks"
     )
     if not _are(chunks, list) or sum(map(len, chunks)) > len(items):
         raise ValueError("tensors have more chunks than there are places")
@@ -230,16 +230,18 @@ def _checked(record: Any) -> StockMetadata:
     columns: dict[str, Column] = {
         "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "chunk_ends": np.cumsum(counts), "box": box,
     }  # fmt: skip
-    paths, planner_data = _planner_data(said.get("planner_data"), keys)
+    paths, planner_data = _planner_data(attributes.get("planner_data"), keys)
     table = KeyColumns(keys, dtype_names, paths, columns)
-    found, files, transforms = _placed(table, items, places)
-    version = said.get("version")
-    meta = _storage_meta(said.get("storage_meta"))
-    return StockMetadata(table, found, files, transforms, planner_data, meta, version if type(version) is str else None)
+    located, files, transforms = _placed(table, items, places)
+    version = attributes.get("version")
+    meta = _storage_meta(attributes.get("storage_meta"))
+    return StockMetadata(
+        table, located, files, transforms, planner_data, meta, version if type(version) is str else None
+    )
 
 
 def _items(pairs: Any) -> tuple[list[Any], list[Any]]:
-    """The keys and the values of a dictionary."""
+    """Return the keys and the values of a dictionary."""
     if type(pairs) is not Pairs or len(pairs) % 2:
         raise ValueError("no dictionary where one belongs")
     return pairs[::2], pairs[1::2]
@@ -250,7 +252,7 @@ def _are(values: Iterable[Any], *kinds: type) -> bool:
 
 
 def _numbers(rows: Sequence[Any]) -> tuple[Column, Column]:
-    """The numbers in tuples, end to end, and how many are in each."""
+    """Return the numbers in tuples, end to end, and how many each tuple has."""
     if not _are(rows, tuple):
         raise ValueError("a shape that is no tuple")
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
@@ -266,10 +268,12 @@ def _integers(values: list[Any]) -> Column:
 
 
 def _dtypes(properties: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """The names of all dtypes, and the number of each tensor's. Of later versions' properties it is the first too."""
-    if not _are(properties, _Properties) or any(len(one) != 1 or type(one[0]) is not tuple for one in properties):
+    """Return the names of all dtypes, and the number of each tensor's. Later versions' properties begin with it too."""
+    if not _are(properties, _Properties) or any(
+        len(record) != 1 or type(record[0]) is not tuple for record in properties
+    ):
         raise ValueError("a tensor has no properties")
-    dtypes = [one[0][0] for one in properties]
+    dtypes = [record[0][0] for record in properties]
     if not _are(dtypes, torch.dtype):
         raise ValueError("a tensor has no dtype")
     numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
@@ -279,7 +283,7 @@ def _dtypes(properties: Sequence[Any]) -> tuple[list[str], list[int]]:
 def _placed(
     table: KeyColumns, items: list[Any], places: list[Any]
 ) -> tuple[Places, list[str], dict[tuple[str, int], tuple[str, ...]]]:
-    """Where all chunks of a table are; the names of files; and what the items went through."""
+    """Return the places of all chunks of a table, the names of files, and the transforms of items."""
     paths, offsets, lengths, described = columns_of(
         places, _Place, "relative_path", "offset", "length", maybe="transform_descriptors"
     )
@@ -290,20 +294,20 @@ def _placed(
     place = np.zeros((len(order), 4), np.int64)
     place[:, 0], place[:, 1], place[:, 2] = _integers(offsets)[order], _integers(lengths)[order], -1
     file = np.fromiter((numbers[name] for name in names), np.int32, len(names))[order]
-    went_through = {
-        (name, offset): _descriptors(said)
-        for name, offset, said in zip(names, offsets, described, strict=True)
-        if said is not None and said != [] and said != ()
+    transforms_at = {
+        (name, offset): _descriptors(descriptors_of_item)
+        for name, offset, descriptors_of_item in zip(names, offsets, described, strict=True)
+        if descriptors_of_item is not None and descriptors_of_item != [] and descriptors_of_item != ()
     }
-    for descriptors in set(went_through.values()):
+    for descriptors in set(transforms_at.values()):
         _check_transforms(descriptors)
-    return Places.without_hashes(files, file, place), files, went_through
+    return Places.without_hashes(files, file, place), files, transforms_at
 
 
 def _found(table: KeyColumns, items: list[Any]) -> Column:
-    """Of each chunk of a table, which of the items it is. Raises KeyError if it is none.
+    """Return for each chunk of a table the number of its item. Raises KeyError if it has none.
 
-    An item is known by its key and its offsets. What is hashed are their bytes.
+    An item is identified by its key and its offsets. Only the bytes of these numbers are hashed.
     """
     keys, offsets = columns_of(items, _Item, "fqn", maybe="offset")
     if not _are(keys, str):
@@ -314,11 +318,11 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
 
     @functools.cache
     def numbers_of(ndim: int) -> dict[bytes, int]:
-        among = np.flatnonzero((counts == ndim) & (slots >= 0))
-        begins = (np.cumsum(counts) - counts)[among]
-        known = _rows(slots[among], starts[begins[:, None] + np.arange(ndim)])
-        numbers = dict(zip(known, among.tolist(), strict=True))
-        if len(numbers) != len(known):
+        candidates = np.flatnonzero((counts == ndim) & (slots >= 0))
+        begins = (np.cumsum(counts) - counts)[candidates]
+        rows_of_items = _rows(slots[candidates], starts[begins[:, None] + np.arange(ndim)])
+        numbers = dict(zip(rows_of_items, candidates.tolist(), strict=True))
+        if len(numbers) != len(rows_of_items):
             raise ValueError("an item occurs twice")
         return numbers
 
@@ -331,20 +335,20 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
 
 def _rows(slots: Column, offsets: Column) -> list[bytes]:
     rows = np.ascontiguousarray(np.concatenate((slots[:, None], offsets), axis=1))
-    found: list[bytes] = rows.view(f"V{8 * rows.shape[1]}").ravel().tolist()
-    return found
+    rows_as_bytes: list[bytes] = rows.view(f"V{8 * rows.shape[1]}").ravel().tolist()
+    return rows_as_bytes
 
 
-def _descriptors(said: Any) -> tuple[str, ...]:
-    if not (_are([said], list, tuple) and len(said) <= _MOST_TRANSFORMS and _are(said, str)):
+def _descriptors(descriptors: Any) -> tuple[str, ...]:
+    if not (_are([descriptors], list, tuple) and len(descriptors) <= _MOST_TRANSFORMS and _are(descriptors, str)):
         raise ValueError("an item went through something that is no list of transforms")
-    return tuple(said)
+    return tuple(descriptors)
 
 
 def _check_transforms(descriptors: tuple[str, ...]) -> None:
     try:
         transforms_of(descriptors)
-    except Exception as error:  # each transform has its own
+    except Exception as error:  # each transform raises its own types
         raise ValueError(
             f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
         ) from error
@@ -360,10 +364,13 @@ def _posix_path(record: Any) -> PosixPath:
     return PosixPath(*record[0])
 
 
-def _planner_data(said: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple[Any, ...]]:
-    """The paths of keys that do not follow the default, which DCP's own planners note; or else what it is, one item."""
-    if type(said) is Pairs:
-        named, paths = _items(said)
+def _planner_data(note: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple[Any, ...]]:
+    """Return the paths of keys that differ from the default, as DCP's own planners note them.
+
+    Any other note comes back as the second item, a tuple of one.
+    """
+    if type(note) is Pairs:
+        named, paths = _items(note)
         if (
             _are(named, str)
             and _are(paths, tuple, list)
@@ -373,11 +380,11 @@ def _planner_data(said: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple
         ):
             noted = zip(named, map(tuple, paths), strict=True)
             return {key: path for key, path in noted if path != default_path(key)}, ()
-    return {}, (_Restoring().of(said),)
+    return {}, (_Restoring().of(note),)
 
 
 class _Restoring:
-    """Makes plain values again of what is in a pickle."""
+    """Conversion of the records in a pickle back to plain values."""
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
@@ -391,24 +398,24 @@ class _Restoring:
         if depth > _MOST_DEPTH or self._values > _MOST_VALUES:
             raise ValueError("what its planner noted is nested too deep, or too much")
         if type(value) is list:
-            made: Any = []
-            self._made[id(value)] = made
-            made += [self.of(one, depth + 1) for one in value]
+            restored: Any = []
+            self._made[id(value)] = restored
+            restored += [self.of(child, depth + 1) for child in value]
         elif type(value) is Pairs:
-            made = {}
-            self._made[id(value)] = made
-            for key, one in zip(*_items(value), strict=True):
-                made[self._key(key)] = self.of(one, depth + 1)
+            restored = {}
+            self._made[id(value)] = restored
+            for key, child in zip(*_items(value), strict=True):
+                restored[self._key(key)] = self.of(child, depth + 1)
         elif type(value) is tuple:
-            made = tuple([self.of(one, depth + 1) for one in value])
+            restored = tuple([self.of(child, depth + 1) for child in value])
         elif type(value) is _Path:
-            made = _posix_path(value)
+            restored = _posix_path(value)
         elif isinstance(value, (str, int, float, type(None), torch.dtype)):
             return value
         else:
             raise ValueError(f"its planner noted a {type(value).__name__}")
-        self._made[id(value)] = made
-        return made
+        self._made[id(value)] = restored
+        return restored
 
     def _key(self, key: Any) -> Any:
         if type(key) is tuple:
@@ -425,11 +432,11 @@ def _refuse(key: Any) -> Any:
     raise ValueError(f"its planner noted a key that is a {type(key).__name__}")
 
 
-def _storage_meta(said: Any) -> StorageMeta | None:
-    """What the writer noted of its save, as far as it is of the types that it has."""
-    if said is None:
+def _storage_meta(record: Any) -> StorageMeta | None:
+    """Return the note of the writer about its save, without attributes of unexpected types."""
+    if record is None:
         return None
-    noted: Mapping[str, Any] = fields(said, _StorageMeta)
+    noted: Mapping[str, Any] = fields(record, _StorageMeta)
     place = noted.get("checkpoint_id")
     modules = noted.get("modules")
     texts = {name: noted.get(name) for name in ("save_id", "load_id")}
@@ -443,7 +450,7 @@ def _storage_meta(said: Any) -> StorageMeta | None:
 def _size(files: Files, folder: str, name: str) -> int:
     try:
         return files.size(folder + name)
-    except (OSError, ValueError) as error:  # a name with a zero in it, for one
+    except (OSError, ValueError) as error:  # a name with a zero byte, for example
         raise CheckpointCorrupt(
             f"{files.where}: data file {folder}{name[:200]} is missing ({getattr(error, 'strerror', None) or error})"
         ) from error

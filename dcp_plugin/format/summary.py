@@ -1,9 +1,9 @@
-"""``dcp_plugin.json``: what a person wants to know about a checkpoint before opening it.
+"""``dcp_plugin.json``: the facts that a person needs about a checkpoint before opening it.
 
-Its last key, ``sha256``, is the hash of all bytes before that line. What follows can only be these characters, so no
-byte of the file changes unnoticed: a changed ``time`` would have ``keep_last`` delete the newest checkpoints. Files of
-format version 2 and earlier have no such key. A damaged one is not taken for one of these: it says its version, and has
-a key too many.
+Its last key, ``sha256``, is the hash of all bytes before that line. Only fixed characters may follow, so no byte of the
+file changes unnoticed: a changed ``time`` would make ``keep_last`` delete the newest checkpoints. Files of format
+version 2 and earlier have no such key. A damaged file of version 3 cannot pass as one of these: it names its version,
+and has an additional key.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 3
-"""Of this file."""
+"""Format version of this file."""
 INDEX_VERSION = 2
-"""Of the file of the index."""
+"""Format version of the index file."""
 _LAST_WITHOUT_HASH = 2
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = 1 << 20
-"""Bytes. A reader need not read more than one beyond that."""
+"""Largest size in bytes. A reader needs at most one byte more to detect a larger file."""
 _MOST_NUMBER = 1 << 63
 MOST_METRICS, _LONGEST_METRIC = 1000, 256
-"""With one checkpoint; characters of the name of one."""
+"""Most metrics of one checkpoint, and most characters in the name of a metric."""
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""JSON has no numbers for these: as ``str`` has them."""
+"""Values for which JSON has no numbers, as ``str`` writes them."""
 _MOST_FLOAT = sys.float_info.max
 
 
 class NewerFormat(CheckpointUnreadable):
-    """A newer version of this package has saved the checkpoint in a format that this version does not read."""
+    """Error for a checkpoint that a newer version of this package saved in a format that this version does not read."""
 
     @classmethod
     def of(cls, where: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
@@ -52,22 +52,26 @@ class NewerFormat(CheckpointUnreadable):
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that has what another one leaves out: where it was, also as seen from there, and what it was."""
+    """Checkpoint that has the bytes that another checkpoint leaves out.
+
+    ``path`` is its path at the time of the save, ``relative`` the same as seen from the other checkpoint, and
+    ``fingerprint`` identifies its content.
+    """
 
     path: Where
     relative: str
     fingerprint: str
 
     @classmethod
-    def of_summary(cls, said: dict[str, Any], checkpoint: object) -> Base:
-        """Raises CheckpointCorrupt, which names the checkpoint, if nothing is said, or no base."""
-        if not all(isinstance(said.get(name), str) for name in ("path", "relative", "fingerprint")):
+    def of_summary(cls, entry: dict[str, Any], checkpoint: object) -> Base:
+        """Return the base in a summary. Raises CheckpointCorrupt, which names the checkpoint, if it has none."""
+        if not all(isinstance(entry.get(name), str) for name in ("path", "relative", "fingerprint")):
             raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} does not say which base has what is left out")
         try:
-            where = as_path(said["path"])
+            path = as_path(entry["path"])
         except ValueError as error:
             raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has no path of its base: {error}") from error
-        return cls(where, said["relative"], said["fingerprint"])
+        return cls(path, entry["relative"], entry["fingerprint"])
 
     def to_summary(self) -> dict[str, str]:
         return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}
@@ -75,17 +79,17 @@ class Base:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of ``dcp_plugin.json``.
+    """Content of ``dcp_plugin.json``.
 
-    ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` is that in the
-    ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two.
-    ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
-    other names can find the only one of its kind. ``optimizers`` has the class of each optimizer by name. ``attached``
-    lists what the save put beside its own files.
-    ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
-    that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
-    not written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
-    ``launch`` names the launch (torchrun's, SLURM's) and the rank that published the checkpoint.
+    ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` equals the one
+    in the ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two. ``kinds``
+    lists which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under other names
+    can find the only object of its kind. ``optimizers`` has the class of each optimizer by name. ``attached`` lists the
+    extra files of the save. ``base`` is the checkpoint (:class:`Base`) that has the bytes that this one leaves out;
+    ``exclude`` lists the globs of keys that were not saved. ``reused`` counts the ``bytes`` and ``items`` that were
+    linked from the checkpoint ``from`` instead of written. ``metrics`` are numbers that belong to the checkpoint, such
+    as its validation loss; not all are finite. ``launch`` names the launch (torchrun's, SLURM's) and the rank that
+    published the checkpoint.
     """
 
     step: int | None
@@ -111,7 +115,7 @@ class Summary:
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
-        """Raises SaveFailed if it would be larger than a reader accepts."""
+        """Return the bytes of the file. Raises SaveFailed if it would be larger than a reader accepts."""
         metrics = {name: value if isfinite(value) else str(value) for name, value in self.metrics.items()}
         data = with_hash(asdict(self) | {"metrics": metrics})
         if len(data) > MAX_SIZE:
@@ -120,18 +124,20 @@ class Summary:
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Summary:
-        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary.
+        """Return the summary in a file, which messages call ``where``.
 
-        Raises NewerFormat if it is one of a later version.
+        Raises:
+            CheckpointCorrupt: The file is no summary.
+            NewerFormat: The file is a summary of a later version.
         """
         try:
-            said = json.loads(data)
-            _check_hash(data, said, cls.__dataclass_fields__)
-            if said["format"] == "dcp_plugin" and said["format_version"] > FORMAT_VERSION:
-                saved_by = said.get("versions", {}).get("dcp_plugin")
-                raise NewerFormat.of(where, said["format_version"], FORMAT_VERSION, saved_by)
-            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
-            summary = cls(**known | {"metrics": decode_metrics(said.get("metrics", {}))})
+            entries = json.loads(data)
+            _check_hash(data, entries, cls.__dataclass_fields__)
+            if entries["format"] == "dcp_plugin" and entries["format_version"] > FORMAT_VERSION:
+                saved_by = entries.get("versions", {}).get("dcp_plugin")
+                raise NewerFormat.of(where, entries["format_version"], FORMAT_VERSION, saved_by)
+            own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
+            summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(
@@ -152,13 +158,13 @@ class Summary:
 
 
 def plain_metrics(given: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers by name, as they will be in a summary.
+    """Return metrics as plain numbers by name, as a summary holds them.
 
     Args:
-        given: Numbers, or what holds one: a tensor or an array of one element.
+        given: Numbers, or objects that hold one: a tensor or an array of one element.
 
     Raises:
-        SaveFailed: One is no number, naming it; or there are too many, or a name is too long.
+        SaveFailed: A value is no number, and the message names it; or there are too many, or a name is too long.
     """
     if len(given) > MOST_METRICS:
         raise SaveFailed(f"{len(given)} metrics are given, and a checkpoint takes {MOST_METRICS}")
@@ -176,30 +182,34 @@ def plain_metrics(given: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def decode_metrics(said: object) -> dict[str, float]:
-    """Metrics as JSON has them. Raises ValueError if these are none."""
-    if not isinstance(said, dict) or len(said) > MOST_METRICS or any(len(name) > _LONGEST_METRIC for name in said):
+def decode_metrics(entries: object) -> dict[str, float]:
+    """Return the metrics in a summary's JSON. Raises ValueError for anything else."""
+    if (
+        not isinstance(entries, dict)
+        or len(entries) > MOST_METRICS
+        or any(len(name) > _LONGEST_METRIC for name in entries)
+    ):
         raise ValueError("metrics are numbers by name")
     metrics = {}
-    for name, value in said.items():
+    for name, value in entries.items():
         if value not in _NOT_FINITE and (type(value) not in (int, float) or not abs(value) <= _MOST_FLOAT):
             raise ValueError(f"the metric {name!r:.80} is no number")
         metrics[name] = float(value)
     return metrics
 
 
-def with_hash(said: dict[str, Any]) -> bytes:
-    """A file that says this, and its own hash."""
-    body = json.dumps(said, indent=2).encode().removesuffix(b"\n}")
+def with_hash(content: dict[str, Any]) -> bytes:
+    """Return a file with this content and its own hash."""
+    body = json.dumps(content, indent=2).encode().removesuffix(b"\n}")
     return body + _HASH + hashlib.sha256(body).hexdigest().encode() + _END
 
 
-def _check_hash(data: bytes, said: dict[str, Any], known: Collection[str]) -> None:
-    """Raises ValueError if this is not what was written, to the byte."""
-    body, _, found = data.rpartition(_HASH)
-    if found == hashlib.sha256(body).hexdigest().encode() + _END:
+def _check_hash(data: bytes, entries: dict[str, Any], field_names: Collection[str]) -> None:
+    """Check that no byte of a summary has changed since it was written. Raises ValueError."""
+    body, _, ending = data.rpartition(_HASH)
+    if ending == hashlib.sha256(body).hexdigest().encode() + _END:
         return
-    if said["format_version"] not in range(1, _LAST_WITHOUT_HASH + 1) or not said.keys() <= set(known):
+    if entries["format_version"] not in range(1, _LAST_WITHOUT_HASH + 1) or not entries.keys() <= set(field_names):
         raise ValueError(
             f"its last line is not the SHA-256 of the lines before. If it was edited: without it and {INDEX} the "
             f"directory is a stock checkpoint"
@@ -211,13 +221,13 @@ def fingerprint(index_bytes: bytes) -> str:
 
 
 def sizes_listed(index: bytes, where: str) -> dict[str, int]:
-    """Return the data files in the header of an index, and their sizes in bytes; check nothing else of it.
+    """Return the data files in the header of an index, and their sizes in bytes, without checking the rest.
 
     Args:
         where: The name of the file in messages.
 
     Raises:
-        CheckpointCorrupt, NewerFormat: It has no such header, or one of another version.
+        CheckpointCorrupt, NewerFormat: The file has no such header, or one of another version.
     """
     with damage_in(where):
         about = json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]
@@ -229,8 +239,8 @@ def check_index_version(about: Mapping[str, str], where: str) -> None:
     """Check the metadata in the header of an index.
 
     Raises:
-        CheckpointCorrupt: They are of no index, or of an earlier version.
-        NewerFormat: They are of a later version.
+        CheckpointCorrupt: The metadata are of no index, or of an earlier version.
+        NewerFormat: The metadata are of a later version.
     """
     if about.get("format") == "dcp_plugin" and int(about["format_version"]) > INDEX_VERSION:
         raise NewerFormat.of(where, int(about["format_version"]), INDEX_VERSION)

@@ -1,8 +1,8 @@
-"""The zip of a ``torch.save`` file of any size, whose tensors are written as they come.
+"""Zip of a ``torch.save`` file of any size, whose tensors are written one after the other.
 
-All sizes are known before the first byte; checksums are known when a record has been written, and stand behind it. It
-is, to the byte, what torch itself writes: ``torch.load`` computes from the sizes alone where records are, and goes by
-what ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c does (``_get_offset`` in ``torch/serialization.py``).
+All sizes are known before the first byte; checksums are known only after a record is written, and follow its data. The
+result is, to the byte, what torch itself writes. ``torch.load`` computes the offsets of records from the sizes alone,
+following ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c (``_get_offset`` in ``torch/serialization.py``).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ _ALIGNMENT = 64
 _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
 _UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
 MAGIC = b"PK\x03\x04"
-"""What a file of ``torch.save`` begins with."""
+"""First bytes of a ``torch.save`` file."""
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
 CRC_OF_DESCRIPTOR, CRC_OF_ENTRY = 4, 16
-"""Where in these the CRC32 is, in bytes."""
+"""Position of the CRC32 in a descriptor and in an entry, in bytes."""
 
 BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
-"""The records behind the tensors."""
+"""Records after the tensors."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A file in the archive, stored as it is."""
+    """File in the archive, stored uncompressed."""
 
     name: str
     offset: int
-    """Of its header."""
+    """Offset of its header in the archive."""
     size: int
-    """Of its data."""
+    """Bytes of its data."""
 
     @property
     def header(self) -> bytes:
@@ -49,14 +49,14 @@ class Record:
         return _LOCAL.pack(0x04034B50, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
-        """What comes behind the data, whose CRC32 it tells."""
+        """Return the bytes after the data, which hold its CRC32."""
         if not self.size:
             return b""
         large = max(self.size, self.offset) >= _MOST
         return struct.pack("<IIQQ" if large else "<IIII", 0x08074B50, crc, self.size, self.size)
 
     def entry(self, crc: int) -> bytes:
-        """Its entry in the directory."""
+        """Return the entry of the record in the directory."""
         name, extra = (_ROOT + self.name).encode(), self._extra
         size, offset = min(self.size, _MOST), min(self.offset, _MOST)
         counts = (len(name), len(extra), 0, 0, 0, 0, offset)
@@ -72,31 +72,33 @@ class Record:
 
     @property
     def _extra(self) -> bytes:
-        """The numbers that 32 bits are too few for."""
+        """Zip64 field with the numbers that do not fit in 32 bits."""
         numbers = [self.size] * 2 if self.size >= _MOST else []
         numbers += [self.offset] if self.offset >= _MOST else []
         return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
 def records(sizes: Iterable[tuple[str, int]]) -> list[Record]:
-    """Where the files of an archive are, by their names and sizes."""
-    found: list[Record] = []
+    """Return the records of an archive, given the names and sizes of its files in order."""
+    placed: list[Record] = []
     at = 0
     for name, size in sizes:
-        found.append(Record(name, at, size))
-        at = found[-1].end
-    return found
+        placed.append(Record(name, at, size))
+        at = placed[-1].end
+    return placed
 
 
-def directory(there: list[Record], crcs: Iterable[int]) -> bytes:
-    """The end of an archive: what is where, with the CRC32 of each file."""
-    entries = b"".join(record.entry(crc) for record, crc in zip(there, crcs, strict=True))
-    return entries + end(len(there), len(entries), there[-1].end if there else 0)
+def directory(placed: list[Record], crcs: Iterable[int]) -> bytes:
+    """Return the end of an archive: its directory, with the CRC32 of each file."""
+    entries = b"".join(record.entry(crc) for record, crc in zip(placed, crcs, strict=True))
+    return entries + end(len(placed), len(entries), placed[-1].end if placed else 0)
 
 
 def end(count: int, size: int, begin: int) -> bytes:
-    """What comes behind the entries: their number, their bytes, and where they begin. Torch always writes the zip64
-    records too."""
+    """Return the bytes after the entries: their number, their bytes, and their offset.
+
+    Torch always writes the zip64 records too.
+    """
     end64 = _END64.pack(0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, count, count, size, begin)
     locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + size, 1)
     few, small, low = min(count, _MOST_ENTRIES), min(size, _MOST), min(begin, _MOST)
@@ -107,13 +109,13 @@ END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
 
 
 def read_end(data: bytes) -> tuple[int, int, int]:
-    """The arguments of :func:`end` that these bytes tell."""
+    """Return the arguments of :func:`end` for which it returns these bytes."""
     count, size, begin = _END64.unpack_from(data)[-3:]
     return count, size, begin
 
 
 def sizes_in(entries: bytes) -> dict[str, int]:
-    """The names and sizes of the files that the entries of a small archive list. Raises struct.error, ValueError."""
+    """Return the names and sizes of the files in the entries of a small archive. Raises struct.error, ValueError."""
     sizes, at = {}, 0
     while at < len(entries):
         fields = _CENTRAL.unpack_from(entries, at)
@@ -124,5 +126,5 @@ def sizes_in(entries: bytes) -> dict[str, int]:
 
 
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """The CRC32 of data that comes behind what had the CRC32 ``before``."""
+    """Return the CRC32 of data that follows bytes with the CRC32 ``before``."""
     return crc32(data, before)

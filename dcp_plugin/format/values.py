@@ -1,7 +1,7 @@
-"""Values that are no tensors, as bytes and back, without executing code.
+"""Conversion of values that are no tensors to bytes and back, without executing code.
 
-They are ``torch.save`` files, as stock DCP writes them and reads them, restricted to what
-``torch.load(weights_only=True)`` takes and to the objects of :mod:`dcp_plugin.format.pickles.rebuild`.
+The bytes are ``torch.save`` files, as stock DCP writes and reads them. Their objects are restricted to those that
+``torch.load(weights_only=True)`` accepts and those of :mod:`dcp_plugin.format.pickles.rebuild`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     "defaultdict": defaultdict,
     **{f"defaultdict of {name}": partial(defaultdict, factory) for name, factory in FACTORIES.items()},
 }
-"""The classes of mappings that come back when the items of a mapping are stored one by one, by name."""
+"""Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
 _SMALL = 4096
-"""Bytes up to which the values of items are remembered."""
+"""Largest value in bytes that :func:`decode` caches."""
 
 
 def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = None) -> bytes:
-    """``value`` as the bytes of an item.
+    """Return ``value`` as the bytes of an item.
 
     Args:
-        notes: Where a line is added for what will come back as another type.
+        notes: List to which a line is added for each object that a load returns as another type.
 
     Raises:
-        UnsafeCheckpoint: Only unpickling with code execution could restore it.
+        UnsafeCheckpoint: Only unpickling with code execution could restore the value.
     """
     if is_plain(value):
         return _encode_plain(value)
@@ -63,13 +63,14 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
 
 
 def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] | None = None) -> Any:
-    """The value of an item.
+    """Return the value of an item.
 
     Args:
-        notes: Where a line is added for what comes back as a plain value, because its class is not there.
+        notes: List to which a line is added for each object that becomes a plain value, because its class is not
+            imported.
 
     Raises:
-        UnsafeCheckpoint: It needs code execution, and ``allow_pickle`` is off.
+        UnsafeCheckpoint: The value needs code execution, and ``allow_pickle`` is off.
     """
     try:
         if allow_pickle:
@@ -94,7 +95,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
 
 
 def on_devices_of(target: Any, value: Any) -> Any:
-    """The value with its tensors where those of the target are, as far as both have the same lists and tuples."""
+    """Return the value with its tensors on the devices of the target's, in lists and tuples that both have."""
     if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
         return value if target.is_meta else value.to(target.device)
     if type(value) is type(target) and type(value) in (list, tuple) and len(value) == len(target):
@@ -103,18 +104,20 @@ def on_devices_of(target: Any, value: Any) -> Any:
 
 
 def mapping_class(mapping: Mapping[Any, Any]) -> str:
-    """Return the name in :data:`MAPPING_CLASSES` of the class of a mapping; empty if it has none of these classes.
+    """Return the name in :data:`MAPPING_CLASSES` of the class of a mapping; empty if the class is not listed.
 
-    The state dict of a module is an ``OrderedDict`` for reasons of history, and counts as a plain ``dict``.
+    The state dict of a module is an ``OrderedDict`` for historical reasons, and counts as a plain ``dict``.
     """
     if type(mapping) is defaultdict and (factory := mapping.default_factory) is not None:
-        return next((f"defaultdict of {name}" for name, known in FACTORIES.items() if known is factory), "")
+        return next(
+            (f"defaultdict of {name}" for name, factory_class in FACTORIES.items() if factory_class is factory), ""
+        )
     is_known = type(mapping) in (OrderedDict, Counter, defaultdict) and not hasattr(mapping, "_metadata")
     return type(mapping).__name__ if is_known else ""
 
 
 def is_storable(value: Any) -> bool:
-    """Whether it comes back without executing code."""
+    """Return whether a value can be loaded without executing code."""
     try:
         encode(value)
     except UnsafeCheckpoint:
@@ -126,26 +129,26 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def is_plain(value: Any, known: dict[int, bool] | None = None) -> bool:
-    """Whether the value is a number or text, or a list or tuple of such: of which ``repr`` tells all.
+    """Return whether a value is a number or text, or a list or tuple of these, so that ``repr`` describes all of it.
 
     Args:
-        known: What is known of lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
+        known: Results for lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
     """
     kind = type(value)
     if kind is not tuple and kind is not list:
         return kind in _PLAIN
     known = {} if known is None else known
     if id(value) not in known:
-        known[id(value)] = False  # for a list in itself
+        known[id(value)] = False  # for a list that contains itself
         known[id(value)] = all(map(is_plain, value, repeat(known)))
     return known[id(value)]
 
 
 _encoded: dict[str, bytes] = {}
-"""By ``repr``, which tells ``1`` from ``True`` and ``0.0`` from ``-0.0``. The same few values occur for every parameter
-of an optimizer, and torch takes a tenth of a millisecond for each."""
+"""Bytes by ``repr``, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``. The same few values occur for
+every parameter of an optimizer, and torch takes a tenth of a millisecond for each."""
 _decoded: dict[bytes, Any] = {}
-"""By the bytes of the item."""
+"""Values by the bytes of the item."""
 _MOST_KNOWN = 4096
 
 
@@ -156,23 +159,26 @@ def _encode_plain(value: Any) -> bytes:
         data = _dump(value)
         if len(_encoded) >= _MOST_KNOWN:
             _encoded.clear()
-        if data.startswith(MAGIC):  # what a mock of torch.save gives to a test is not for those after it
+        if data.startswith(MAGIC):  # a test's mock of torch.save must not fill the cache of later tests
             _encoded[written] = data
     return data
 
 
 def _load(data: bytes, notes: list[str]) -> Any:
-    """Load a value without executing code. Most values consist of what torch loads itself."""
+    """Load a value without executing code. Most values need no stand-in: torch's globals restore them."""
     value, stand_ins = load_bytes(data, VALUE)
     return rebuilt(value, notes) if stand_ins else value
 
 
 class _Pickling:
-    """What ``torch.save`` takes for the module ``pickle``."""
+    """Replacement for the module ``pickle`` in ``torch.save``."""
 
     class Pickler(pickle.Pickler):
-        """Containers as calls of their classes. Python's way, to fill them after they are made, is one that torch's
-        restricted unpickler has for lists and dictionaries only."""
+        """Pickler that writes containers as calls of their classes.
+
+        Python's own form fills a container after it is made, which torch's restricted unpickler allows only for lists
+        and dictionaries.
+        """
 
         def reducer_override(self, value: Any) -> Any:
             if type(value) is deque:
@@ -189,7 +195,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _plain(value: Any, notes: list[str] | None) -> Any:
-    """Paths of other libraries, and URLs, become text, inside the standard containers too."""
+    """Return a value with paths of other libraries, and URLs, as text, inside the standard containers too."""
     if isinstance(value, os.PathLike) and not isinstance(value, PurePath):
         if notes is not None:
             notes.append(f"{type(value).__module__}.{type(value).__qualname__} as text")

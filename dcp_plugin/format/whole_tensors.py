@@ -1,7 +1,7 @@
-"""Tensors that are stored whole: as one item that ``torch.save`` makes, which is also what stock DCP does.
+"""Tensors that are stored as one item: ``torch.save`` makes it, as in stock DCP.
 
 Such an item is read into a tensor of the same class, or of a class that the user has declared safe
-(``torch.serialization.add_safe_globals``). The file alone never decides of which class an object is made.
+(``torch.serialization.add_safe_globals``). The file alone never decides the class of an object.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dcp_plugin.tensors.kinds import classes_of, copied
 
 @dataclass(frozen=True, eq=False)
 class WholeItem:
-    """A tensor that is stored whole, ready to be written.
+    """Tensor that is stored as one item, ready to be written.
 
     Raises:
-        CheckpointMismatch: From both methods: it cannot be written. Without the key.
+        CheckpointMismatch: From both methods: ``torch.save`` cannot write it. The message lacks the key.
     """
 
     tensor: torch.Tensor
@@ -32,7 +32,7 @@ class WholeItem:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> WholeItem:
-        """Return the item of a tensor. Its bytes are counted and not kept, so that a save holds one item at a time."""
+        """Return the item of a tensor. Its bytes are counted and discarded, so that a save holds one item at a time."""
         counter = _Counter()
         _save(tensor, counter)
         return cls(tensor, counter.count)
@@ -44,7 +44,7 @@ class WholeItem:
 
 
 class _Counter:
-    """A file that counts the bytes written to it."""
+    """File that counts the bytes written to it."""
 
     count = 0
 
@@ -61,7 +61,7 @@ def _save(tensor: torch.Tensor, file: Any) -> None:
         torch.save(copied(tensor), file)
     except CheckpointMismatch:
         raise
-    except Exception as error:  # anything that the class does
+    except Exception as error:  # the class may raise any type
         raise CheckpointMismatch(f"a {type(tensor).__name__} that torch.save cannot write ({error})") from error
 
 
@@ -69,10 +69,10 @@ _PLAIN = torch.empty(0)
 
 
 def decode(data: bytes | bytearray, target: torch.Tensor = _PLAIN) -> Any:
-    """Return the tensor in an item, for ``target`` to be filled with; it may consist of the classes of the target.
+    """Return the tensor in an item, to be copied into ``target``; it may consist of the classes of the target.
 
     Raises:
-        UnsafeCheckpoint: Another class is in it. Without the key.
+        UnsafeCheckpoint: The item has another class. The message lacks the key.
         ValueError: Loading it could harm the process.
     """
     try:

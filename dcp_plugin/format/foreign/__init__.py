@@ -1,4 +1,4 @@
-"""Checkpoints of other tools: their files become an index, and a load goes on as with our own.
+"""Checkpoints of other tools: their files become an index, and a load continues as with our own.
 
 ========================  ==========================================================================================
 format                    how it is recognised
@@ -10,10 +10,10 @@ Accelerate's folder       ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp.bin``,
 Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightning_version``
 ========================  ==========================================================================================
 
-The contents decide, never a suffix. The model is found under ``model.`` (several: ``model_0.``, ``model_1.``), as in
-our own checkpoints. Nothing is executed, and no payload is read before it is asked for. Files may be links that lead
-elsewhere, as in a snapshot of the Hugging Face cache; what an index inside of a directory names must be a plain name in
-that directory.
+The contents decide, never a suffix. The model gets the keys ``model.`` (several: ``model_0.``, ``model_1.``), as in our
+own checkpoints. No code is executed, and no payload is read before a load asks for it. Files may be links to files
+outside the directory, as in a snapshot of the Hugging Face cache. An index inside a directory may only name plain files
+in that directory.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _PLACE = 128
 
 
 class View(NamedTuple):
-    """A tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart.
+    """Tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart.
 
-    A file may have a million: a tuple is made in a fifth of the time of a frozen dataclass.
+    A file may have a million views: a tuple is made in a fifth of the time of a frozen dataclass.
     """
 
     file: str
@@ -50,9 +50,9 @@ class View(NamedTuple):
     dtype: torch.dtype
     shape: Shape
     strides: Shape | None = None
-    """None: row-major."""
+    """Strides in elements; None if row-major."""
     offsets: Shape | None = None
-    """Where it begins in the tensor that it is a part of; None: it is all of one."""
+    """Offsets of this part in its tensor; None if it is the complete tensor."""
 
     @property
     def span(self) -> int:
@@ -67,22 +67,22 @@ class View(NamedTuple):
 
 @dataclass
 class Contents:
-    """Views and plain values by key, and the files that they are in, with their sizes in bytes."""
+    """Views and plain values by key, and their files with the sizes in bytes."""
 
     format: str
     files: dict[str, int]
     views: dict[str, View] = field(default_factory=dict)
     parts: dict[str, list[View]] = field(default_factory=dict)
-    """Of tensors that are in several files."""
+    """Parts of tensors that are split over several files."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
-    """Of keys whose path is not the default."""
+    """Paths of the keys that do not follow the default."""
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     shares_bytes: bool = False
     """Whether tensors may be views of the same bytes."""
 
     def add(self, other: Contents) -> None:
-        """Take in what another file of the same checkpoint has.
+        """Add the contents of another file of the same checkpoint.
 
         Raises:
             CheckpointMismatch: Both have a key.
@@ -98,10 +98,10 @@ class Contents:
         self.shares_bytes |= other.shares_bytes
 
     def index(self, where: str) -> CheckpointIndex:
-        """The index, validated against the sizes of the files. ``where`` is what messages call the checkpoint.
+        """Return the index, validated against the sizes of the files. ``where`` is the checkpoint's name in messages.
 
         Raises:
-            CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
+            CheckpointCorrupt: A tensor is outside its file, or at an offset that its format forbids.
         """
         chunks = [*self.views.values(), *chain.from_iterable(self.parts.values())]
         table, places = self._table(chunks), self._places(chunks)
@@ -120,13 +120,13 @@ class Contents:
         dtypes, shapes = list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors))
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes)}
         numbers = {dtype: number for number, dtype in enumerate(names)}
-        others = [0] * len(self.values)
-        counts = [1] * len(self.views) + [len(parts) for parts in self.parts.values()] + [1] * len(others)
+        placeholders = [0] * len(self.values)
+        counts = [1] * len(self.views) + [len(parts) for parts in self.parts.values()] + [1] * len(placeholders)
         begins = [offsets or (0,) * len(sizes) for _, _, _, sizes, _, offsets in chunks]
         boxes = chain.from_iterable(zip(begins, map(_SHAPE, chunks), strict=True))
         columns: dict[str, Column] = {
-            "dtype": np.array([*map(numbers.__getitem__, dtypes), *(NO_TENSOR for _ in others)], np.uint8),
-            "ndim": np.array([*map(len, shapes), *others], np.uint8),
+            "dtype": np.array([*map(numbers.__getitem__, dtypes), *(NO_TENSOR for _ in placeholders)], np.uint8),
+            "ndim": np.array([*map(len, shapes), *placeholders], np.uint8),
             "shape": np.array(list(chain.from_iterable(shapes)), np.int64),
             "chunk_ends": np.cumsum(counts, dtype=np.int64),
             "box": np.array(list(chain.from_iterable(boxes)), np.int64),
@@ -135,7 +135,7 @@ class Contents:
         return KeyColumns([*self.views, *self.parts, *self.values], list(names.values()), unusual, columns)
 
     def _places(self, chunks: list[View]) -> Places:
-        """Return where chunks are; a value is nowhere."""
+        """Return the places of chunks; a value has none, and its row is zeros."""
         numbers = {name: number for number, name in enumerate(self.files)}
         count = len(chunks)
         place = np.zeros((count + len(self.values), 4), np.int64)
@@ -162,11 +162,11 @@ def _joined(parts: list[View]) -> View:
 
 
 def fingerprint_of(files: Files, contents: Contents) -> str:
-    """Tells these files from others: their sizes, the names and places of all tensors, and a few bytes of each.
+    """Return a digest of the files: their sizes, the names and places of all tensors, and a few bytes of each.
 
-    There are no checksums to go by, and reading everything would cost as much as the load. A training changes a tensor
-    nearly everywhere; a single flipped bit is not seen. Optimizers do not count: no checkpoint leaves out their state
-    because a base has it, and the bases of earlier checkpoints were identified without them.
+    The files have no checksums to compare, and reading every byte would cost as much as the load. A training changes a
+    tensor nearly everywhere; a single flipped bit goes unnoticed. Optimizers do not count: no save leaves out their
+    state because a base has it, and the bases of earlier checkpoints were identified without them.
     """
     digest = hashlib.sha256()
     optimizers = tuple(f"{name}." for name, kind in contents.kinds.items() if kind == "optimizer")
@@ -177,16 +177,16 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
         samples = [(b"", max(0, size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE) for number in range(_SAMPLES)]
         for key, view in views:
             if view.file == name:
-                about = key, view.start, view.dtype, view.shape, view.strides
-                said = repr(about if view.offsets is None else (*about, view.offsets)).encode()
+                layout = key, view.start, view.dtype, view.shape, view.strides
+                description = repr(layout if view.offsets is None else (*layout, view.offsets)).encode()
                 span = view.span
                 for start in (0, (span - _PLACE) // 2, span - _PLACE):
-                    samples.append((said, view.start + max(0, start), min(_PLACE, span)))
-                    said = b""
+                    samples.append((description, view.start + max(0, start), min(_PLACE, span)))
+                    description = b""
         with files.open(name) as file:
             expect(file, [(start, min(start + count, size)) for _, start, count in samples if count])
-            for said, start, count in samples:
-                digest.update(said)
+            for description, start, count in samples:
+                digest.update(description)
                 if count:
                     file.seek(start)
                     digest.update(file.read(count))

@@ -1,4 +1,4 @@
-"""What is at a path that is no DCP checkpoint: decided by the first bytes of files, and by which files are there."""
+"""Detection of the format of a path that is no DCP checkpoint, by the first bytes of files and by their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOKED_FOR = (
 )
 
 _MOST_LISTED = 1000
-"""Files of a directory whose beginnings are read."""
+"""Most files of a directory of which the first bytes are read."""
 
 _INDEX = ".index.json"
 _FAMILIES = ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model.bin", "model.bin")
@@ -28,11 +28,11 @@ _RANDOM_STATES = "random_states_0.pkl"
 
 
 def read_file(files: Files, name: str) -> Contents:
-    """What one file has, with keys under the names of our conventions.
+    """Return the contents of one file, with keys under the names of our conventions.
 
     Raises:
-        CheckpointNotFound: It is nothing that can be read; the message says why.
-        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It is known, and cannot be read.
+        CheckpointNotFound: The file cannot be read as a checkpoint; the message says why.
+        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The format is known, and the file cannot be read.
     """
     kind = kind_of_file(files, name)
     if kind not in _READ:
@@ -44,7 +44,7 @@ def read_file(files: Files, name: str) -> Contents:
 
 
 def kind_of_file(files: Files, name: str) -> str:
-    """``"safetensors"``, ``"torch.save"``, or what else it is in words; empty if that is not known."""
+    """Return ``"safetensors"``, ``"torch.save"``, or another kind in words; empty if the kind is unknown."""
     try:
         with files.open(name) as file:
             head = file.read(64)
@@ -68,13 +68,13 @@ _READ = {"safetensors": safetensors.read_file, "torch.save": torch_file.read_fil
 
 
 def read_directory(files: Files, reason: str) -> Contents:
-    """What the files of a directory have together; otherwise as :func:`read_file`.
+    """Return the joint contents of the files of a directory; otherwise as :func:`read_file`.
 
     Args:
         reason: Why it is no DCP checkpoint.
 
     Raises:
-        CheckpointNotFound: As :func:`read_file`; the message says ``reason``, or lists what was looked for.
+        CheckpointNotFound: As :func:`read_file`; the message has ``reason`` and lists the names that were looked for.
     """
     names = [name for name in files.names() if not name.endswith("/")]
     indexes = sorted((name for name in names if name.endswith(_INDEX)), key=lambda name: "safetensors" not in name)
@@ -85,54 +85,54 @@ def read_directory(files: Files, reason: str) -> Contents:
     else:
         kinds = {name: kind for name in names[:_MOST_LISTED] if (kind := kind_of_file(files, name)) in _READ}
         wanted = "safetensors" if "safetensors" in kinds.values() else "torch.save"
-        found = [name for name, kind in kinds.items() if kind == wanted]
+        matching = [name for name, kind in kinds.items() if kind == wanted]
         parts = [name for name in names if name.endswith(".safetensors")] if wanted == "safetensors" else []
         if parts and all(safetensors.has_parts(files, name) for name in parts):
             return safetensors.read_parts(files, parts)
-        if len(found) != 1:
-            several = f"it has {len(found)} files that could be meant, name one: {', '.join(found[:8])}"
-            raise not_found(files.where, several if found else f"{reason}. {_LOOKED_FOR}")
-        contents = _READ[wanted](files, found[0])
+        if len(matching) != 1:
+            several = f"it has {len(matching)} files that could be meant, name one: {', '.join(matching[:8])}"
+            raise not_found(files.where, several if matching else f"{reason}. {_LOOKED_FOR}")
+        contents = _READ[wanted](files, matching[0])
     if _RANDOM_STATES in names:
         contents.format = "accelerate"
     return contents
 
 
 def _models_in(names: list[str]) -> dict[int, str]:
-    """The files of models by number, of the first format that is there."""
-    found: dict[str, dict[int, str]] = {}
+    """Return the files of models by number, all of the first format that the directory has."""
+    by_family: dict[str, dict[int, str]] = {}
     for match in filter(None, map(_NAMED.fullmatch, names)):
-        found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2] or 0)] = match[0]
-    return next((found[family] for family in _FAMILIES if family in found), {})
+        by_family.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2] or 0)] = match[0]
+    return next((by_family[family] for family in _FAMILIES if family in by_family), {})
 
 
 def _read_models(files: Files, models: dict[int, str]) -> Contents:
-    """``model.safetensors``, ``model_1.safetensors``, …: Accelerate numbers them if there are several."""
+    """Return the contents of ``model.safetensors``, ``model_1.safetensors``, …: Accelerate numbers several models."""
     contents = []
     for number, name in sorted(models.items()):
         kind = kind_of_file(files, name)
         if kind not in _READ:
             why = kind or "its contents are unknown"
             raise CheckpointCorrupt(f"{files.where}/{name} is not what its name says: {why}")
-        one = _READ[kind](files, name)
-        contents.append(_renamed(one, "model", f"model_{number}") if len(models) > 1 else one)
+        model = _READ[kind](files, name)
+        contents.append(_renamed(model, "model", f"model_{number}") if len(models) > 1 else model)
     return _merged(contents)
 
 
 def _merged(contents: list[Contents]) -> Contents:
-    first, *others = contents
-    for other in others:
+    first, *later = contents
+    for other in later:
         first.add(other)
     return first
 
 
 def _read_shards(files: Files, index: str) -> Contents:
-    """The files that an index of Hugging Face's names, each of them once.
+    """Return the contents of the files that a Hugging Face index names, each file once.
 
     Raises:
-        CheckpointCorrupt: It names a file outside of its directory, one that is not there, or a key that is not in it.
+        CheckpointCorrupt: The index names a file outside its directory, a missing file, or a key that its file lacks.
     """
-    where = f"{files.where}/{index}"
+    path = f"{files.where}/{index}"
     try:
         data = read(files, index, safetensors.MOST_HEADER + 1)
         weights = json.loads(data)["weight_map"]
@@ -141,7 +141,7 @@ def _read_shards(files: Files, index: str) -> Contents:
         if not all(isinstance(text, str) for pair in weights.items() for text in pair):
             raise TypeError("weight_map is not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
+        raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
     keys_of: dict[str, list[str]] = {}
     for key, name in weights.items():
         keys_of.setdefault(name, []).append(key)
@@ -149,7 +149,7 @@ def _read_shards(files: Files, index: str) -> Contents:
 
 
 def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Contents:
-    """What a shard has of the keys that the index says it has."""
+    """Return the contents of a shard, restricted to the keys that the index assigns to it."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise CheckpointCorrupt(f"{files.where}/{index} names {name!r}, which is no file beside it")
     if not exists(files, name):
@@ -167,7 +167,7 @@ def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Content
 
 
 def _renamed(contents: Contents, old: str, new: str) -> Contents:
-    """The module and nothing else under another name: what is beside it would occur once for every model."""
+    """Return only the module, under another name: the other values would occur once for every model."""
     contents.views = {
         new + key.removeprefix(old): view for key, view in contents.views.items() if key.startswith(f"{old}.")
     }

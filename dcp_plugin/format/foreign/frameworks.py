@@ -1,4 +1,4 @@
-"""Sharded checkpoints that Lightning and Accelerate saved without this package, as one index under our names."""
+"""Sharded checkpoints that Lightning and Accelerate saved without this package, as one index with our names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 META = "meta.pt"
-"""What Lightning and Fabric put beside a sharded checkpoint: everything but modules and optimizers."""
+"""File that Lightning and Fabric add to a sharded checkpoint: all state but modules and optimizers."""
 
 Kinds = dict[str, str]
 Rename = Callable[[str], str]
 
 
 def lightning_names(names: Iterable[str]) -> dict[str, str]:
-    """What the first segments of the keys in a sharded directory of Lightning's are called in our conventions.
+    """Return our names for the first segments of the keys in Lightning's sharded directory.
 
     FSDP1 writes ``model``, ModelParallel ``state_dict``, both ``optimizer_0``, ``optimizer_1``, …: they become
-    ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … Other names stay, so names that are ours already do.
+    ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … All other names stay, and so do names that are already ours.
     """
     names = list(dict.fromkeys(names))
     optimizers = [name for name in names if _LIGHTNING_OPTIMIZER.fullmatch(name)]
@@ -34,24 +34,24 @@ def lightning_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_of_lightning(files: Files) -> bool:
-    """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
+    """Return whether Lightning wrote it. Fabric's checkpoints have such a file too, but with the user's own names."""
     return torch_file.mentions(files, META, torch_file.LIGHTNING)
 
 
 def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
-    """A sharded directory that Lightning wrote (``.metadata`` and ``meta.pt``), under our names."""
+    """Return the index of a sharded directory of Lightning (``.metadata`` and ``meta.pt``), with our names."""
     index = stock_metadata.read_index(files)
     names = lightning_names(key.partition(".")[0] for key in index)
     return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
 
 
 def is_of_accelerate(folder: str) -> bool:
-    """Whether it is called like one of the folders in a checkpoint of Accelerate's."""
+    """Return whether a folder has the name of a folder in Accelerate's checkpoints."""
     return _ACCELERATE.fullmatch(folder) is not None
 
 
 def accelerate_folders(files: Files) -> list[str]:
-    """The DCP checkpoints in a folder of ``Accelerator.save_state`` under FSDP: models, then optimizers."""
+    """Return the DCP checkpoints in a folder of ``Accelerator.save_state`` under FSDP: models, then optimizers."""
     named = [name.rstrip("/") for name in files.names() if name.endswith("/")]
     folders = [name for name in named if is_of_accelerate(name) and exists(files, f"{name}/{METADATA}")]
     models = [name for name in folders if not name.startswith("optimizer")]
@@ -59,7 +59,7 @@ def accelerate_folders(files: Files) -> list[str]:
 
 
 def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
-    """The checkpoints in these folders as one: ``model`` and ``optim``, or ``model_0``, … of several."""
+    """Return one index of these checkpoints: ``model`` and ``optim``, or ``model_0``, … if there are several."""
     parts, kinds = [], []
     for folder in folders:
         name = _accelerate_name(folder, folders)
@@ -69,11 +69,11 @@ def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex,
 
 
 def _accelerate_name(folder: str, folders: list[str]) -> str:
-    found = _ACCELERATE.fullmatch(folder)
-    assert found
-    several = sum(other.startswith(found[1]) for other in folders) > 1
-    name = "optim" if found[1] == "optimizer" else "model"
-    return f"{name}_{found[2]}" if several else name
+    match = _ACCELERATE.fullmatch(folder)
+    assert match
+    several = sum(other.startswith(match[1]) for other in folders) > 1
+    name = "optim" if match[1] == "optimizer" else "model"
+    return f"{name}_{match[2]}" if several else name
 
 
 def _kinds(names: Iterable[str]) -> Kinds:
@@ -82,11 +82,11 @@ def _kinds(names: Iterable[str]) -> Kinds:
 
 
 def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
-    """Several stock checkpoints as one.
+    """Return one index of several stock checkpoints.
 
     Args:
-        parts: Of each checkpoint the folder of its files (``"…/"``), its index, and what becomes of the first segment
-            of a key.
+        parts: For each checkpoint the folder of its files (``"…/"``), its index, and a function that renames the first
+            segment of a key.
     """
     entries: list[tuple[str, Entry]] = []
     files: dict[str, int] = {}
@@ -96,8 +96,8 @@ def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> 
         files.update({folder + name: size for name, size in part.files.items()})
         transforms.update({(folder + name, offset): t for (name, offset), t in part.transforms.items()})
         for key, entry in part.items():
-            name, dot, rest = key.partition(".")
-            renamed = rename(name) + dot + rest
+            name, dot, remainder = key.partition(".")
+            renamed = rename(name) + dot + remainder
             entries.append((renamed, _moved(entry, folder)))
             paths[renamed] = (rename(name), *part.path_of(key)[1:])
     index = CheckpointIndex.build(entries, files, paths)

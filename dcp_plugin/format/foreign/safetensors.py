@@ -1,10 +1,10 @@
-"""safetensors: one file, an index of several, or files that have parts of the same tensors.
+"""Reader of safetensors: one file, an index of several, or files with parts of the same tensors.
 
-Stock DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` writes the last kind, a file for each rank. The metadata
-of each notes where in the tensors its parts begin, which Hugging Face's own tools ignore.
+Stock DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` writes the last kind, a file for each rank. Each file's
+metadata note where its parts begin in the tensors; Hugging Face's own tools ignore the note.
 
-A file is 8 bytes of length, a JSON header, and the tensors end to end. The header is checked before it is used: it is
-bounded, its tensors have no holes and do not overlap, and the last one ends where the file does.
+A file consists of 8 bytes of length, a JSON header, and the tensors end to end. The header is checked before use: its
+size is bounded, its tensors have no holes and do not overlap, and the last one ends where the file does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.types import Shape
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header; as in the safetensors library."""
+"""Largest header in bytes, as in the safetensors library."""
 _MOST_DIMENSIONS = 64
 
 DTYPES = {
@@ -45,7 +45,7 @@ _PART_OF_RANK = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of a file whose tensors begin at byte ``start``. Its lists are in the order of the tensors' bytes."""
+    """Header of a file whose tensors begin at byte ``start``. Its lists are in the order of the tensors' bytes."""
 
     size: int
     start: int
@@ -53,30 +53,31 @@ class _Header:
     dtypes: list[str]
     shapes: list[Shape]
     ends: list[int]
-    """Where the bytes of each tensor end, counted from ``start``."""
+    """End of the bytes of each tensor, counted from ``start``."""
     noted: dict[str, str]
 
 
 def has_parts(files: Files, name: str) -> bool:
-    """Whether stock DCP wrote the file, and noted where in the tensors its parts begin.
+    """Return whether stock DCP wrote the file, with a note where its parts begin in the tensors.
 
     Raises:
-        CheckpointCorrupt: It is no safetensors file.
+        CheckpointCorrupt: The file is no safetensors file.
     """
     return bool(_header(files, name).noted.get(_SHARDING))
 
 
 def rank_of(files: Files, name: str) -> int | None:
-    """Of which rank a file has the parts, counted from 0; None if it is none of several."""
+    """Return the rank whose parts a file has, counted from 0; None if the file is not one of several."""
     named = _PART_OF_RANK.fullmatch(name)
     return int(named[1]) - 1 if named and has_parts(files, name) else None
 
 
 def read_parts(files: Files, names: list[str]) -> Contents:
-    """What several files say together that have parts of the same tensors.
+    """Return the joint contents of several files that have parts of the same tensors.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch: As :func:`read_file`; or they contradict each other, or one is missing.
+        CheckpointCorrupt, CheckpointMismatch: As :func:`read_file`; or the files contradict each other, or a file is
+            missing.
     """
     merged = Contents("safetensors", {}, kinds=dict(_KINDS))
     parts: dict[str, dict[Shape, View]] = {}
@@ -85,30 +86,30 @@ def read_parts(files: Files, names: list[str]) -> Contents:
         begins = _begins(files, name, contents)
         merged.files.update(contents.files)
         for key, view in contents.views.items():
-            known = parts.setdefault(key, {})
-            known[begins[key]] = view._replace(offsets=begins[key])  # of two that are the same, the last: as stock
-            first = next(iter(known.values()))
+            views = parts.setdefault(key, {})
+            views[begins[key]] = view._replace(offsets=begins[key])  # of equal parts the last counts, as in stock
+            first = next(iter(views.values()))
             if (first.dtype, len(first.shape)) != (view.dtype, len(view.shape)):
                 raise CheckpointCorrupt(
                     f"{files.where}/{name}: {key} is {view.dtype} of shape {view.shape}; {first.file} has another"
                 )
-    for key, known in parts.items():
-        filled = [view for view in known.values() if 0 not in view.shape]
-        merged.parts[f"{_PREFIX}{key}"] = filled or list(known.values())[:1]
+    for key, views in parts.items():
+        filled = [view for view in views.values() if 0 not in view.shape]
+        merged.parts[f"{_PREFIX}{key}"] = filled or list(views.values())[:1]
     return merged
 
 
 def _begins(files: Files, name: str, contents: Contents) -> dict[str, Shape]:
-    """Where in the tensors the parts of a file begin."""
+    """Return where the parts of a file begin in their tensors."""
     try:
-        said = json.loads(_header(files, name).noted[_SHARDING])
-        begins = {key: tuple(said[key]["saved_offsets"]) for key in contents.views}
+        notes = json.loads(_header(files, name).noted[_SHARDING])
+        begins = {key: tuple(notes[key]["saved_offsets"]) for key in contents.views}
         for key, begin in begins.items():
             if len(begin) != len(contents.views[key].shape) or not _are_counts(begin):
                 raise ValueError(f"{key} at {begin}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        where = f"{files.where}/{name}"
-        raise CheckpointCorrupt(f"{where}: its {_SHARDING} does not tell where its tensors begin: {error!r}") from error
+        path = f"{files.where}/{name}"
+        raise CheckpointCorrupt(f"{path}: its {_SHARDING} does not tell where its tensors begin: {error!r}") from error
     return begins
 
 
@@ -120,7 +121,7 @@ def read_file(files: Files, name: str, prefix: str = _PREFIX) -> Contents:
 
     Raises:
         CheckpointCorrupt: The header contradicts itself or the file.
-        CheckpointMismatch: It has a dtype that torch has no tensors of.
+        CheckpointMismatch: A tensor has a dtype that torch lacks.
     """
     header = _header(files, name)
     if unknown := set(header.dtypes) - DTYPES.keys():
@@ -147,11 +148,11 @@ def _header(files: Files, name: str) -> _Header:
             length = int.from_bytes(file.read(8), "little")
             if length > min(MOST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes")
-            said = json.loads(file.read(length).decode())
-        noted = said.pop("__metadata__", None) or {}
+            entries = json.loads(file.read(length).decode())
+        noted = entries.pop("__metadata__", None) or {}
         if not isinstance(noted, dict) or not all(isinstance(text, str) for text in noted.values()):
             raise TypeError("its __metadata__ is not text")
-        header = _columns(said, size, 8 + length, noted)
+        header = _columns(entries, size, 8 + length, noted)
         if (end := header.start + max(header.ends, default=0)) != size:
             raise ValueError(f"its tensors end at byte {end}, the file at byte {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -159,18 +160,17 @@ def _header(files: Files, name: str) -> _Header:
     return header
 
 
-def _columns(said: dict[str, Any], size: int, start: int, noted: dict[str, str]) -> _Header:
-    """Check the entries of a header, all at once: of a million, one after the other takes twice as long as to parse
-    them.
+def _columns(entries_by_key: dict[str, Any], size: int, start: int, noted: dict[str, str]) -> _Header:
+    """Check the entries of a header in bulk: for a million entries, a loop takes twice as long as parsing them.
 
     Raises:
         ValueError, KeyError, TypeError: An entry is malformed, or there is a hole or an overlap before its tensor.
     """
-    keys, entries = list(said), list(said.values())
+    keys, entries = list(entries_by_key), list(entries_by_key.values())
     offsets = [entry["data_offsets"] for entry in entries]
     if not all(map(le, offsets, islice(offsets, 1, None))):
-        keys.sort(key=lambda key: said[key]["data_offsets"])
-        entries = [said[key] for key in keys]
+        keys.sort(key=lambda key: entries_by_key[key]["data_offsets"])
+        entries = [entries_by_key[key] for key in keys]
     dtypes, shapes, offsets = ([entry[name] for entry in entries] for name in ("dtype", "shape", "data_offsets"))
     numbers = list(chain.from_iterable(offsets))
     if (

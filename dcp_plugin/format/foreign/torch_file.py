@@ -1,8 +1,8 @@
-"""``torch.save`` files: the structure is loaded without the payload, and each tensor's place in the zip is found.
+"""Reader of ``torch.save`` files: it loads the structure without payloads, and finds each tensor's place in the zip.
 
-The structure has its tensors on the meta device: only the pickle is read, and nothing is executed. Torch notes in each
-storage where its record begins; that has to be a stored record of the zip's directory, and the tensor has to lie inside
-of it. Objects that only executing code would restore are left out, unless that leaves a doubt which tensors are the
+The structure has its tensors on the meta device: only the pickle is read, and no code is executed. Torch notes in each
+storage where its record begins. That has to be a stored record of the zip's directory, and the tensor has to be inside
+it. Objects that only executing code would restore are left out, unless it is then uncertain which tensors are the
 model.
 """
 
@@ -37,7 +37,7 @@ from dcp_plugin.tensors._torch import record_offset
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 LIGHTNING = "pytorch-lightning_version"
-"""The key that all of Lightning's checkpoints have."""
+"""Key that all of Lightning's checkpoints have."""
 _EXTRA_STATE = "_extra_state"
 _DEPTH = 3
 _MOST_VISITS = 3_000_000
@@ -47,27 +47,26 @@ Tree = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class _Archive:
-    """An open ``torch.save`` file whose zip was checked."""
+    """Open ``torch.save`` file whose zip was checked."""
 
     file: BinaryIO
     name: str
     size: int
     where: str
-    """What messages call it."""
+    """Name of the file in messages."""
     records: dict[int, int]
-    """Where the storages' records begin, and how many bytes they have."""
+    """Sizes of the storages' records in bytes, by the position at which each begins."""
 
 
 def read_file(files: Files, name: str) -> Contents:
-    """Read what a ``torch.save`` file has: state dicts as modules, optimizers with numbers for parameters, and other
-    tensors and plain values.
+    """Read a ``torch.save`` file: state dicts as modules, optimizers with numbers for parameters, and other tensors and
+    plain values.
 
-    An optimizer is left out if it has something else than plain tensors and plain values, or is in a file of
-    Lightning's.
+    An optimizer is left out if it has anything but plain tensors and plain values, or is in a file of Lightning.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or its weights want code
-            executed.
+        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip contradicts itself, cannot be read, or its
+            weights need code execution.
     """
     with _opened(files, name) as archive:
         tree, refusal = _structure(archive)
@@ -82,8 +81,8 @@ def read_file(files: Files, name: str) -> Contents:
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
         contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
         leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in visits.of(state)]
-        others = _other_leaves(tree, {id(state) for state in named.values()}, visits)
-        leaves += [(key, leaf) for key, leaf in others if key.partition(".")[0] not in named]
+        other_leaves = _other_leaves(tree, {id(state) for state in named.values()}, visits)
+        leaves += [(key, leaf) for key, leaf in other_leaves if key.partition(".")[0] not in named]
         contents.kinds = {**dict.fromkeys(named, "module"), **dict.fromkeys(optimizers, "optimizer")}
         for optimizer in optimizers.values():
             for path, leaf in optimizer.items():
@@ -131,38 +130,42 @@ def _modules(
 ) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
-    found = modules_in(tree)
-    if refusal is not None and not _is_certain(tree, found.get("model")):
+    state_dicts = modules_in(tree)
+    if refusal is not None and not _is_certain(tree, state_dicts.get("model")):
         raise refusal
-    if not found and not may_be_none:
+    if not state_dicts and not may_be_none:
         raise CheckpointMismatch(
             f"{archive.where} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}"
         )
-    return found
+    return state_dicts
 
 
 def modules_in(tree: Tree) -> dict[str, Tree]:
-    """The state dicts in a dictionary, by the name in our conventions: ``model``, and others by where they are.
+    """Return the state dicts in a dictionary by our names: ``model``, and the others by their path.
 
-    A state dict has nothing but tensors (and extra state). The only one, or the one with a usual name, is ``model``.
+    A state dict has only tensors (and extra state). The only one, or the one with a usual name, is ``model``.
     """
-    found = dict(_state_dicts((), tree, _DEPTH, _Visits()))
-    if not found and any(isinstance(value, torch.Tensor) for value in tree.values()):
-        found = {(): tree}
-    usual = [path for name in _MODEL_NAMES for path in found if path and path[-1] == name]
-    model = next(iter(found)) if len(found) == 1 else usual[0] if usual else None
-    return {"model" if path == model else ".".join(path): state for path, state in found.items()}
+    by_path = dict(_state_dicts((), tree, _DEPTH, _Visits()))
+    if not by_path and any(isinstance(value, torch.Tensor) for value in tree.values()):
+        by_path = {(): tree}
+    usual = [path for name in _MODEL_NAMES for path in by_path if path and path[-1] == name]
+    model = next(iter(by_path)) if len(by_path) == 1 else usual[0] if usual else None
+    return {"model" if path == model else ".".join(path): state for path, state in by_path.items()}
 
 
 def _is_certain(tree: Tree, model: Tree | None) -> bool:
-    """Whether the model is where models are, and nothing in another such place was refused: an average of the weights,
-    for one, is not to be taken for them because the module itself was pickled."""
+    """Return whether the model has a usual name, and no other usual name has a refused object.
+
+    Otherwise an average of the weights could be taken for the weights because the module itself was pickled.
+    """
     named = [tree[name] for name in _MODEL_NAMES if name in tree]
-    return any(state is model for state in named) and not any(refused_in(one) for one in named if one is not model)
+    return any(state is model for state in named) and not any(
+        refused_in(candidate) for candidate in named if candidate is not model
+    )
 
 
 class _Visits:
-    """Counts what is looked at. A dictionary in a file may be in many others, and these in many more."""
+    """Counter of visited entries. A dictionary in a file may be in many others, and these in many more."""
 
     def __init__(self) -> None:
         self._left = _MOST_VISITS
@@ -196,7 +199,7 @@ def _is_optimizer(node: Tree) -> bool:
 def _other_leaves(
     node: Tree, taken: set[int], visits: _Visits, prefix: str = "", depth: int = _DEPTH
 ) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values outside of the state dicts."""
+    """Yield the tensors and plain values outside the state dicts."""
     if id(node) in taken or _is_optimizer(node) or not depth:
         return
     for key, value in visits.of(node):
@@ -209,8 +212,10 @@ def _other_leaves(
 
 
 def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
-    """Load the tensors of extra states: torch makes them, with their classes, layouts and the memory that they share.
-    No other payload is read."""
+    """Load the tensors of extra states: torch makes them, with their classes, layouts and shared memory.
+
+    No other payload is read.
+    """
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
     in_order = all(tensor.layout is torch.strided for tensor in tensors)
     wanted = {record_offset(tensor) or 0 for tensor in tensors} if in_order else None
@@ -253,7 +258,7 @@ def _not_plain(archive: _Archive, key: str, kind: str) -> CheckpointMismatch:
 def _structure(
     archive: _Archive, device: str = "meta", wanted: Collection[int] | None = None
 ) -> tuple[Any, UnsafeCheckpoint | None]:
-    """Return the content of a file, by default without the payloads, and why not all of it, if it has stand-ins."""
+    """Return the content of a file, by default without payloads, and the error to raise if its stand-ins are needed."""
     try:
         tree, names = load(archive.file, archive.size, FILE, device, wanted)
         return tree, _refusal(archive, names[0]) if names else None
@@ -278,11 +283,11 @@ _NAMING = replace(FILE, globals={name: value for name, value in FILE.globals.ite
 
 
 def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointError:
-    """Return why a file cannot be loaded with its tensors on the meta device.
+    """Return the error for a file that cannot be loaded with its tensors on the meta device.
 
-    Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither.
+    Quantized and nested tensors do not exist on that device, and from torch 2.15 on sparse tensors do not either.
     """
-    with suppress(Exception):  # then it is damaged indeed
+    with suppress(Exception):  # a failure here means that the file is damaged
         tree, _ = load(archive.file, archive.size, _NAMING, "meta")
         for key, leaf in _named_leaves("", tree, set()):
             if isinstance(leaf, StandIn) and leaf.of in _NOT_ON_META:
@@ -291,7 +296,7 @@ def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointError:
 
 
 def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested containers, each of these once, under their names in the file."""
+    """Yield the leaves of nested containers, each container once, under their names in the file."""
     if not isinstance(value, (Mapping, list, tuple)):
         yield name, value
     elif id(value) not in seen:
@@ -301,11 +306,11 @@ def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
 
 
 def check_records(files: Files, name: str) -> None:
-    """Check that a file is a complete zip of ``torch.save``'s.
+    """Check that a file is a complete zip of ``torch.save``.
 
     Raises:
         CheckpointCorrupt: The zip's directory contradicts itself or the file.
-        CheckpointMismatch: It is a zip of something else, or was written on a machine of the other byte order.
+        CheckpointMismatch: The zip is of another kind, or was written on a machine of the other byte order.
     """
     with _opened(files, name):
         pass
@@ -313,26 +318,26 @@ def check_records(files: Files, name: str) -> None:
 
 @contextmanager
 def _opened(files: Files, name: str) -> Iterator[_Archive]:
-    """The file, open, after :func:`check_records`."""
-    where = f"{files.where}/{name}"
+    """Open a file after the checks of :func:`check_records`."""
+    path = f"{files.where}/{name}"
     with ExitStack() as stack:
-        with damage_in(where):
+        with damage_in(path):
             size = files.size(name)
             file = stack.enter_context(files.open(name))
-            records = _records(where, file, size)
-        yield _Archive(file, name, size, where, records)
+            records = _records(path, file, size)
+        yield _Archive(file, name, size, path, records)
 
 
-def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
+def _records(path: str, file: BinaryIO, size: int) -> dict[int, int]:
     with zipfile.ZipFile(file) as archive:
         members = {info.filename: info for info in archive.infolist()}
         root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
         if root is None or f"{root}constants.pkl" in members:
             kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
-            raise CheckpointMismatch(f"{where} is a zip, but {kind}")
+            raise CheckpointMismatch(f"{path} is a zip, but {kind}")
         order = members.get(f"{root}byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
-            raise CheckpointMismatch(f"{where} was written in another byte order: load and save it where it is from")
+            raise CheckpointMismatch(f"{path} was written in another byte order: load and save it where it is from")
     data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
     records: dict[int, int] = {}
     end = 0
@@ -343,18 +348,16 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
         if magic != MAGIC or not stored or info.compress_size != info.file_size:
-            raise CheckpointCorrupt(f"{where}: the record {info.filename} is not a stored one")
+            raise CheckpointCorrupt(f"{path}: the record {info.filename} is not a stored one")
         if info.header_offset < end or begin + info.file_size > size:
-            raise CheckpointCorrupt(
-                f"{where}: the record {info.filename} lies over another one, or outside of the file"
-            )
+            raise CheckpointCorrupt(f"{path}: the record {info.filename} lies over another one, or outside of the file")
         end = begin + info.file_size
         records[begin] = info.file_size
     return records
 
 
 def mentions(files: Files, name: str, text: str) -> bool:
-    """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
+    """Return whether the pickle of a ``torch.save`` file has this text, without loading it."""
     try:
         with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
             return text.encode() in archive.read(pickle_of(archive, files.size(name)))

@@ -1,10 +1,11 @@
 """Checks of a ``torch.save`` archive before it is loaded: its zip, and the effect of every opcode of its pickle.
 
-The unpickler trusts a file with memory and time. Tuples that are nested deeply end the process when they are hashed as
-a key, whole numbers can be made to collide as keys, a few bytes make a ``bytearray`` of any size, one text is copied as
-often as it is named, and a record of a zip may be compressed a thousandfold. It also fills and changes any object that
-the pickle names, classes of libraries too. :func:`check_pickle` follows the pickle without making an object. It keeps
-of each object how deep tuples are nested in it, how large a copy would be, and whether it may be called or filled.
+The unpickler trusts a file with memory and time. Deeply nested tuples end the process when they are hashed as a key,
+integers can be made to collide as keys, a few bytes make a ``bytearray`` of any size, one text is copied as often as it
+is named, and a record of a zip may be compressed a thousandfold. The unpickler also fills and changes any object that
+the pickle names, including classes of libraries. :func:`check_pickle` follows the pickle without making an object. It
+records for each object how deep tuples are nested in it, how large a copy would be, and whether it may be called or
+filled.
 """
 
 from __future__ import annotations
@@ -21,42 +22,42 @@ from typing import Any, BinaryIO
 import torch
 
 _SMALL = 4096
-"""Bytes of an archive in which nothing can be compressed that matters."""
+"""Size in bytes of an archive that is too small to hide a compressed record of consequence."""
 _DEPTH = 2000
 _FREE = 1 << 26
 _COPIES = 40
-"""Copies may take 64 MiB, and this many times the size of the pickle."""
+"""Factor of the memory allowance: copies may take 64 MiB, and 40 times the size of the pickle."""
 _MOST_UNUSUAL = 10_000
-"""Keys that are tuples, and large numbers in a set: for these, collisions can be made."""
+"""Most keys that are tuples, and large numbers in a set: an attacker can make these collide."""
 _MOST_PICKLE = 1 << 28
-"""Bytes of a pickle. The pickle of a million tensors takes half of it."""
+"""Largest pickle in bytes. The pickle of a million tensors takes half of it."""
 _MOST_LATE = 100
-"""Size that may be added to containers that are in a tuple already, as in objects that lead to themselves."""
+"""Largest size added to containers that are already in a tuple, as in objects that refer to themselves."""
 _MOST_UNUSED = 256
-"""Numbers of the memo that a pickle may skip. The unpickler has a table up to the largest one."""
+"""Most numbers of the memo that a pickle may skip. The unpickler allocates a table up to the largest number."""
 
 _ENTRY_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
 
-# Marks of an object. These five pass on to a container of it:
+# Marks of an object. A container of the object inherits these five:
 _BIG, _NUMBER, _ARRAY, _ENCODE, _SETSTATE = 1, 2, 4, 8, 512
-"""A number of more than 53 bits, a number, the class ``bytearray``, the function ``encode``, and the name of the method
-that the unpickler looks up on an object before it gives it a state."""
-# The others are about the object alone:
+"""Marks of a number of more than 53 bits, a number, the class ``bytearray``, the function ``encode``, and the name of
+the method that the unpickler looks up on an object before it sets its state."""
+# The others concern only the object itself:
 _CODEC, _GLOBAL, _LIST, _MAPPING, _STATE = 16, 32, 64, 128, 256
-"""The name of a fast codec, or a pair that ends in such a name; a global, which may be called; a list; a mapping; an
-object that takes a state. Of a global, the last two are about the objects that it makes."""
+"""Marks of the name of a fast codec, or a pair that ends in such a name; a global, which may be called; a list; a
+mapping; an object that takes a state. The last two marks of a global concern the objects that it makes."""
 _BYTES, _OF_BYTES = 1024, 2048
-"""Bytes, and a tuple of nothing else but one such object."""
+"""Marks of bytes, and of a tuple whose only item is bytes."""
 _PASSED_ON = _BIG | _NUMBER | _ARRAY | _ENCODE | _SETSTATE
 _ARRAYS = _ARRAY | _GLOBAL
 
 _FAST_CODECS = {b"utf8", b"latin1", b"ascii"}
-"""Without hyphens and underscores. Others, such as punycode, take quadratic time."""
+"""Names without hyphens and underscores. Other codecs, such as punycode, take quadratic time."""
 _MARKS_OF = {bytearray: _ARRAY, codecs.encode: _ENCODE, OrderedDict: _MAPPING, Counter: _MAPPING}
 _WITHOUT_STATE = (Counter, set, complex, bytearray, torch.Tensor, torch.nn.Parameter, torch.Size, torch.UntypedStorage)
 
-# An object that cannot change is a tuple of its depth, its size and its marks. A list or a dictionary is a list of
-# these, and of whether it is in a tuple.
+# An object that cannot change is a tuple of its depth, its size and its marks. A list or a dictionary is a Python list
+# of these three, and a flag that is true if it is in a tuple.
 _FIXED = {
     **dict.fromkeys(b"N\x88\x89", (0, (0, 1, 0))),
     **{opcode: (size, (0, 1, _NUMBER)) for opcode, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4))},
@@ -71,7 +72,7 @@ def allowance(nbytes: int) -> int:
 
 
 class _Follower:
-    """The stack of the unpickler, with marks in place of objects."""
+    """Stack of the unpickler, with marks in place of objects."""
 
     def __init__(self, data: bytes, get: Callable[[str, str], Any]) -> None:
         self.data = data
@@ -180,7 +181,7 @@ class _Follower:
         )
 
     def _check_no_class(self, items: list[Any]) -> None:
-        """Raise if the class ``bytearray`` itself is among the items: what they are given to may call it."""
+        """Raise if the class ``bytearray`` itself is among the items: the receiver of the items may call it."""
         if any(item[2] & _ARRAYS == _ARRAYS for item in items):
             raise ValueError("its pickle has the class bytearray as a value")
 
@@ -210,7 +211,7 @@ class _Follower:
         return at
 
     def _add(self, items: list[Any], kind: int) -> None:
-        """Add items to a list or a mapping. Of a mapping that a call has made, the size is not known."""
+        """Add items to a list or a mapping. The size of a mapping that a call made is unknown."""
         target = self.stack[-1]
         if target[2] & (kind | _GLOBAL) != kind:
             raise ValueError("its pickle fills an object as if it were a list or a dictionary")
@@ -253,7 +254,7 @@ class _Follower:
         self._add(items, _MAPPING)
 
     def call(self, at: int) -> int:
-        """Call a global, or make an object. The result may be a copy of the arguments, and is hashed as these are."""
+        """Call a global, or make an object. The result may be a copy of the arguments, and is hashed as they are."""
         depth, size, marks, *_ = self.stack.pop()
         function = self.stack.pop()
         if not function[2] & _GLOBAL:
@@ -310,11 +311,11 @@ def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:
     """Follow the pickle of a ``torch.save`` file, and return it.
 
     Args:
-        get: The object in place of a global, by module and name. Raises for a global that is not accepted.
+        get: Function that returns the object in place of a global, by module and name. It raises for a refused global.
 
     Raises:
-        ValueError, LookupError: It is damaged, or would take more memory or time than its size explains, or do to an
-            object what ``torch.save`` never asks for.
+        ValueError, LookupError: The pickle is damaged, would take more memory or time than its size explains, or does
+            to an object an operation that ``torch.save`` never writes.
     """
     if len(data) > _MOST_PICKLE:
         raise ValueError(f"its pickle has {len(data)} bytes")
@@ -323,19 +324,19 @@ def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:
 
 
 def check_bytes(data: bytes | bytearray) -> None:
-    """:func:`check` of an archive in memory; of a small one, in some microseconds."""
+    """Check an archive in memory as :func:`check` does; a small archive takes a few microseconds."""
     if len(data) > _SMALL or data[:4] != b"PK\3\4" or _ENTRY_COMPRESSED.search(data):
         check(io.BytesIO(data), len(data))
 
 
 def check(file: BinaryIO, size: int) -> None:
-    """Check the zip of a ``torch.save`` file: nothing is compressed, and no two records are the same bytes.
+    """Check the zip of a ``torch.save`` file: no record is compressed, and no two records share bytes.
 
     Args:
         size: Bytes of the file.
 
     Raises:
-        ValueError: It would take more memory or time than a file of that size needs, or it is no such archive.
+        ValueError: The file would take more memory or time than a file of its size needs, or is no such archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -345,7 +346,7 @@ def check(file: BinaryIO, size: int) -> None:
 
 
 def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
-    """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError: It is no such archive."""
+    """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError if it is no such archive."""
     _check_end(archive.fp, size)  # type: ignore[arg-type]
     members = archive.infolist()
     if any(
@@ -364,8 +365,9 @@ _END, _END64, _LOCATOR = struct.Struct("<4s6xHLLH"), struct.Struct("<4s28xQQQ"),
 
 
 def _check_end(file: BinaryIO, size: int) -> None:
-    """Check that the end of a zip says where its directory is: torch's reader and Python's differ in how they put up
-    with a wrong offset. Raises ValueError: It does not, or has a comment.
+    """Check that the end of a zip states where its directory is. Raises ValueError if not, or if it has a comment.
+
+    Torch's reader and Python's tolerate a wrong offset in different ways, and would see different files.
 
     Args:
         size: Bytes of the file.

@@ -1,11 +1,11 @@
-"""Objects that only executing code would restore, rebuilt from their pickles without that.
+"""Rebuilding of objects that only executing code would restore, from their pickles and without execution.
 
-While a value is unpickled, a :class:`Described` takes the place of each such object and keeps name, arguments and
-state. :func:`rebuilt` makes objects of these afterwards, so that the unpickler neither hashes nor fills them:
+While a value is unpickled, a :class:`Described` takes the place of each such object and keeps its name, arguments and
+state. :func:`rebuilt` makes the objects afterwards, so that the unpickler neither hashes nor fills them:
 
 - an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
-- an enum, a named tuple or a dataclass of the user's whose class is imported already: a member is looked up, the fields
-  of the others are put in place. No constructor and no other method of the class runs;
+- an enum, a named tuple or a dataclass of the user whose class is already imported: a member is looked up, and the
+  fields of the others are set. Neither a constructor nor any other method of the class runs;
 - an object whose class is not imported becomes its content (the value of a member, a tuple or a dict), with a note;
 - every other global is refused.
 """
@@ -37,13 +37,13 @@ from dcp_plugin.format.pickles.unpickler import Refused, StandIn
 
 @dataclass(frozen=True)
 class RefusedValue:
-    """The entry of an index for a value with stand-ins in it. ``of`` is the name of the global that is refused."""
+    """Entry of an index for a value with stand-ins in it. ``of`` is the name of the refused global."""
 
     of: str
 
 
 def refused_in(value: Any) -> str:
-    """What the first stand-in in a value stands for; empty if there is none."""
+    """Return the name of the global of the first stand-in in a value; empty if the value has none."""
     for leaf in leaves_of(value):
         if isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn)):
             return leaf.of
@@ -51,44 +51,45 @@ def refused_in(value: Any) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What is in nested containers, keys of mappings too. A pickle can nest them without end, and in themselves."""
+    """Yield the leaves of nested containers and the keys of mappings. A pickle can nest containers endlessly, and in
+    themselves."""
     seen: set[int] = set()
     todo = [value]
     while todo:
-        one = todo.pop()
-        if isinstance(one, (Mapping, list, tuple, set, frozenset)):
-            if id(one) not in seen:
-                seen.add(id(one))
-                todo += one
-                if isinstance(one, Mapping):
-                    todo += one.values()
+        node = todo.pop()
+        if isinstance(node, (Mapping, list, tuple, set, frozenset)):
+            if id(node) not in seen:
+                seen.add(id(node))
+                todo += node
+                if isinstance(node, Mapping):
+                    todo += node.values()
         else:
-            yield one
+            yield node
 
 
 class Described(StandIn):
-    """An object that is to be rebuilt."""
+    """Object that is to be rebuilt."""
 
     args: tuple[Any, ...]
     state: Any = None
 
     def __new__(cls, *args: Any) -> Described:
-        made = super().__new__(cls)
-        made.args = args  # type: ignore[attr-defined]
-        return made  # type: ignore[return-value]
+        described = super().__new__(cls)
+        described.args = args  # type: ignore[attr-defined]
+        return described  # type: ignore[return-value]
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def rebuilt(value: Any, notes: list[str]) -> Any:
-    """The value with its objects.
+    """Return the value with its objects.
 
     Args:
-        notes: Where what came back as a plain value is added.
+        notes: List to which a line is added for each object that became a plain value.
 
     Raises:
-        Exception: :class:`Refused`, or whatever the checks of hostile arguments run into.
+        Exception: :class:`Refused`, or any error that hostile arguments cause in the checks.
     """
     return _Rebuilding(notes).of(value)
 
@@ -100,11 +101,11 @@ class _Rebuilding:
         self._entered: set[int] = set()
 
     def of(self, value: Any, hashed: bool = False) -> Any:
-        """``hashed``: it is in a set or in a key, so that methods of its class would run."""
+        """Return the rebuilt value. ``hashed``: it is in a set or in a key, so that methods of its class would run."""
         kind = type(value)
         if isinstance(value, Described):
             return self._object(value, hashed)
-        if isinstance(value, type) and issubclass(value, Described):  # a class is a value as a defaultdict's factory
+        if isinstance(value, type) and issubclass(value, Described):  # a defaultdict's factory is a class as a value
             if value.of not in FACTORIES:
                 raise Refused(value.of)
             return FACTORIES[value.of]
@@ -142,21 +143,21 @@ class _Rebuilding:
         args = self.of(described.args)
         if issubclass(cls, enum.Enum) and len(args) == 1 and described.state is None:
             return self._member(cls, args[0])
-        fields = next((vars(one)["_fields"] for one in cls.__mro__ if "_fields" in vars(one)), None)
+        fields = next((vars(base)["_fields"] for base in cls.__mro__ if "_fields" in vars(base)), None)
         if issubclass(cls, tuple) and isinstance(fields, tuple) and described.state is None:
             if len(fields) == len(args):
                 return tuple.__new__(cls, args)
             self._notes.append(f"{described.of} has {len(fields)} fields now, and had {len(args)}")
             return args
         if _is_plain_dataclass(cls) and not args:
-            made: Any = object.__new__(cls)
-            self._made[id(described)] = made  # its state may lead back to it
-            _fill(made, self.of(described.state))
-            return made
+            rebuilt_object: Any = object.__new__(cls)
+            self._made[id(described)] = rebuilt_object  # its state may refer to the object itself
+            _fill(rebuilt_object, self.of(described.state))
+            return rebuilt_object
         raise Refused(described.of)
 
     def _member(self, cls: type[enum.Enum], value: Any) -> Any:
-        """Looked up by hand: calling the class would run its ``_missing_``."""
+        """Return the member with a value, without calling the class, which would run its ``_missing_``."""
         for member in enum.EnumMeta.__members__.fget(cls).values():  # type: ignore[attr-defined]
             own = object.__getattribute__(member, "_value_")
             if type(own) is type(value) and _inherits(type(value), "__eq__") and own == value:
@@ -176,33 +177,33 @@ class _Rebuilding:
 
 
 def _imported(name: str) -> type | None:
-    """The class of a name, if its module is imported; nothing is imported for it, and no ``__getattr__`` called.
+    """Return the class of a name if its module is imported. No module is imported, and no ``__getattr__`` called.
 
     Raises:
-        Refused: The name is that of something else.
+        Refused: The name is that of an object that is no class.
     """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:end]))
-        if isinstance(found, types.ModuleType):
+        resolved: Any = sys.modules.get(".".join(parts[:end]))
+        if isinstance(resolved, types.ModuleType):
             break
     else:
         return None
     for part in parts[end:]:
-        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
-    if found is not None and not isinstance(found, type):
+        resolved = vars(resolved).get(part) if isinstance(resolved, (types.ModuleType, type)) else None
+    if resolved is not None and not isinstance(resolved, type):
         raise Refused(name)
-    return found
+    return resolved
 
 
 def _inherits(cls: type, *methods: str) -> bool:
-    """Whether a class has these from Python itself."""
-    owners = [next(one for one in cls.__mro__ if method in vars(one)) for method in methods]
+    """Return whether a class has these methods from Python itself."""
+    owners = [next(base for base in cls.__mro__ if method in vars(base)) for method in methods]
     return all(owner.__module__ in ("builtins", "enum", "datetime", "decimal") for owner in owners)
 
 
 def _is_plain_dataclass(cls: type) -> bool:
-    """Whether objects of it are made of their fields alone, and nothing runs when one goes."""
+    """Return whether objects of a class consist of their fields alone, and no code runs when an object is freed."""
     if type(cls) is not type or not dataclasses.is_dataclass(cls):
         return False
     if hasattr(cls, "__setstate__") or hasattr(cls, "__del__"):
@@ -210,22 +211,22 @@ def _is_plain_dataclass(cls: type) -> bool:
     return _inherits(cls, "__new__", "__reduce__", "__reduce_ex__", "__getattribute__")
 
 
-def _fill(made: Any, state: Any) -> None:
+def _fill(instance: Any, state: Any) -> None:
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     if attributes:
-        vars(made).update({str(name): value for name, value in attributes.items()})
+        vars(instance).update({str(name): value for name, value in attributes.items()})
     for name, value in (slots or {}).items():
-        descriptor = next((vars(one)[name] for one in type(made).__mro__ if name in vars(one)), None)
+        descriptor = next((vars(base)[name] for base in type(instance).__mro__ if name in vars(base)), None)
         if not isinstance(descriptor, types.MemberDescriptorType):
-            raise Refused(f"{type(made).__qualname__}.{name}")
-        descriptor.__set__(made, value)
+            raise Refused(f"{type(instance).__qualname__}.{name}")
+        descriptor.__set__(instance, value)
 
 
-# What objects of known classes are made of: the arguments and the state of their pickles
+# Makers of the objects of known classes, from the arguments and the state of their pickles
 
 
 def _called(function: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Callable[[Any, Any], Any]:
-    """Calls a function of Python's own with arguments of these types, or with fewer."""
+    """Return a maker that calls a function of Python with arguments of these types; trailing ones may be absent."""
 
     def make(args: tuple[Any, ...], state: Any) -> Any:
         if state is not None or len(args) > len(kinds) or not all(map(isinstance, args, kinds)):
@@ -237,9 +238,9 @@ def _called(function: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Ca
 
 def _namespace(cls: type) -> Callable[[Any, Any], Any]:
     def make(args: tuple[Any, ...], state: Any) -> Any:
-        made = cls()
-        _fill(made, state)
-        return made
+        namespace = cls()
+        _fill(namespace, state)
+        return namespace
 
     return make
 
@@ -250,7 +251,7 @@ def _path(name: str) -> Callable[[Any, Any], Any]:
             raise Refused(name)
         try:
             return getattr(pathlib, name)(*args)
-        except NotImplementedError:  # of the other platform
+        except NotImplementedError:  # a path of the other platform
             return getattr(pathlib, f"Pure{name}")(*args)
 
     return make
@@ -258,10 +259,10 @@ def _path(name: str) -> Callable[[Any, Any], Any]:
 
 def _bytes_io(args: tuple[Any, ...], state: Any) -> io.BytesIO:
     content, position, attributes = state
-    made = io.BytesIO(content)
-    made.seek(position)
-    vars(made).update(attributes or {})
-    return made
+    buffer = io.BytesIO(content)
+    buffer.seek(position)
+    vars(buffer).update(attributes or {})
+    return buffer
 
 
 def _uuid(args: tuple[Any, ...], state: Any) -> uuid.UUID:
@@ -269,29 +270,33 @@ def _uuid(args: tuple[Any, ...], state: Any) -> uuid.UUID:
 
 
 def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
-    """Numpy's own ``__setstate__`` would take raw bytes for pointers to objects, if the state says so."""
+    """Return a dtype without numpy's ``__setstate__``, which takes raw bytes for object pointers if the state says
+    so."""
     spec: str = args[0]
     order, sub, names, fields, size = state[1:6]
     if not re.fullmatch(r"[?biufcmMSUVO]\d*", spec):
         raise Refused(f"the dtype {spec}")
-    made: np.dtype[Any]
+    dtype: np.dtype[Any]
     if sub is not None:
-        made = np.dtype((sub[0], sub[1]))
+        dtype = np.dtype((sub[0], sub[1]))
     elif names is not None:
-        said = [fields[name] for name in names]
-        formats, offsets = [one[0] for one in said], [one[1] for one in said]
+        field_specs = [fields[name] for name in names]
+        formats, offsets = (
+            [field[0] for field in field_specs],
+            [field[1] for field in field_specs],
+        )
         aligned = bool(state[7] & _ALIGNED)
-        made = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}, align=aligned)
+        dtype = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}, align=aligned)
     elif spec[0] in "mM" and len(state) > 8:
         unit, count = state[8][1][:2]
         unit = unit.decode() if isinstance(unit, bytes) else unit
-        made = np.dtype(spec if unit == "generic" else f"{spec}[{int(count)}{unit}]")
+        dtype = np.dtype(spec if unit == "generic" else f"{spec}[{int(count)}{unit}]")
     else:
-        made = np.dtype(spec)
-    if made.hasobject and made != np.dtype(object):
+        dtype = np.dtype(spec)
+    if dtype.hasobject and dtype != np.dtype(object):
         raise Refused("a dtype with objects in it")
-    ordered = made.newbyteorder(order) if names is None else made
-    return made if ordered == made else ordered
+    ordered = dtype.newbyteorder(order) if names is None else dtype
+    return dtype if ordered == dtype else ordered
 
 
 def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
@@ -301,13 +306,13 @@ def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
     order: Any = "F" if by_columns else "C"
     if dtype.hasobject:
         flat = np.empty(len(content), object)
-        for number, one in enumerate(content):
-            flat[number] = one
+        for number, element in enumerate(content):
+            flat[number] = element
         return flat.reshape(shape, order=order)
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise Refused(f"an array of another size than its {len(content)} bytes")
-    made = np.ndarray(shape, dtype, bytearray(content) or b"\0", order=order)
-    return made if dtype.names else made.copy("K")  # a copy would not have what lies between the fields
+    array = np.ndarray(shape, dtype, bytearray(content) or b"\0", order=order)
+    return array if dtype.names else array.copy("K")  # a copy would lose the bytes between the fields
 
 
 def _scalar(args: tuple[Any, ...], state: Any) -> Any:
@@ -317,7 +322,7 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
     return np.ndarray((), dtype, content or b"\0").copy()[()]
 
 
-_ALIGNED = 0x80  # of a dtype's flags
+_ALIGNED = 0x80  # flag of a dtype
 _INT = (int, type(None))
 FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
 FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}

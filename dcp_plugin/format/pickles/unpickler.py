@@ -1,4 +1,4 @@
-"""The one class that unpickles, and the files of ``torch.save`` that it reads."""
+"""Unpickler of untrusted files, and the loading of ``torch.save`` files with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from dcp_plugin.format.pickles.follow import check, check_bytes, check_pickle
 from dcp_plugin.tensors._torch import load_archive, name_of_today
 
 _MOST_STAND_INS = 1000
-"""Unknown globals in one file."""
+"""Most unknown globals in one file."""
 _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt"})
-"""Modules of which no global gets a stand-in; torch blocks them too, also if the user calls a global of theirs safe."""
+"""Modules whose globals get no stand-in; torch blocks them too, even if the user declares one of them safe."""
 
 _NUMPY = re.compile(r"numpy\.(dtype|ndarray|_?core\.multiarray\.(_reconstruct|scalar))")
-"""Globals that no declaration makes safe: numpy takes bytes for pointers to objects if the state of a dtype says so."""
+"""Globals that stay refused even if declared safe: numpy takes bytes for object pointers if a dtype's state says so."""
 
 
 class Refused(Exception):
-    """A global that only executing code would restore. The message is its name."""
+    """Error for a global that only executing code would restore. The message is its name."""
 
 
 class StandIn:
-    """An object that is not restored. Each class of such objects has a subclass, and keeps nothing."""
+    """Object that is not restored. Each class of such objects has a subclass of this class; the object keeps no
+    state."""
 
     of: ClassVar[str] = ""
 
@@ -44,12 +45,13 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Use:
-    """A reason to unpickle, and the globals that it needs.
+    """Purpose of unpickling, and the globals that it needs.
 
-    ``globals`` has the object that takes the place of each global, by module and name with a dot between. ``stand_in``
-    is the class whose subclasses take the place of every other global; without it, another global is refused.
-    ``allows_user`` adds the classes that the user has declared safe (``torch.serialization.add_safe_globals``).
-    ``prepare`` checks all opcodes of a pickle, and returns what is unpickled in its place.
+    ``globals`` maps each global, by module and name with a dot between, to the object that takes its place.
+    ``stand_in`` is the class whose subclasses take the place of every other global; if None, every other global is
+    refused. ``allows_user`` adds the classes that the user has declared safe
+    (``torch.serialization.add_safe_globals``). ``prepare`` checks all opcodes of a pickle, and returns the pickle to
+    load in its place.
     """
 
     globals: Mapping[str, Any]
@@ -65,7 +67,7 @@ class Use:
 
 
 class Accepted:
-    """The globals of one pickle: those that its use accepts, and the stand-ins that were made for others."""
+    """Globals of one pickle: those that its use accepts, and the stand-ins made for others."""
 
     def __init__(self, use: Use) -> None:
         self.use = use
@@ -91,13 +93,13 @@ class Accepted:
         return self.stand_ins[full]
 
 
-def _named(known: Any) -> tuple[str, Any]:
-    """Return name and object of an entry of torch's list."""
-    return (known[1], known[0]) if isinstance(known, tuple) else (f"{known.__module__}.{known.__qualname__}", known)
+def _named(entry: Any) -> tuple[str, Any]:
+    """Return the name and the object of an entry in torch's list."""
+    return (entry[1], entry[0]) if isinstance(entry, tuple) else (f"{entry.__module__}.{entry.__qualname__}", entry)
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickles what one use accepts. Python's own unpickler in C does the work, once every opcode is checked."""
+    """Unpickler of one use. Python's own unpickler in C does the work, after every opcode is checked."""
 
     def __init__(self, file: BinaryIO, accepted: Accepted) -> None:
         super().__init__(io.BytesIO(accepted.use.prepare(file.read(), accepted.get)), encoding="utf-8")
@@ -114,22 +116,22 @@ def load(
 
     Args:
         size: Bytes of the file.
-        device: Where its tensors go. On ``"meta"`` no payload is read.
-        wanted: Where the records of storages begin that are read; None for all. The others stay on the meta device.
+        device: Device of its tensors. On ``"meta"`` no payload is read.
+        wanted: Offsets of the records of storages to read; None for all. The others stay on the meta device.
 
     Returns:
-        What the file holds, and the names of the globals that have stand-ins in it.
+        The content of the file, and the names of the globals that have stand-ins in it.
 
     Raises:
-        Refused: It needs a global that the use does not accept.
-        Exception: It is damaged, or would take more memory or time than a file of its size needs.
+        Refused: The file needs a global that the use does not accept.
+        Exception: The file is damaged, or would take more memory or time than a file of its size needs.
     """
     check(file, size)
     return _load(file, use, device, wanted)
 
 
 def load_bytes(data: bytes | bytearray, use: Use) -> tuple[Any, list[str]]:
-    """:func:`load` of a file in memory."""
+    """Load a file in memory as :func:`load` does."""
     check_bytes(data)
     return _load(io.BytesIO(data), use, "cpu", None)
 
@@ -142,6 +144,6 @@ def _load(file: BinaryIO, use: Use, device: str, wanted: Collection[int] | None)
     except Refused:
         raise
     except Exception as error:
-        if accepted.stand_ins:  # it does with one of them what only the object itself could take
+        if accepted.stand_ins:  # probably the pickle does something with a stand-in that only the real object supports
             raise Refused(next(iter(accepted.stand_ins))) from error
         raise

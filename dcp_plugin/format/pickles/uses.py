@@ -1,4 +1,4 @@
-"""The uses of the unpickler, and the globals that each of them accepts.
+"""Uses of the unpickler, and the globals that each accepts.
 
 ==================  ==============================================  ================================================
 use                 is for                                          another global
@@ -9,7 +9,7 @@ use                 is for                                          another glob
 ``FILE``            a file of another tool                          has a stand-in that keeps nothing
 ==================  ==============================================  ================================================
 
-``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that take the place of its classes.
+``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TENSORS: dict[str, Any] = {
     "torch.device": torch.device,
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "collections.OrderedDict": OrderedDict,
-    "_codecs.encode": codecs.encode,  # of bytes
+    "_codecs.encode": codecs.encode,  # for bytes
     "builtins.bytearray": bytearray,
     "builtins.complex": complex,
     "builtins.set": set,
 }
-"""A tensor has them, or attributes that are plain values."""
+"""Globals of tensors, and of their attributes that are plain values."""
 
 TENSOR = Use(_TENSORS)
 VALUE = Use({**_TENSORS, "collections.Counter": Counter}, Described)
