@@ -1,15 +1,15 @@
-"""Holds back what would change the state while it is being copied: steps of optimizers and ``load_state_dict``.
+"""Hooks that delay changes of the state while it is being copied: optimizer steps and ``load_state_dict``.
 
-A lazy save returns before its copy is made. Until it is, every step of every ``torch.optim.Optimizer`` waits: also of
-those that are not saved, since they may train the same memory under other parameters. The hook for that is registered
-with the first lazy save of a process and stays; without a copy under way it does nothing. Modules have their hooks only
-for the time of the copy.
+A lazy save returns before its copy is complete. Until then, every step of every ``torch.optim.Optimizer`` waits. This
+includes optimizers that are not saved, since they may train the same memory under other parameters. The first lazy save
+of a process registers the step hook, which stays registered; without a copy under way it does nothing. Modules have
+their load hooks only during the copy.
 
-An optimizer of torch's own that is given a closure changes nothing before it has called it, so the wait comes after the
-closure, in which Lightning runs the full forward and backward. Other optimizers may change weights before (SAM).
+An optimizer of torch changes nothing before it has called its closure. The wait therefore comes after the closure, in
+which Lightning runs the complete forward and backward pass. Other optimizers, such as SAM, may change weights earlier.
 
-Hooks are functions of this module and not methods, so a module can be copied or pickled while it has one. The training
-thread removes them, when it comes by: another could meet it iterating over them.
+The hooks are functions of this module and not methods, so a module can be copied or pickled while it has a hook. The
+training thread removes the hooks: removal in another thread could happen while the training thread iterates over them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch.utils.hooks import RemovableHandle
 from dcp_plugin.tensors._torch_modules import is_of_torch
 
 _under_way: list[Guard] = []
-os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait forever
+os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no copying thread and would wait forever
 
 
 class Guard:
-    """One copy under way. Until :attr:`copied` is set, what would change the state waits.
+    """A copy under way. Changes of the state wait until :attr:`copied` is set.
 
     Args:
-        modules: To load into one of them, alone or as a part of another, waits, too.
+        modules: Modules whose ``load_state_dict`` also waits, whether called directly or for an outer module.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         _hold_back_steps()
         take_off_hooks()
         self.copied = threading.Event()
-        """Set when the copy is made, or will never be: what was held back goes on."""
+        """Set when the copy is complete or abandoned. Delayed changes then proceed."""
         self.hooks: list[RemovableHandle] = [
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
             for module in modules
@@ -51,14 +51,14 @@ class Guard:
 
 
 def wait_until_copied() -> None:
-    """Wait for every copy under way in this process, before parameters are changed."""
+    """Wait for every copy under way in this process. Called before parameters change."""
     for guard in tuple(_under_way):
         guard.copied.wait()
     take_off_hooks()
 
 
 def take_off_hooks() -> None:
-    """Remove the hooks of finished copies. Called by the thread that trains."""
+    """Remove the hooks of finished copies. Called in the training thread only."""
     for guard in tuple(_under_way):
         if guard.copied.is_set():
             for hook in guard.hooks:
@@ -77,7 +77,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
     if is_of_torch(optimizer):
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _and_wait(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+        if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
             return (args[0], _and_wait(args[1]), *args[2:]), kwargs
     wait_until_copied()
     return None
@@ -94,4 +94,4 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def _before_load(module: nn.Module, *args: Any) -> None:
     for guard in tuple(_under_way):
-        guard.copied.wait()  # its hooks are not removed here: this one is being called
+        guard.copied.wait()  # no take_off_hooks() here: torch is iterating over the module's hooks

@@ -1,20 +1,20 @@
-"""A host copy of the local shard, so that training goes on while it is written.
+"""A host copy of the local shard, which lets training continue while the copy is written.
 
-What may change at any time is copied when :class:`Snapshot` is made. Step-stable tensors, which stay as they are until
-the next optimizer step, may be copied later, by :meth:`Snapshot.finish` in another thread, while the next forward and
-backward run; the step waits for it (:mod:`dcp_plugin.staging.guard`).
+Values that may change at any time are copied when a :class:`Snapshot` is made. Step-stable tensors do not change until
+the next optimizer step. :meth:`Snapshot.finish` may copy these later in another thread, during the next forward and
+backward pass; the step waits for the copy (:mod:`dcp_plugin.staging.guard`).
 
-Such a copy is trusted only if the tensor's version is the same before and after: in-place operations count it up. What
-they do not count (writes through ``.data``, as averages are swapped in, collectives, replayed CUDA graphs, other
-languages) shows in a few elements of every tensor, which are compared as well. Only a write to a part of one tensor
-that avoids the version counter and these elements stays unnoticed.
+A later copy is valid only if the tensor's version counter did not change, which every in-place operation increments.
+Some writes do not increment it: writes through ``.data`` (averages that are swapped in), collectives, replayed CUDA
+graphs, other languages. To detect these, a few elements of every tensor are compared as well. A write stays undetected
+only if it avoids the version counter and changes a part of one tensor without these elements.
 
-Tied tensors stay tied in the copy. Copies from a device run on a stream of their own.
+Tied tensors stay tied in the copy. Copies from a device run on a separate stream.
 
-The memory comes from a :class:`HostPool`, which is sized once, filled again by every save, and given back by ``free``.
-Its slabs are as large as what is copied into them. A slab is replaced, the old one first, when that grows, or shrinks
-by more than a fifth: there is never more than one copy. Memory is pinned by registering it, because torch's own pinned
-memory comes in powers of two and is never given back.
+The memory comes from a :class:`HostPool`. Every save fills the pool again, and ``free`` releases it. A slab of the pool
+is as large as the tensors that are copied into it. It is replaced if they no longer fit, or if they need less than four
+fifths of it. The old slab is released first, so memory never holds more than one copy. The pool registers its memory as
+pinned, because torch's pinned allocator rounds up to powers of two and never releases memory.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _SMALL = 64 << 10
 
 
 class _Later(NamedTuple):
-    """A tensor to copy later."""
+    """A step-stable tensor that :meth:`Snapshot.finish` copies."""
 
     key: str
     leaf: Any
     memory: tuple[torch.Tensor, ...]
-    """Its memory on this rank, as it was at the call."""
+    """The tensor's memory on this rank when the snapshot was made."""
     versions: tuple[int | None, ...]
 
 
 class Snapshot:
     """The copy of one save.
 
-    During the call plain tensors are only copied, and step-stable ones not even that. They are described later: for a
-    thousand small tensors that would take more time than copying them.
+    The constructor copies plain tensors but does not describe them, and leaves step-stable tensors to :meth:`finish`.
+    All of them are described later: describing a thousand small tensors takes longer than copying them.
 
     Args:
-        leaves: What to copy.
-        pool: Where to; everything that is in it is overwritten.
-        encode: Describes leaves as what this rank has of them.
-        step_stable: Of leaves, and their memory on this rank: which stay as they are until the next optimizer step,
-            so that they can be copied later.
+        leaves: The leaves of the state, by key.
+        pool: The memory for the copy. Its contents are overwritten.
+        encode: Describes leaves as the values and chunks on this rank.
+        step_stable: Takes leaves and their memory on this rank. Returns for each leaf if it stays unchanged until the
+            next optimizer step and so can be copied later.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Snapshot:
         ),
     ) -> None:
         self.changed: list[str] = []
-        """What :meth:`finish` found changed since this was made."""
+        """Keys of the tensors that changed after the snapshot was made, as detected by :meth:`finish`."""
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
         self._constant: dict[str, Any] = {}
         self._later: list[_Later] = []
         now: dict[str, torch.Tensor] = {}
-        others: dict[str, Any] = {}
-        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        to_describe: dict[str, Any] = {}
+        memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
         with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
             for key, leaf in leaves.items():
                 if type(leaf) in _CONSTANT or (type(leaf) is tuple and _CONSTANT.issuperset(map(type, leaf))):
                     self._constant[key] = leaf
                 elif memory := _memory_on_this_rank(leaf):
-                    found[key] = memory
+                    memory_of_leaf[key] = memory
                 else:
-                    others[key] = leaf
-            stable = step_stable([leaves[key] for key in found], list(found.values()))
-            for (key, memory), is_stable in zip(found.items(), stable, strict=True):
+                    to_describe[key] = leaf
+            stable = step_stable([leaves[key] for key in memory_of_leaf], list(memory_of_leaf.values()))
+            for (key, memory), is_stable in zip(memory_of_leaf.items(), stable, strict=True):
                 leaf = leaves[key]
                 if plain := type(leaf) in EXACTLY_TENSORS:
                     leaf = memory[0]
@@ -99,35 +99,35 @@ class Snapshot:
                 elif plain and _is_memory(leaf):
                     now[key] = leaf
                 else:
-                    others[key] = leaf
+                    to_describe[key] = leaf
             self._sample = _Sample(self._later)
-        self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
-        described = encode(others)
+        self._streams = _Streams(tensor for pending in self._later for tensor in pending.memory)
+        described = encode(to_describe)
         identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
         sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
         places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
-        # Before the copy, which takes all this out of the processor's cache.
+        # Made before the copy, because the copy evicts these objects from the processor's cache.
         self._now = {key: (places[identity], now[key]) for key, identity in identities.items()}
         _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
-        # What was copied may be freed from now on: FSDP frees the storage of a gathered parameter.
+        # From here on the sources may be freed: FSDP frees the storage of a gathered parameter.
         copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
         copies |= _copies_of_subclasses(described)
         self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
 
     @property
     def complete(self) -> bool:
-        """Whether :meth:`finish` has nothing to copy."""
+        """True if :meth:`finish` has nothing to copy."""
         return not self._later
 
     def finish(self) -> Flat:
-        """Copy what is left, and return the state in host memory.
+        """Copy the remaining tensors and return the state in host memory.
 
         Raises:
-            SaveFailed: Tensors have changed since the snapshot was made; naming them.
+            SaveFailed: Tensors have changed since the snapshot was made. The message names them.
         """
         later, self._later = self._later, []
         copied = self._copied | self._encode({key: place.like(tensor) for key, (place, tensor) in self._now.items()})
-        described = self._encode({**self._constant, **{one.key: one.leaf for one in later}})
+        described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
         sources, copies = dict(_sources(described)), {}
         places = self._pool.places_for_later(list(sources.values()))
         for (identity, tensor), place in zip(sources.items(), places, strict=True):
@@ -136,8 +136,10 @@ class Snapshot:
                 _copy_later(copies[identity], tensor)
         self._streams.synchronize()
         written = self._sample.differs(self._streams)
-        written.update(one.key for one in later if _versions_of(one.leaf, one.memory) != one.versions)
-        self.changed = [one.key for one in later if one.key in written]
+        written.update(
+            pending.key for pending in later if _versions_of(pending.leaf, pending.memory) != pending.versions
+        )
+        self.changed = [pending.key for pending in later if pending.key in written]
         if self.changed:
             raise SaveFailed(
                 f"{some(self.changed, 5)} changed while being copied, by something else than a step of an "
@@ -148,7 +150,7 @@ class Snapshot:
 
 
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
-    """All memory of a state on this rank. Tied tensors come several times, with the same identity."""
+    """Yield all memory of a state on this rank. Tied tensors appear several times, with the same identity."""
     for key, value in state.items():
         if isinstance(value, ShardedValue) and not value.stored_whole:
             for number, chunk in enumerate(value.chunks):
@@ -156,7 +158,7 @@ def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _copies_of_subclasses(state: Flat) -> dict[Any, torch.Tensor]:
-    """Copies of the tensors that consist of other tensors, and have no memory of their own."""
+    """Copy the tensors that consist of other tensors and have no memory themselves. Return the copies by identity."""
     copies: dict[Any, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, ShardedValue) and value.stored_whole:
@@ -170,7 +172,7 @@ def _copies_of_subclasses(state: Flat) -> dict[Any, torch.Tensor]:
 
 
 def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    """A value of the state with the copy in place of its memory, which is not referenced any more."""
+    """Return a value of the state with copies in place of its memory. The result does not reference the original."""
     if not isinstance(value, ShardedValue):
         return value
     chunks = (
@@ -181,8 +183,8 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
 
 
 def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
-    """Copy with torch's threads, since the caller waits. Small ones by ``memmove``: an operator costs more than their
-    bytes."""
+    """Copy with torch's threads, since the caller waits. Small tensors are copied by ``memmove``: an operator call
+    costs more than their bytes."""
     streams = _Streams(tensor for _, tensor in copied)
     for place, tensor in copied:
         if tensor.nbytes < _SMALL and is_plain_memory(tensor):
@@ -194,8 +196,8 @@ def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy in this thread alone. Torch would start a team of threads, which compete with those of the training and spin
-    for a while: twice the CPU seconds, and no sooner done."""
+    """Copy in this thread alone. Torch would start a team of threads, which compete with the training and spin for a
+    while: that costs twice the CPU seconds and finishes no earlier."""
     if is_plain_memory(tensor):
         ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
     else:
@@ -203,21 +205,21 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
-    """Equal for tied tensors. Empty ones have no memory to compare, and are identified by their key."""
+    """Return an identity that is equal for tied tensors. An empty tensor has no memory; its key identifies it."""
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
 def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
-    """The memory of a tensor whose kind can be copied later; empty for any other.
+    """Return the memory of a tensor that can be copied later; empty for any other leaf.
 
-    A plain tensor is detached: the result keeps the memory of now, also if another is assigned to ``.data``.
+    A plain tensor is detached: the result keeps its current memory even if code assigns other memory to ``.data``.
     """
     if type(leaf) in EXACTLY_TENSORS:
         if leaf.layout is not torch.strided or leaf.is_quantized or hasattr(leaf, "global_shape"):
             return ()
         try:
             return (leaf.detach(),)
-        except RuntimeError:  # of an inner transform of torch.func that has ended
+        except RuntimeError:  # the tensor belongs to a transform of torch.func that has ended
             return ()
     if isinstance(leaf, ShardedValue):
         return () if leaf.stored_whole else tuple(chunk.tensor for chunk in leaf.chunks)
@@ -227,7 +229,7 @@ def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are in memory; if not, the error is raised where the leaf is described."""
+    """Return whether the elements are in memory. If not, ``encode`` raises the error that names the key."""
     try:
         require_memory(tensor)
     except CheckpointMismatch:
@@ -236,11 +238,12 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 _CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
-"""Values of these types cannot change. An optimizer has a dozen for every parameter."""
+"""Types of values that cannot change. An optimizer has a dozen of these values for every parameter."""
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
-    """The version counters of a tensor. Those of a DTensor include its own, where in-place operations are counted."""
+    """Return the version counters of a tensor. A DTensor counts in-place operations on itself, so its own counter is
+    included."""
     if type(leaf) in EXACTLY_TENSORS:
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
@@ -251,35 +254,35 @@ def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | Non
 
 
 _SAMPLES = 8
-"""Elements of a tensor that are compared: the first, the last, and some between them."""
+"""Number of elements of a tensor that are compared: the first, the last, and some between them."""
 
 
 class _Sample:
-    """A few elements of every tensor that is copied later, as they are now.
+    """Current values of a few elements of every tensor that is copied later.
 
     Writes that the version counter misses (averages swapped in through ``.data``, updates of target networks,
-    broadcasts) are mostly of all elements of a tensor, and of all tensors.
+    broadcasts) mostly change all elements of all tensors, so a few elements reveal them.
     """
 
     def __init__(self, later: Iterable[_Later]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
-        for one in later:
-            for tensor in one.memory:
+        for pending in later:
+            for tensor in pending.memory:
                 if _has_no_gaps(tensor):
-                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, tensor))
+                    groups.setdefault((tensor.device, tensor.dtype), []).append((pending.key, tensor))
         self._groups = [
             (_OnHost if device.type == "cpu" else _OnDevice)([key for key, _ in group], [tensor for _, tensor in group])
             for (device, _), group in groups.items()
         ]
 
     def differs(self, streams: _Streams) -> set[str]:
-        """The keys of tensors that have changed."""
+        """Return the keys of the tensors that have changed."""
         return {key for group in self._groups for key in group.differs(streams)}
 
 
 class _OnHost:
-    """A sample of tensors of one dtype in host memory, read at their addresses: an operator of torch for each would
-    take most of the time of a lazy save."""
+    """A sample of host tensors with one dtype. The elements are read at their addresses: a torch operator for each
+    tensor would take most of the time of a lazy save."""
 
     def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
         self._keys, self._tensors = keys, tensors
@@ -296,13 +299,13 @@ class _OnHost:
 
     def differs(self, streams: _Streams) -> Iterable[str]:
         moved = self._now() != self._addresses
-        if moved.any():  # their storages were resized: nothing can be read where they were
+        if moved.any():  # a resized storage: the old addresses must not be read
             return itertools.compress(self._keys, moved)
         return itertools.compress(self._keys, (self._read() != self._before).any(axis=(1, 2)))
 
 
 class _OnDevice:
-    """A sample of tensors of one dtype on a device."""
+    """A sample of tensors with one dtype on one device."""
 
     def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
         self._keys = keys
@@ -320,7 +323,7 @@ class _OnDevice:
 
 
 def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a few elements all over the memory of a tensor that has no gaps."""
+    """Return a view of a few elements, spread over the memory of a tensor without gaps."""
     count = tensor.numel()
     places = min(count, _SAMPLES)
     return tensor.as_strided((places,), ((count - 1) // (places - 1) if places > 1 else 1,))
@@ -332,17 +335,17 @@ def _has_no_gaps(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last in memory: ``numel()`` if there are no gaps."""
+    """Return the number of elements from the first to the last in memory; it is ``numel()`` if there are no gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes; NaN equals NaN."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bytes. NaN equals NaN."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 class _Streams:
-    """One stream per device for copies from it. They begin when the work that the caller has queued is done."""
+    """Streams for copies from devices, one per device. Copies start after the work that the caller has queued."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -360,13 +363,13 @@ class _Streams:
             stream.synchronize()
 
 
-_TENSOR_ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
+_TENSOR_ALIGNMENT = 64  # bytes, for every tensor in a slab; enough for any dtype and for vector instructions
 _SLACK = 1.25
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class HostSlice(NamedTuple):
-    """Where the copy of one tensor goes."""
+    """The place of one tensor's copy in a slab."""
 
     slab: torch.Tensor
     start: int
@@ -376,33 +379,36 @@ class HostSlice(NamedTuple):
         return self.slab.data_ptr() + self.start
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The place as a contiguous tensor of the same dtype and shape."""
+        """Return the slice as a contiguous tensor with the dtype and shape of ``tensor``."""
         return self.slab[self.start : self.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class HostPool:
-    """The host memory of one save at a time.
+    """Host memory for one save at a time.
 
-    Four slabs: what comes from the host and what comes from a device (pinned) lie apart, and so do what is copied at
-    the call and what is copied later, since the one is copied before the other is even listed.
+    The pool has four slabs. Copies from devices need pinned memory and so have slabs separate from copies of host
+    tensors. Immediate copies have slabs separate from later copies, since they are made before the later ones are
+    listed.
 
     Args:
-        allocate: Gives so many bytes of memory, beginning at a page; by default it is this process's alone.
+        allocate: Returns a number of bytes that start at a page boundary; by default memory private to the process.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._slabs = {(later, pinned): _Slab(pinned, allocate) for later in (False, True) for pinned in (False, True)}
 
     def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
-        """A place for each tensor. All places given out before, by either method, are used again."""
+        """Return a place for each tensor. This invalidates all places that either method returned before."""
         held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
         if sum(tensor.nbytes for tensor in tensors) > held:
             for pinned in (False, True):
-                self._slabs[True, pinned].free()  # what comes here now may have been there before
+                # Tensors that were copied later may be copied at once now. Freed first, their old slab does not
+                # add to the peak.
+                self._slabs[True, pinned].free()
         return self._places(tensors, later=False)
 
     def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
-        """The same for those that are copied after the call."""
+        """Return a place for each tensor that :meth:`Snapshot.finish` copies."""
         return self._places(tensors, later=True)
 
     def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[HostSlice]:
@@ -418,7 +424,7 @@ class HostPool:
 
     @property
     def slabs(self) -> list[torch.Tensor]:
-        """What the pool holds now."""
+        """The current memory of the pool."""
         return [slab.memory for slab in self._slabs.values() if slab.memory.nbytes]
 
     @property
@@ -436,7 +442,7 @@ def _of_this_process(nbytes: int) -> torch.Tensor:
 
 
 class _Slab:
-    """One piece of host memory, page-locked for a device if ``pinned``."""
+    """A piece of host memory, page-locked for device copies if ``pinned``."""
 
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
@@ -447,7 +453,7 @@ class _Slab:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
             memory = self._allocate(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
-            if self._pinned and nbytes:  # to register nothing is an error
+            if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory
         return self.memory
