@@ -1,1 +1,1 @@
-"""Tensors as memory: of what kind each tensor is, the address of its bytes, and the private names of torch for both."""
+"""Tensors as memory: the kind of each tensor, the address of its bytes, and the private names of torch for both."""

@@ -1,6 +1,6 @@
-"""The private names of torch and of Python itself that are in use, each with the reason why no public one does.
+"""The private names of torch and of Python that this package uses, each with the reason why no public name suffices.
 
-``tests/test_torch_canary.py`` fails loudly when one of them moves or changes its meaning.
+``tests/test_torch_canary.py`` fails loudly when a name moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
-from torch._utils import IMPORT_MAPPING, NAME_MAPPING  # the public ``pickle`` has them for itself only
+from torch._utils import IMPORT_MAPPING, NAME_MAPPING  # ``pickle`` has them, but does not export them
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
 from torch.distributed._shard.sharded_tensor.api import (
     ShardedTensor as ShardedTensor,
@@ -29,8 +29,8 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.distributed_c10d import (
-    _get_default_store,  # no public one leads from a group to its store
-    _get_object_coll_device,  # no public one tells a group's device
+    _get_default_store,  # no public function returns a group's store
+    _get_object_coll_device,  # no public function returns a group's device
 )
 from torch.distributed.tensor import DTensor as DTensor
 
@@ -46,16 +46,16 @@ def is_tensor(value: Any) -> bool:
 
 
 def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
-    """The chunks of a tensor that live on this rank, as views. The one place that decides what a tensor is.
+    """Describe a tensor by its chunks on this rank, as views. No other function decides how a tensor is stored.
 
-    ``any_rank`` is about plain tensors; meshes say themselves who holds the same bytes.
+    ``any_rank`` applies to plain tensors. For other tensors, the mesh determines which ranks hold the same bytes.
 
-    Where a shard sits is told by the protocols that DCP itself uses: ``__create_chunk_list__`` (DTensor,
-    ``LocalShardsWrapper``; the public ``compute_local_shape_and_global_offset`` does not exist) and, from torch 2.14
-    on, ``CheckpointableTensor``.
+    The position of a shard comes from the protocols that DCP uses: ``__create_chunk_list__`` (DTensor,
+    ``LocalShardsWrapper``; a public ``compute_local_shape_and_global_offset`` does not exist) and, since torch 2.14,
+    ``CheckpointableTensor``.
 
     Raises:
-        CheckpointMismatch: It has nothing that could be stored or filled. Without the key.
+        CheckpointMismatch: The tensor has no memory that could be stored or filled. The message lacks the key.
     """
     if type(value) in EXACTLY_TENSORS and not hasattr(value, "global_shape"):
         return _of_full(value, any_rank)
@@ -67,7 +67,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
         ]
         return _of_chunks(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
     if isinstance(value, DTensor):
-        with torch.no_grad():  # it takes the local tensor as it is, and makes no view for autograd, which is slow
+        with torch.no_grad():  # with gradients, to_local() would make a view for autograd, which is slow
             local = settled(value.to_local())
         if hasattr(local, "__create_chunk_list__"):
             return _of_protocol(local, tuple(value.shape), value.dtype, value)
@@ -82,16 +82,16 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
 
 
 _CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The fields of the protocol ``CheckpointableTensor``: they may be set on any tensor, whatever its class."""
+"""The fields of the protocol ``CheckpointableTensor``. They may be set on a tensor of any class."""
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, once it has finished; any other tensor as it is."""
+    """Wait for a collective and return its result; return any other tensor unchanged."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
-    """Describe a tensor of which each rank has all."""
+    """Describe a tensor that is complete on each rank."""
     if is_dense_memory(value):
         plain = type(value) is torch.Tensor and not value.requires_grad
         return ShardedValue.of_all(value if plain else value.detach(), any_rank)
@@ -101,7 +101,7 @@ def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
         return ShardedValue(shape, value.dtype, (LocalChunk((0,) * len(shape), shape, value),), stored_whole=True)
     try:
         tensor = value.detach()
-    except Exception:  # uninitialized, or of an inner transform that has ended
+    except Exception:  # an uninitialized parameter, or a tensor of a torch.func transform that has ended
         tensor = value
     require_memory(tensor)
     return ShardedValue.of_all(tensor, any_rank)
@@ -120,26 +120,26 @@ def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
 
 
 def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
-    """A tensor with DCP's protocol ``_Checkpointable``, without the chunks that have no elements."""
-    found = []
+    """Describe a tensor with DCP's protocol ``_Checkpointable``. Chunks without elements are left out."""
+    chunks = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
         if 0 not in chunk.sizes or 0 in shape:
             shard = settled(value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number)))
-            found.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
-    if found:  # LocalShardsWrapper tells another dtype than that of its shards
-        dtype = found[0].tensor.dtype
-    return _of_chunks(shape, dtype, found, origin)
+            chunks.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
+    if chunks:  # the dtype of a LocalShardsWrapper differs from that of its shards
+        dtype = chunks[0].tensor.dtype
+    return _of_chunks(shape, dtype, chunks, origin)
 
 
 def _told_by_fields(value: Any) -> list[LocalChunk]:
-    """The chunks of a ``CheckpointableTensor``: parts of it, without what is padding.
+    """Return the chunks of a ``CheckpointableTensor``, as views that leave out its padding.
 
     Raises:
-        CheckpointMismatch: Its fields contradict each other, or lead outside of it.
+        CheckpointMismatch: The fields contradict each other, or describe elements outside of the tensor.
     """
-    fields = [[tuple(map(int, one)) for one in getattr(value, name)] for name in _CHECKPOINTABLE[1:]]
+    fields = [[tuple(map(int, bounds)) for bounds in getattr(value, name)] for name in _CHECKPOINTABLE[1:]]
     shape = tuple(value.global_shape)
-    found = []
+    chunks = []
     try:
         for offsets, start, sizes in zip(*fields, strict=True):
             _check_inside(offsets, sizes, shape)
@@ -149,11 +149,11 @@ def _told_by_fields(value: Any) -> list[LocalChunk]:
                 if size < part.shape[dim]:
                     part = part.narrow(dim, at, size)
             if 0 not in sizes or 0 in shape:
-                found.append(LocalChunk(offsets, sizes, part))
+                chunks.append(LocalChunk(offsets, sizes, part))
     except ValueError as error:
         names = ", ".join(f"{name} {getattr(value, name)}" for name in _CHECKPOINTABLE)
         raise CheckpointMismatch(f"a tensor of shape {tuple(value.shape)} with {names}: {error}") from error
-    return found
+    return chunks
 
 
 def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
@@ -163,8 +163,8 @@ def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:
-    """A tensor that belongs to a parameter, with the fields of ``CheckpointableTensor`` that the parameter has, and
-    that ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
+    """Return a tensor of optimizer state with the ``CheckpointableTensor`` fields of its parameter, which ``detach()``
+    and ``zeros_like()`` lose. Return any other value unchanged."""
     if not hasattr(parameter, "global_shape") or not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "global_shape") or value.shape != parameter.shape:
@@ -176,7 +176,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The global shape of a tensor; None if it can be neither stored nor filled."""
+    """Return the global shape of a tensor; None if the tensor can neither be stored nor be filled."""
     try:
         return sharded_value(value).shape
     except CheckpointMismatch:
@@ -184,13 +184,14 @@ def shape_of(value: Any) -> Shape | None:
 
 
 def is_meta(value: Any) -> bool:
-    """Whether a value is a tensor on the meta device. A ShardedTensor is not, and answers only if it has exactly one
-    shard on this rank."""
+    """Return whether a value is a tensor on the meta device. A ShardedTensor never counts: its ``is_meta`` raises
+    unless it has exactly one shard on this rank."""
     return not isinstance(value, ShardedTensor) and bool(getattr(value, "is_meta", False))
 
 
 def with_memory(value: Any) -> Any:
-    """A tensor to load into: the value itself or, for one on the meta device, the same with memory, as in stock DCP."""
+    """Return a tensor to load into: the value itself or, for a tensor on the meta device, an equal tensor with memory,
+    as in stock DCP."""
     if not is_meta(value) or nn.parameter.is_lazy(value):
         return value
     device = value.device_mesh.device_type if isinstance(value, DTensor) else _device_of_process()
@@ -203,21 +204,24 @@ def with_memory(value: Any) -> Any:
 
 
 def _device_of_process() -> torch.device | str:
-    """Where stock DCP puts what was on the meta device: where the process group communicates, the CPU if it can. The
-    public ``get_backend_config`` is text to be parsed."""
+    """Return the device on which stock DCP allocates tensors that were on the meta device. This is a device on which
+    the process group communicates, the CPU if possible. The public ``get_backend_config`` returns text to be parsed."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _get_object_coll_device()
     device = torch.get_default_device()
-    return "cpu" if device.type == "meta" else device  # inside ``with torch.device("meta")``
+    return "cpu" if device.type == "meta" else device  # the default is meta inside ``with torch.device("meta")``
 
 
 def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
-    """Offsets and sizes of this rank's shard; None if it has none. Torch takes 0.3 ms for it, and layers are alike."""
+    """Return offsets and sizes of this rank's shard; None if the rank has no shard.
+
+    Torch takes 0.3 ms for the computation. Layers are mostly alike, so results are cached.
+    """
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return None
-    where = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
-    if where not in _boxes:
+    layout = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
+    if layout not in _boxes:
         _check_placements(value)
         chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         assert len(chunks) == 1, "a DTensor has one chunk per rank"
@@ -225,13 +229,13 @@ def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
         fewer_rows_than_ranks = 0 in sizes and 0 not in value.shape
         if len(_boxes) >= _MOST_BOXES:
             _boxes.clear()
-        _boxes[where] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
-    return _boxes[where]
+        _boxes[layout] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
+    return _boxes[layout]
 
 
 def shard_of(value: Any) -> tuple[Shape, Shape] | None:
-    """Begin and end of this rank's part of a tensor that is sharded over several ranks, without dimensions for no part;
-    None for any other tensor."""
+    """Return begin and end of this rank's part of a tensor that is sharded over several ranks. Both are empty if the
+    rank has no part. Return None for any other tensor."""
     if not isinstance(value, DTensor) or not any(
         placement.is_shard() and size > 1
         for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
@@ -242,30 +246,37 @@ def shard_of(value: Any) -> tuple[Shape, Shape] | None:
 
 
 def _check_placements(value: DTensor) -> None:
-    """Raise unless each rank has one box of the tensor."""
-    what = f"a DTensor with the placements {value.placements}"
+    """Check that the part of each rank is a single box.
+
+    Raises:
+        CheckpointMismatch: A rank has a summand of the tensor, or several boxes.
+    """
+    description = f"a DTensor with the placements {value.placements}"
     if any(placement.is_partial() for placement in value.placements):
-        raise CheckpointMismatch(f"{what}, of which each rank has a summand: redistribute() it to Shard or Replicate")
+        raise CheckpointMismatch(
+            f"{description}, of which each rank has a summand: redistribute() it to Shard or Replicate"
+        )
     for number, placement in enumerate(value.placements):
-        split = getattr(placement, "split_factor", 1)  # _StridedShard: the dimension was cut that often before
+        split = getattr(placement, "split_factor", 1)  # _StridedShard: number of cuts of the dimension before this one
         dim = getattr(placement, "dim", None)
         within = (at for at, other in enumerate(value.placements) if at > number and getattr(other, "dim", -1) == dim)
         if split != 1 and split != prod(value.device_mesh.size(at) for at in within):
-            raise CheckpointMismatch(f"{what}, of which each rank has several boxes: redistribute() it to Shard")
+            raise CheckpointMismatch(f"{description}, of which each rank has several boxes: redistribute() it to Shard")
 
 
 _MOST_BOXES = 10_000
 _boxes: dict[Any, tuple[Shape, Shape] | None] = {}
-"""By all that the place of a shard depends on; not by the mesh, which a later process group may have anew."""
+"""Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group makes a new
+one."""
 
 
 def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTensor:
-    """A ShardedTensor with the layout of ``value`` over other local tensors, without communication.
+    """Return a ShardedTensor with the layout of ``value`` and other local tensors, without communication.
 
     The public ``init_from_local_shards`` gathers metadata from all ranks for every tensor.
     """
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, value.local_shards(), strict=True)]
-    metadata = value.metadata()  # that of ``value`` itself, which keeps its dtype
+    metadata = value.metadata()  # replaced below, not changed: the object belongs to ``value``
     if tensors:
         properties = replace(metadata.tensor_properties, dtype=tensors[0].dtype)
         metadata = replace(metadata, tensor_properties=properties)
@@ -275,7 +286,7 @@ def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTe
 
 
 class _PickleOnly:
-    """Stands in for torch's zip writer and keeps the pickle; the payload is asked for its bytes later, if at all."""
+    """Replacement for torch's zip writer that keeps the pickle and the storages, without reading the payload."""
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
@@ -289,7 +300,7 @@ class _PickleOnly:
 
 
 def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, bytes]:
-    """The records other than the payload that ``torch.save`` writes for a contiguous CPU tensor, in its order.
+    """Return the records, other than the payload, that ``torch.save`` writes for a contiguous CPU tensor, in its order.
 
     ``torch.save`` itself copies and checksums the payload; ``_save`` takes the writer as an argument.
     """
@@ -297,24 +308,25 @@ def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, byte
 
 
 def pickled_parts(tree: Any) -> tuple[dict[str, bytes], dict[str, torch.UntypedStorage]]:
-    """The records that ``torch.save`` writes for ``tree`` before its payloads, and the storage of each payload."""
+    """Return the records that ``torch.save`` writes for ``tree`` before the payloads, and the storage of each
+    payload."""
     writer = _PickleOnly()
     torch.serialization._save(tree, writer, pickle, 2, False)  # type: ignore[no-untyped-call]
     return writer.records, writer.storages
 
 
 def transforms_of(descriptors: Sequence[str]) -> list[StreamTransformExtension]:
-    """The stream transforms (zstd, for one) that a stock item went through.
+    """Return the stream transforms, such as zstd, that were applied to a stock item.
 
     Raises:
-        ValueError: torch does not know one of them, or a package that it needs is missing.
+        ValueError: torch does not know a transform, or a package that the transform needs is missing.
     """
-    found = ExtensionRegistry().from_descriptor_list(descriptors)
-    return [transform for transform in found if isinstance(transform, StreamTransformExtension)]
+    extensions = ExtensionRegistry().from_descriptor_list(descriptors)
+    return [transform for transform in extensions if isinstance(transform, StreamTransformExtension)]
 
 
 def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: int) -> bytes:
-    """At most ``limit`` bytes of what the item was before its transforms."""
+    """Return at most ``limit`` bytes of an item as it was before its transforms."""
     stream: IO[bytes] = io.BytesIO(data)
     for transform in transforms_of(descriptors):
         stream = transform.transform_from(stream)
@@ -322,9 +334,11 @@ def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: 
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often the tensor and its views have been changed in place; None for inference tensors, which do not count.
+    """Return the number of in-place changes of the tensor and its views; None for inference tensors, which do not
+    count.
 
-    Autograd's own check for what was changed too early; documented in its notes, but only under this private name.
+    Autograd uses the counter to detect tensors that changed before backward. Its notes document the counter, but there
+    is no public name.
     """
     return None if tensor.is_inference() else tensor._version
 
@@ -332,13 +346,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def load_archive(
     file: BinaryIO, unpickler: type, accepted: Any, device: str, wanted: Collection[int] | None = None
 ) -> Any:
-    """Load a ``torch.save`` file with an unpickler of ours. The public ``torch.load`` takes such an unpickler too, but
-    hands a TorchScript archive over to ``torch.jit.load``.
+    """Load a ``torch.save`` file with a custom unpickler. The public ``torch.load`` also takes an unpickler, but passes
+    a TorchScript archive to ``torch.jit.load``.
 
     Args:
         accepted: The second argument of the unpickler.
-        device: Where its tensors go. On ``"meta"`` no payload is read.
-        wanted: Where the records of storages begin that are read; None for all. The others stay on the meta device.
+        device: Device of the loaded tensors. With ``"meta"`` no payload is read.
+        wanted: Offsets of the storages' records to read; None for all. Other storages stay on the meta device.
     """
     records = _Records(torch._C.PyTorchFileReader(file), device == "meta", wanted)
     module = SimpleNamespace(Unpickler=unpickler)
@@ -350,14 +364,15 @@ def load_archive(
         torch._utils._sparse_tensors_to_validate.clear()  # torch has no way to forget them
         raise
     finally:
-        state.map_location = before  # it would hold for whatever the thread unpickles next
+        state.map_location = before  # otherwise it would apply to the thread's next unpickling
 
 
 class _Records:
-    """A reader of torch's for untrusted files.
+    """Wrapper around torch's reader that makes it safe for untrusted files.
 
-    Names are exact, where the reader itself ignores case. Offsets are looked up, and not calculated from what the file
-    says. Storages on the meta device are never swapped.
+    Names must match exactly; torch's reader ignores case. Offsets come from the archive's directory, and are never
+    calculated from values in the pickle. The byte order must be native if storages are on the meta device, since these
+    cannot be swapped.
     """
 
     def __init__(self, reader: Any, is_meta: bool, wanted: Collection[int] | None) -> None:
@@ -388,7 +403,7 @@ class _Records:
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> torch.Tensor:
         if self._wanted is not None and self.get_record_offset(name) not in self._wanted:
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        if name in self._were_read and nbytes:  # keys of other types, whose text is the same
+        if name in self._were_read and nbytes:  # two storage keys of different types with the same text
             raise ValueError(f"it reads the record {name} twice")
         self._were_read.add(name)
         return cast(torch.Tensor, self._reader.get_storage_from_record(self._exact(name), nbytes, kind))
@@ -415,33 +430,33 @@ TENSOR_GLOBALS: dict[str, Any] = {
     },
     **{str(value): value for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))},
 }
-"""The globals in the pickle of a tensor, which only torch's restricted unpickler lists, among others that no tensor
-needs."""
+"""Globals that occur in the pickle of a tensor. The only list in torch is that of its restricted unpickler, which also
+has globals that no tensor needs."""
 
 
 def name_of_today(module: str, name: str) -> tuple[str, str]:
-    """Return the module and the name in Python 3 of a global that ``torch.save`` writes under its name in Python 2."""
+    """Return the Python 3 module and name of a global that ``torch.save`` writes under its Python 2 name."""
     module, name = NAME_MAPPING.get((module, name), (module, name))
     return IMPORT_MAPPING.get(module, module), name
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:
-    """Return where in its file the storage's record of a tensor begins that was loaded onto the meta device.
+    """Return the file offset of the storage record of a tensor that was loaded onto the meta device.
 
-    ``_checkpoint_offset`` is what torch itself notes for fake and meta tensors. The public ``torch.load(mmap=True)``
-    does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.
+    Torch records ``_checkpoint_offset`` for fake and meta tensors. The public ``torch.load(mmap=True)`` does not
+    provide the offset of a tensor, and ``PyTorchFileReader`` does not provide its record.
     """
     return tensor.untyped_storage()._checkpoint_offset
 
 
 def default_store() -> Any:
-    """The ``Store`` through which the ranks of the default process group have found each other."""
+    """Return the ``Store`` through which the ranks of the default process group have connected."""
     return _get_default_store()
 
 
 def before_threads_end(work: Callable[[], None]) -> None:
     """Call ``work`` when the program ends, while threads can still be started.
 
-    ``atexit`` comes too late for a save in the background: by then no pool starts a thread any more, and it fails.
+    ``atexit`` runs too late for a background save: thread pools no longer start threads, and the save fails.
     """
     threading._register_atexit(work)  # type: ignore[attr-defined]

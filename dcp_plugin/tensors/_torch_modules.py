@@ -1,8 +1,8 @@
-"""Private names of ``nn.Module`` and ``Optimizer``, each with the reason why no public one does.
+"""Private names of ``nn.Module`` and ``Optimizer``, each with the reason why no public name suffices.
 
-``nn.Module.load_state_dict`` publicly takes a state dict of everything, or nothing. A load that fills memory in place
-goes through the modules itself, and calls the hooks of those that have any. ``tests/test_torch_canary.py`` fails when
-one of these names moves or changes its meaning.
+The public ``nn.Module.load_state_dict`` requires a state dict of the complete module. A load that fills memory in place
+therefore walks the modules itself and calls their hooks. ``tests/test_torch_canary.py`` fails when a name moves or
+changes its meaning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
-from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
+from torch.nn.modules.module import _IncompatibleKeys  # the argument of post-load hooks
 
 
 @dataclass
 class Incompatible:
-    """What a load has noted: keys that were missing and unexpected, and errors in words."""
+    """Findings of a load: missing keys, unexpected keys, and error messages."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -29,7 +29,8 @@ class Incompatible:
 
 
 def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that have the fields of ``CheckpointableTensor``. Every save looks for them, and they are rare."""
+    """Return the parameters with the fields of ``CheckpointableTensor``. They are rare, and every save looks for
+    them."""
     return [
         (f"{prefix}.{name}" if prefix else name, parameter)
         for prefix, module in modules
@@ -39,23 +40,24 @@ def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``named_parameters(recurse=False)``, in a tenth of the time: a save asks every module several times."""
+    """Return ``named_parameters(recurse=False)`` in a tenth of the time: a save calls it several times per module."""
     return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """``named_buffers(recurse=False)``, likewise."""
+    """Return ``named_buffers(recurse=False)`` in a tenth of the time."""
     return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``named_children()``, which leaves out a child that it has seen under another name; ``load_state_dict`` does
-    not."""
+    """Return all children by name. ``named_children()`` leaves out the second name of a child, which
+    ``load_state_dict`` requires."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module that has these, under names that ``add_module`` would refuse: with dots, or those of its methods."""
+    """Return a module with these children and parameters. Their names may have dots or equal those of methods, which
+    ``add_module`` refuses."""
     union = nn.Module()
     union._modules.update(modules)
     union._parameters.update(parameters)
@@ -63,12 +65,13 @@ def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Param
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a module without its children. Nothing public tells which persist."""
+    """Return the parameters and persistent buffers of a module without its children. Torch has no public list of the
+    persistent buffers."""
     buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
     return {**dict(own_parameters(module)), **buffers}
 
 
-# How ``nn.Module.load_state_dict`` goes through a module. Publicly it takes a state dict of everything, or nothing.
+# The steps of ``nn.Module.load_state_dict`` for one module.
 
 _NEED_NO_STATE_DICT = (
     nn.Module._load_from_state_dict,
@@ -76,14 +79,14 @@ _NEED_NO_STATE_DICT = (
     nn.modules.instancenorm._InstanceNorm._load_from_state_dict,  # refuses keys that it does not have
 )
 _HOOKS_OF_TORCH = {
-    # FSDP2 puts the sharded parameters in place, and looks at them again after they were exchanged.
+    # FSDP2 puts the sharded parameters back in place before a load, and inspects them again after the load.
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group",
      "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
-    # Activation checkpointing puts its segment into the keys.
+    # Activation checkpointing inserts its segment into the keys.
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._pre_load_state_dict_hook"),
 }  # fmt: skip
-"""Those that do nothing if the memory of the parameters was filled."""
+"""Hooks that change nothing if a load fills the memory of the parameters."""
 
 
 _OPTIMIZER_HOOKS = (
@@ -101,7 +104,7 @@ _DELEGATING = {
     ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
     ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
 }
-"""Wrappers that have no state of their own. Their names are compared, so that no framework is imported."""
+"""Wrappers without state. They are compared by name, so that no framework is imported."""
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -112,7 +115,8 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether code of an optimizer's own makes or takes its state dict. Nothing public lists the hooks."""
+    """Return whether custom code of an optimizer makes or takes its state dict: an override or a hook. Torch has no
+    public list of the hooks."""
     for method in ("state_dict", "load_state_dict"):
         if overrides_on_instance(optimizer, method) or getattr(type(optimizer), method) is not getattr(
             torch.optim.Optimizer, method
@@ -122,8 +126,8 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is one of torch's own optimizers, whose behaviour is known. A subclass elsewhere may do
-    anything."""
+    """Return whether the optimizer's class is torch's, so that its behaviour is known. Subclasses outside of torch may
+    do anything."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
@@ -143,14 +147,14 @@ _SLOTS_OF_TORCH: dict[type[optim.Optimizer], set[str]] = {
     optim.SGD: set(),
     optim.SparseAdam: {"step", "exp_avg", "exp_avg_sq"},
 }
-"""The state that torch's optimizers keep of every parameter whatever their options are. Nothing public lists them, and
-stepping an optimizer to see them would run global hooks."""
+"""State that torch's optimizers keep for every parameter, with any options. Torch has no public list of these slots,
+and a step of an optimizer to find them would run global hooks."""
 
 
 def slots_of_torch(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Return the slots that an optimizer with a ``step`` of torch's keeps of every parameter, and None for any other.
+    """Return the slots that an optimizer keeps for every parameter if its ``step`` is torch's, and None otherwise.
 
-    torch wraps ``step`` in the class of the first instance, so that the functions below the wrappers are compared.
+    The first instance of a class has torch wrap ``step`` in that class. The functions inside the wrappers are compared.
     """
     step = inspect.unwrap(type(optimizer).step)
     return next((slots for cls, slots in _SLOTS_OF_TORCH.items() if inspect.unwrap(cls.step) is step), None)
@@ -169,24 +173,25 @@ def overrides_state_dict(module: nn.Module) -> bool:
 
 
 def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function takes a keyword argument."""
+    """Return whether a function takes the keyword argument ``name``."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-# ``_patch_model_state_dict`` and ``_patch_optimizer_state_dict`` of torch set ``state_dict`` and ``load_state_dict`` of
-# an instance to functions that return names of parameters and sharded tensors. Our adapters do that with the instance
-# itself. The functions take no further arguments, and FSDP1 gathers nothing from an optimizer that has them.
+# torch's ``_patch_model_state_dict`` and ``_patch_optimizer_state_dict`` replace ``state_dict`` and ``load_state_dict``
+# of an instance by functions that return parameter names and sharded tensors. The adapters of this package do the same
+# work on the unpatched instance, because the functions take no further arguments, and FSDP1 gathers nothing from a
+# patched optimizer.
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method of a module or an optimizer, without the patch of torch."""
+    """Return a method of a module or an optimizer without torch's patch."""
     bound = getattr(owner, method)
     return getattr(type(owner), method).__get__(owner) if _is_patch(bound) else bound  # type: ignore[no-any-return]
 
 
 def overrides_on_instance(owner: nn.Module | torch.optim.Optimizer, method: str) -> bool:
-    """Return whether a method is set on the instance, and not by a patch of torch."""
+    """Return whether a method is set on the instance by code other than torch's patch."""
     return method in vars(owner) and not _is_patch(vars(owner)[method])
 
 
@@ -204,31 +209,33 @@ def _is_patch(method: Any) -> bool:
 
 
 def takes_state_dict(module: nn.Module) -> bool:
-    """Whether code of a submodule sees the state dict while it is loaded, and may change what is loaded."""
+    """Return whether code of a submodule sees the state dict during a load, and so may change the loaded values."""
     if type(module)._load_from_state_dict not in _NEED_NO_STATE_DICT or "_load_from_state_dict" in vars(module):
         return True
     return any(not _is_of_torch(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
 
 
 def load_from_state_dict(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, found: Incompatible
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, incompatible: Incompatible
 ) -> None:
-    """Load one module without its children, with its pre-hooks. What does not fit is added to ``found``."""
-    module._load_from_state_dict(state, prefix, metadata, True, found.missing, found.unexpected, found.errors)
+    """Load one module without its children, and run its pre-hooks. Misfits are added to ``incompatible``."""
+    module._load_from_state_dict(
+        state, prefix, metadata, True, incompatible.missing, incompatible.unexpected, incompatible.errors
+    )
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:
-    """Whether code of the user's runs after a submodule was loaded."""
+    """Return whether user code runs after a submodule was loaded."""
     return any(not _is_of_torch(hook) for hook in module._load_state_dict_post_hooks.values())
 
 
-def call_post_load_hooks(module: nn.Module, found: Incompatible, of_torch_too: bool) -> None:
-    """Call the hooks that run after a submodule was loaded; they may change the keys that were found.
+def call_post_load_hooks(module: nn.Module, incompatible: Incompatible, of_torch_too: bool) -> None:
+    """Call the hooks that run after a submodule was loaded. Hooks may change the missing and unexpected keys in place.
 
     Raises:
-        AssertionError: One returns something, as in torch.
+        AssertionError: A hook returns a value, which torch forbids as well.
     """
-    keys = _IncompatibleKeys(found.missing, found.unexpected)
+    keys = _IncompatibleKeys(incompatible.missing, incompatible.unexpected)
     for hook in tuple(module._load_state_dict_post_hooks.values()):
         if (of_torch_too or not _is_of_torch(hook)) and hook(module, keys) is not None:
             raise AssertionError(f"{hook} runs after a load and has returned something; it may change keys in place")
@@ -243,9 +250,9 @@ _RESHARDS = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
 
 
 def reshard(module: nn.Module) -> None:
-    """What FSDP2 does with one module before ``state_dict()``: put its sharded parameters back in place.
+    """Put the sharded parameters of one FSDP2 module back in place, as FSDP2 does before ``state_dict()``.
 
-    The public ``FSDPModule.reshard`` does nothing after an exception in a forward.
+    The public ``FSDPModule.reshard`` does nothing after an exception in a forward pass.
     """
     for hook in tuple(module._state_dict_pre_hooks.values()):
         if getattr(hook, "__qualname__", "") == _RESHARDS and _is_of_torch(hook):

@@ -1,9 +1,9 @@
 """The bytes of tensors, in pieces, as host memory.
 
-A contiguous tensor on the host is its own memory; nothing is copied. Any other one (strided, conjugated, on a device)
-passes piece by piece through a :class:`Ring` of blocks, so no save or load needs memory for a complete tensor.
-For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next is on
-its way.
+A contiguous tensor on the host is read and written in place, without a copy. Any other tensor (strided, conjugated, on
+a device) is copied piece by piece through a :class:`Ring` of blocks, so no save or load needs memory for a complete
+tensor. For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next
+block is being copied.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from dcp_plugin.errors import CheckpointMismatch
 
 READ_PIECE = 1 << 20
-"""Bytes that are read and then checked, at most: fewer than the processor's cache holds, since 8 MiB that are checked
-after all were read come from memory once more. A multiple of any block of checksums."""
+"""Largest piece that is read and then checked, in bytes. It fits into the processor's cache: pieces of 8 MiB would be
+fetched from DRAM again for the check. A multiple of every checksum block size."""
 PIECE = 512 << 10
-"""Bytes that are checked and then written, for the same reason. The page cache keeps them together, so they are read
-faster than smaller ones; larger ones are written back later, which a save waits for."""
+"""Largest piece that is checked and then written, in bytes, small for the same reason. The page cache stores a piece as
+one unit, so smaller pieces are slower to read. Larger pieces are written back later, and a save waits for that."""
 BLOCK = 4 << 20
-_BLOCKS = 3  # one that is being worked on, two on their way
+_BLOCKS = 3  # one block is being written or read while two are being copied
 
 
 class Block:
-    """A piece of host memory that copies go through."""
+    """A piece of host memory that buffers copies from and to a device."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -41,12 +41,12 @@ class Block:
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def take(self, count: int) -> torch.Tensor:
-        """The next ``count`` bytes, aligned for any dtype; fresh memory if the block is used up."""
+        """Return the next ``count`` bytes, aligned for any dtype; fresh memory if the block is used up."""
         start, self._taken = self._taken, self._taken + count + -count % 64
         return self.memory[start : start + count] if self._taken <= BLOCK else torch.empty(count, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy between the device and this block; see :meth:`wait`."""
+        """Start a copy between the device and this block; :meth:`wait` waits for it."""
         if self._stream is None or self._event is None:
             target.copy_(source)
             return
@@ -55,7 +55,7 @@ class Block:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the last copy is done; then all of the block is free."""
+        """Wait until the last copy is done, and free the complete block."""
         self._taken = 0
         if self._event is not None:
             self._event.synchronize()
@@ -69,23 +69,23 @@ class Ring:
         self._next = 0
 
     def next(self) -> Block:
-        """A block whose last copy is done."""
+        """Return the next block, after its last copy is done."""
         block = self._blocks[self._next % len(self._blocks)]
         self._next += 1
         block.wait()
         return block
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor, row by row. A piece is valid until the next one is asked for."""
-        on_their_way: deque[tuple[Block, int]] = deque()
+        """Yield the bytes of a tensor, row by row. A piece is valid until the caller requests the next piece."""
+        copies_under_way: deque[tuple[Block, int]] = deque()
         for part in parts_of(tensor, BLOCK):
             block = self.next()
             block.copy(block.take(part.nbytes).view(part.dtype).view(part.shape), part)
-            on_their_way.append((block, part.nbytes))
-            if len(on_their_way) == len(self._blocks):
-                yield _arrived(*on_their_way.popleft())
-        while on_their_way:
-            yield _arrived(*on_their_way.popleft())
+            copies_under_way.append((block, part.nbytes))
+            if len(copies_under_way) == len(self._blocks):
+                yield _arrived(*copies_under_way.popleft())
+        while copies_under_way:
+            yield _arrived(*copies_under_way.popleft())
 
     def wait(self) -> None:
         for block in self._blocks:
@@ -93,7 +93,7 @@ class Ring:
 
 
 class Rings:
-    """The rings of one thread, made when a device is first met."""
+    """The rings of one thread, one per device, created on first use."""
 
     def __init__(self) -> None:
         self._rings: dict[torch.device, Ring] = {}
@@ -104,7 +104,7 @@ class Rings:
         return self._rings[device]
 
     def pieces(self, tensor: torch.Tensor, size: int = PIECE) -> Iterator[memoryview]:
-        """The bytes of a tensor in row-major order. ``size``: of a piece of what is plain memory already."""
+        """Yield the bytes of a tensor in row-major order. Plain memory is yielded in pieces of ``size`` bytes."""
         if not is_plain_memory(tensor):
             yield from self.of(tensor.device).pieces(tensor)
             return
@@ -118,33 +118,38 @@ class Rings:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory on the host is its bytes in row-major order."""
+    """Return whether the tensor's host memory has its bytes in row-major order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor for which :func:`is_plain_memory`. The view keeps the tensor alive.
+    """Return the memory of a tensor for which :func:`is_plain_memory` is true. The view keeps the tensor alive.
 
-    ``tensor.numpy()`` knows fewer dtypes and takes five times as long, which counts for thousands of small ones.
+    ``tensor.numpy()`` supports fewer dtypes and takes five times as long, which matters for thousands of small tensors.
     """
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
-    memory.owner = tensor  # type: ignore[attr-defined]  # an upload that was broken off may read it for a moment more
+    memory.owner = tensor  # type: ignore[attr-defined]  # an aborted upload may read the memory a moment longer
     return memoryview(memory).cast("B")
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins. What is read or written at address 0 ends the process.
+    """Return the address of the tensor's memory, which is never 0: access at address 0 would kill the process.
 
     Raises:
-        CheckpointMismatch: It has no memory. Who takes tensors in has asked before, and named the key.
+        CheckpointMismatch: The tensor has no memory. Saves and loads check for this earlier, with the key.
     """
-    if tensor.nbytes and not tensor.untyped_storage().data_ptr():  # which raises for most that have none
+    if tensor.nbytes and not tensor.untyped_storage().data_ptr():  # data_ptr() raises for most tensors without memory
         raise CheckpointMismatch(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory")
     return tensor.data_ptr()
 
 
 def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A copy of ``count`` bytes at each address, as one more axis. All of them are in memory that the caller holds."""
+    """Copy ``count`` bytes at each address; the result has them on an additional axis. The caller keeps the memory
+    alive.
+
+    A single index operation of numpy over the whole address range replaces a read per address, which would cost Python
+    per tensor. Only the bytes at the given addresses are touched.
+    """
     first = int(addresses.min())
     between = (ctypes.c_ubyte * (int(addresses.max()) + count - first)).from_address(first)
     memory = np.frombuffer(memoryview(between), np.uint8)
@@ -152,7 +157,7 @@ def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.n
 
 
 def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor in row-major order, each of at most ``limit`` bytes."""
+    """Yield views that together are the tensor, in row-major order, each of at most ``limit`` bytes."""
     if tensor.nbytes <= limit:
         if tensor.numel():
             yield tensor
@@ -167,7 +172,7 @@ def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what this thread has queued on the tensors' devices: copies to and from them run on other streams."""
+    """Wait for the work that this thread has queued on the tensors' devices, since copies use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -179,8 +184,11 @@ def _arrived(block: Block, count: int) -> memoryview:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Saves and loads make many small objects, none of them garbage: looking for it again and again takes most of
-    the time of a checkpoint of small tensors. Not in the background, where training makes garbage meanwhile."""
+    """Pause Python's garbage collector.
+
+    Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
+    of a checkpoint with small tensors. Background work must not use this, since training makes garbage meanwhile.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,13 +1,14 @@
-"""What a tensor is made of: memory that can be read and written, other tensors, or nothing that can be stored.
+"""The kinds of tensors: with memory that can be read and written, made of other tensors, or impossible to store.
 
-Almost every tensor has memory, which the other modules read and write through its address. Some have none. A wrapper
-subclass (torchao's quantized weights and optimizer states, for one) consists of other tensors, its attributes. A tensor
-on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no values at all. All of them have
-shape, dtype and strides like any other, and reading at their address ends the process. So :func:`require_memory` comes
-before the first byte.
+Almost every tensor has memory, which the other modules access through its address. Some tensors have none. A wrapper
+subclass, such as torchao's quantized weights and optimizer states, consists of other tensors, its attributes. A tensor
+on the meta device, a tensor of ``torch.compile``, or a tensor whose storage FSDP has freed has no values at all. All of
+these have shape, dtype and strides like any other tensor, but reading at their address kills the process. Callers
+therefore call :func:`require_memory` before they access the first byte.
 
-A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*, and so are torch's own
-quantized tensors, because their scales are not in their memory (:mod:`dcp_plugin.format.whole_tensors`).
+Two kinds are stored *whole*, as one item made by ``torch.save``: a wrapper subclass that can be taken apart
+(``__tensor_flatten__``), and torch's quantized tensors, because their memory does not include the scales
+(:mod:`dcp_plugin.format.whole_tensors`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from torch import nn
 from dcp_plugin.errors import CheckpointMismatch
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
-"""Plain tensors: no subclass of any library."""
+"""The classes of plain tensors, without subclasses."""
 
 
 OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
-"""What errors say of a stored tensor that only one of its class can take."""
+"""Text in errors about a stored tensor that only a tensor of the same class can take."""
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one.
+    """Return an identity that is equal for two tensors with the same memory and the same view of it, as tied weights.
 
-    A tensor without memory of its own is compared by the memory of its parts, or equals no other.
+    For a tensor made of other tensors, the identity consists of the memory of its parts. Any other tensor without
+    memory equals no other tensor.
     """
     address: Any
     view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -46,7 +48,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stored_whole(tensor: torch.Tensor) -> bool:
-    """Whether ``torch.save`` makes the item: a wrapper subclass that can be taken apart, or a quantized tensor."""
+    """Return whether ``torch.save`` makes the tensor's item: for a wrapper subclass that can be taken apart, and for a
+    quantized tensor."""
     if type(tensor) not in EXACTLY_TENSORS and _is_wrapper(tensor):
         return True
     return tensor.layout is torch.strided and tensor.is_quantized
@@ -59,18 +62,18 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """The address of the storage, 0 if there is none. ``data_ptr()`` of the tensor itself adds the offset to that."""
+    """Return the address of the storage, or 0 without one. The tensor's own ``data_ptr()`` would add an offset to 0."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except Exception:  # each kind without memory has its own
+    except Exception:  # each kind of tensor without memory raises another exception
         return 0
 
 
 def require_memory(tensor: torch.Tensor) -> None:
-    """Raise unless all elements of a tensor are in memory of its own.
+    """Check that all elements of a tensor are in its memory.
 
     Raises:
-        CheckpointMismatch: What it is instead, and the way out; the caller knows the key.
+        CheckpointMismatch: They are not. The message has the tensor's kind and the remedy; the caller adds the key.
     """
     if is_dense_memory(tensor):
         return
@@ -81,11 +84,11 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 
 def is_dense_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what almost every one is: of no subclass, contiguous, not empty, of a dtype that can be
-    stored, and in memory.
+    """Return whether a tensor is of the common kind: no subclass, contiguous, not empty, of a dtype that can be stored,
+    and in memory.
 
-    One look, of less than a microsecond, that answers :func:`is_stored_whole` (no) and :func:`require_memory` (fine)
-    for thousands of tensors; where it says no, these two decide.
+    This check takes less than a microsecond. If it is true, :func:`is_stored_whole` is false and :func:`require_memory`
+    passes, so neither has to run for thousands of tensors. If it is false, these two decide.
     """
     try:
         if type(tensor) not in EXACTLY_TENSORS or tensor.layout is not torch.strided or tensor.is_nested:
@@ -99,23 +102,23 @@ def is_dense_memory(tensor: torch.Tensor) -> bool:
             and storage.nbytes() >= tensor.storage_offset() * tensor.itemsize + length
             and storage.data_ptr() != 0
         )
-    except Exception:  # each kind without memory has its own
+    except Exception:  # each kind of tensor without memory raises another exception
         return False
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Whether all elements are in memory; if not, the reason is found by :func:`_what_instead`."""
+    """Return whether all elements are in memory. If not, :func:`_what_instead` returns the reason."""
     try:
         storage = tensor.untyped_storage()
         if type(tensor) not in EXACTLY_TENSORS and storage.device.type == "meta":
-            return False  # a FakeTensor, which warns when asked for its address
+            return False  # a FakeTensor, whose data_ptr() would warn
         if tensor.layout is not torch.strided or tensor.is_nested or storage.nbytes() < _extent(tensor):
             return False
         if storage.data_ptr():
             return True
-        local = tensor.is_cpu or tensor.is_cuda  # other devices may have no addresses to tell
+        local = tensor.is_cpu or tensor.is_cuda  # on other devices data_ptr() may be 0 for tensors with memory
         return not tensor.is_meta and (not local or not tensor.numel())
-    except Exception:  # each kind without memory has its own
+    except Exception:  # each kind of tensor without memory raises another exception
         return False
 
 
@@ -136,7 +139,7 @@ def _what_instead(tensor: torch.Tensor) -> str:
             return f"{_a(tensor)}, which has no values"
         if held < needed:
             return f"{_a(tensor)} whose storage has {held} bytes and should have {needed}: its memory has been freed"
-    except Exception:  # each kind without memory has its own
+    except Exception:  # each kind of tensor without memory raises another exception
         pass
     if type(tensor) in EXACTLY_TENSORS:
         way_out = " (a leftover of torch.func, torch.compile or the like): store a clone() that was made outside of it"
@@ -149,10 +152,10 @@ def _what_instead(tensor: torch.Tensor) -> str:
 
 
 def require_parts(tensor: torch.Tensor) -> None:
-    """Raise unless all that a tensor consists of, which is stored whole, is in memory.
+    """Check that all parts of a tensor that is stored whole are in memory.
 
     Raises:
-        CheckpointMismatch: Which part is not, and the way out; the caller knows the key.
+        CheckpointMismatch: A part is not. The message names the part and the remedy; the caller adds the key.
     """
     if not _is_wrapper(tensor):
         require_memory(tensor)
@@ -169,7 +172,7 @@ def require_parts(tensor: torch.Tensor) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes of the storage up to the tensor's last element."""
+    """Return the number of bytes of the storage up to the end of the tensor's last element."""
     if tensor.is_contiguous():
         return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes if tensor.nbytes else 0
     if not tensor.numel():
@@ -184,10 +187,10 @@ def _a(tensor: torch.Tensor) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _require_storable(dtype: torch.dtype) -> None:
-    """Raise if ``torch.save`` does not know the dtype: those of less than a byte.
+    """Check that ``torch.save`` supports the dtype. It does not support dtypes of less than a byte.
 
     Raises:
-        CheckpointMismatch: Without the key.
+        CheckpointMismatch: It does not. The message lacks the key.
     """
     try:
         torch.save(torch.empty(1, dtype=dtype), io.BytesIO())
@@ -198,15 +201,17 @@ def _require_storable(dtype: torch.dtype) -> None:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host of a tensor that is stored whole; it shares no memory with it, and has no more than it needs.
+    """Return a host copy of a tensor that is stored whole. The copy shares no memory with the tensor, and its storages
+    have no unused bytes.
 
     Raises:
-        CheckpointMismatch: Parts of it are not in memory, or its class cannot be put together. Without the key.
+        CheckpointMismatch: Parts of the tensor are not in memory, or its class cannot be rebuilt from copied parts. The
+            message lacks the key.
     """
     require_parts(tensor)
     try:
         return _copied(tensor)
-    except Exception as error:  # whatever the class does
+    except Exception as error:  # code of the subclass, which may raise anything
         raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({_line(error)})") from error
 
 
@@ -228,7 +233,7 @@ def _copied_part(tensor: torch.Tensor, name: str) -> Any:
 
 
 def classes_of(tensor: torch.Tensor) -> list[type]:
-    """Return the classes of a tensor that is stored whole, and of its parts; none for a plain tensor."""
+    """Return the classes of a tensor that is stored whole and of its parts; an empty list for a plain tensor."""
     if type(tensor) in EXACTLY_TENSORS:
         return []
     parts = _parts(tensor).values() if _is_wrapper(tensor) else ()
@@ -241,24 +246,24 @@ def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes in memory, of the tensor or of all tensors that it consists of."""
+    """Return the bytes of memory of a tensor, or of all tensors that it consists of."""
     return sum(map(size_of, _parts(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
 
 
 def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy what was loaded into the target: part by part where they consist of the same, else as the class does it.
+    """Copy a loaded tensor into the target: part by part if both have the same parts, else with ``copy_``.
 
-    Into a plain tensor goes what ``copy_`` makes of the other class, as in stock DCP.
+    A plain target gets the values that ``copy_`` makes of a subclass, as in stock DCP.
 
     Raises:
-        CheckpointMismatch: They are of two classes, or theirs cannot. Without the key.
+        CheckpointMismatch: The tensors are of two wrapper classes, or ``copy_`` fails. The message lacks the key.
     """
     if _is_wrapper(loaded) and _is_wrapper(target) and type(loaded) is not type(target):
         raise CheckpointMismatch(f"stored as {_a(loaded)} and is {_a(target)} here")
     with torch.no_grad():
         if _is_wrapper(loaded) and _is_wrapper(target) and _consist_of_the_same(target, loaded):
-            for mine, other in zip(_parts(target).values(), _parts(loaded).values(), strict=True):
-                fill(mine, other)
+            for part, loaded_part in zip(_parts(target).values(), _parts(loaded).values(), strict=True):
+                fill(part, loaded_part)
             return
         try:
             target.copy_(loaded)
@@ -268,24 +273,24 @@ def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
             ) from error
 
 
-def _consist_of_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    mine, theirs = _parts(one), _parts(other)
-    if mine.keys() != theirs.keys():
+def _consist_of_the_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    parts, parts_of_other = _parts(tensor), _parts(other)
+    if parts.keys() != parts_of_other.keys():
         return False
-    pairs = [(mine[name], theirs[name]) for name in mine]
+    pairs = [(parts[name], parts_of_other[name]) for name in parts]
     if any(a.shape != b.shape or a.dtype != b.dtype or is_stored_whole(a) != is_stored_whole(b) for a, b in pairs):
         return False
     try:
-        return bool(one.__tensor_flatten__()[1] == other.__tensor_flatten__()[1])  # type: ignore[attr-defined]
-    except Exception:  # whatever the class keeps there
+        return bool(tensor.__tensor_flatten__()[1] == other.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    except Exception:  # the subclass chooses the type of the context, whose comparison may raise anything
         return False
 
 
 def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A part of a tensor that is stored whole, to be written to.
+    """Return a writable part of a tensor that is stored whole.
 
     Raises:
-        CheckpointMismatch: Its class makes none, or one that is a copy. Without the key.
+        CheckpointMismatch: The tensor's class cannot be narrowed, or narrowing makes a copy. The message lacks the key.
     """
     try:
         part = narrow(tensor)
@@ -300,7 +305,7 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
 
 
 def _memory(tensor: torch.Tensor) -> set[int]:
-    """The addresses of its storages."""
+    """Return the addresses of the tensor's storages."""
     if _is_wrapper(tensor):
         return set().union(*map(_memory, _parts(tensor).values()))
     return {tensor.untyped_storage().data_ptr()}
