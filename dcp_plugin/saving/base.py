@@ -1,12 +1,13 @@
-"""Keys that saves leave out: excluded ones, and frozen parameters that another checkpoint, the base, has.
+"""Keys that saves leave out: excluded keys, and frozen parameters that another checkpoint, the base, has.
 
-With ``trainable_only`` a frozen parameter is left out if it has, on every rank, the very bytes that the base has. That
-is known by 128-bit hashes: what is loaded is hashed during the load, and once more at each save. A base that was only
-named (``base=``) is read once, at the first save, to compare. What a conversion has rounded is not what the base has.
-A parameter that differs is saved, whatever was done to it; and all are, once the base is gone or is another checkpoint.
+With ``trainable_only`` a save leaves out a frozen parameter if, on every rank, it has exactly the bytes that the base
+has. A comparison of 128-bit hashes decides: a load hashes the loaded parameters, and each save hashes them again. A
+base that is only named (``base=``) is read and compared once, at the first save. A parameter that a conversion rounded
+differs from the base. A parameter that differs is saved, for whatever reason it differs; and all parameters are saved
+if the base is deleted or replaced by another checkpoint.
 
-All ranks leave out the same keys: a tensor is stored with all its chunks or not at all. Rank 0 decides from what all
-ranks tell.
+All ranks leave out the same keys: a tensor is stored with all its chunks or not at all. Rank 0 decides from the reports
+of all ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from dcp_plugin.types import Flat, Shape, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
-_BATCH = 256 << 20  # bytes of a base that are read at a time to compare
+_BATCH = 256 << 20  # bytes of a base to read and compare at a time
 
 _Hashes = tuple[tuple[Shape, Shape, bytes], ...]  # offsets, sizes and hash of each chunk of a tensor on this rank
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was loaded, or named."""
+    """Checkpoint that was loaded, or named."""
 
     path: Where
     fingerprint: str
@@ -55,13 +56,13 @@ class Source:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What all ranks leave out of a save, and the base that has it."""
+    """Keys that all ranks leave out of a save, and the base that has them."""
 
     keys: Mapping[str, str]  # our key -> the key in the base
     base: Source | None = None
 
     def summary_of_base(self, checkpoint: Where) -> dict[str, str]:
-        """What the summary of a checkpoint says of its base; nothing if it has all."""
+        """Return the description of the base for the summary of a checkpoint; empty if no key is left out."""
         if not self.keys or self.base is None:
             return {}
         relative = relative_to(self.base.path, checkpoint)
@@ -70,27 +71,30 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the values of a parameter came from, and what they were on this rank."""
+    """Origin of the values of a parameter, and their hashes on this rank."""
 
     source: Source
     key: str  # in the source
-    hashes: _Hashes | None  # None if they were rounded on the way, so that the source has other values
+    hashes: _Hashes | None  # None if a conversion rounded them, so that the source has other values
 
 
 @dataclass(frozen=True)
 class _Frozen:
-    """What one rank tells of a frozen parameter."""
+    """Report of one rank about a frozen parameter."""
 
-    source: Source | None  # None if nobody knows where it came from
+    source: Source | None  # None if the origin is unknown
     key: str  # in the source
-    same: bool  # whether the parameter still is what the source has
-    nbytes: int  # on this rank: the source that has most is the base
+    same: bool  # whether the parameter is still equal to the source
+    nbytes: int  # on this rank: the source with the most bytes becomes the base
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank tells rank 0: the numbers of the ``exclude`` globs that have matched a key of its state, the keys
-    if a glob may match none, and its frozen parameters."""
+    """Report of one rank to rank 0.
+
+    It has the numbers of the ``exclude`` globs that have matched a key of its state, the keys if a glob may match none,
+    and its frozen parameters.
+    """
 
     globs: frozenset[int]
     keys: tuple[str, ...]
@@ -98,7 +102,7 @@ class _Told:
 
 
 class KeySelection:
-    """Which keys the saves of one checkpointer leave out."""
+    """Choice of the keys that the saves of one checkpointer leave out."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
@@ -108,7 +112,7 @@ class KeySelection:
         self._said: set[str] = set()
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state without the keys that the configuration excludes."""
+        """Return the state without the keys that the configuration excludes."""
         if not (globs := self._config.exclude):
             return state
         hits = {key: [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)] for key in state}
@@ -116,14 +120,14 @@ class KeySelection:
         return {key: value for key, value in state.items() if not hits[key]}
 
     def agree(self, state: Attempt[Flat], ranks: Ranks, path: Where) -> LeftOut:
-        """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
+        """Return the keys that this save leaves out, the same on all ranks. Collective, if any may be left out.
 
         Args:
-            state: This rank's; if it could not be staged, all ranks raise that.
+            state: The state of this rank; if its staging failed, all ranks raise the failure.
 
         Raises:
-            SaveFailed: The base is not known, or would be overwritten.
-            CheckpointMismatch: A glob matches nothing; the named base does not fit.
+            SaveFailed: The base is unknown, or would be overwritten.
+            CheckpointMismatch: A glob matches no key; the named base does not fit.
         """
         if self._globs_checked and not self._config.trainable_only:
             return LeftOut({})
@@ -139,44 +143,44 @@ class KeySelection:
         frozen = self.provenance.of_frozen(state) if self._config.trainable_only else {}
         return _Told(frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen)
 
-    def _decide(self, told: list[_Told], path: Where) -> LeftOut:
-        """On rank 0."""
+    def _decide(self, reports: list[_Told], path: Where) -> LeftOut:
+        """Decide on rank 0 from the reports of all ranks."""
         if not self._globs_checked:
-            self._refuse_idle_globs(told)
-        frozen = [(key, one) for each in told for key, one in each.frozen.items()]
+            self._refuse_idle_globs(reports)
+        frozen = [(key, parameter) for report in reports for key, parameter in report.frozen.items()]
         base = self._base_of(frozen, path)
         if base is None or self._is_lost(base):
             return LeftOut({})
         keys: dict[str, str] = {}
         changed: dict[str, None] = {}
-        for key, one in frozen:
-            same = one.same and one.source is not None and one.source.fingerprint == base.fingerprint
-            if not same or keys.setdefault(key, one.key) != one.key:
+        for key, parameter in frozen:
+            same = parameter.same and parameter.source is not None and parameter.source.fingerprint == base.fingerprint
+            if not same or keys.setdefault(key, parameter.key) != parameter.key:
                 changed[key] = None
         if changed:
             self._warn(f"frozen parameters that are not as in {base.path} are saved: {some(list(changed), 5)}")
-        return LeftOut({key: there for key, there in keys.items() if key not in changed}, base)
+        return LeftOut({key: base_key for key, base_key in keys.items() if key not in changed}, base)
 
-    def _refuse_idle_globs(self, told: list[_Told]) -> None:
-        matched = frozenset[int]().union(*(each.globs for each in told))
+    def _refuse_idle_globs(self, reports: list[_Told]) -> None:
+        matched = frozenset[int]().union(*(report.globs for report in reports))
         globs = [glob for number, glob in enumerate(self._config.exclude) if number not in matched]
         if globs:
-            known = list(dict.fromkeys(key for each in told for key in each.keys))
-            near = difflib.get_close_matches(globs[0], known[:MAX_CANDIDATES], n=1, cutoff=0.5) or known[:1]
+            keys = list(dict.fromkeys(key for report in reports for key in report.keys))
+            near = difflib.get_close_matches(globs[0], keys[:MAX_CANDIDATES], n=1, cutoff=0.5) or keys[:1]
             raise CheckpointMismatch(
                 f"exclude={globs!r} matches no key of the state; its keys look like {', '.join(near) or 'nothing'}"
             )
 
     def _base_of(self, frozen: list[tuple[str, _Frozen]], path: Where) -> Source | None:
-        """The named base, or the checkpoint that has most bytes of the frozen parameters; None if none is frozen."""
+        """Return the named base, or the checkpoint with most bytes of the frozen parameters; None if none is frozen."""
         if not frozen:
             return None
         nbytes = Counter[str]()
         sources: dict[str, Source] = {}
-        for _, one in frozen:
-            if one.source is not None:
-                nbytes[one.source.fingerprint] += one.nbytes * one.same
-                sources[one.source.fingerprint] = one.source
+        for _, parameter in frozen:
+            if parameter.source is not None:
+                nbytes[parameter.source.fingerprint] += parameter.nbytes * parameter.same
+                sources[parameter.source.fingerprint] = parameter.source
         if not sources:
             keys = list(dict.fromkeys(key for key, _ in frozen))
             raise SaveFailed(
@@ -193,44 +197,46 @@ class KeySelection:
         return base
 
     def _is_lost(self, base: Source) -> bool:
-        """Whether the base has been deleted, moved or overwritten since it was read: then a save without the frozen
-        parameters could never be loaded."""
+        """Return whether the base has been deleted, moved or overwritten since it was read.
+
+        Then a save without the frozen parameters could never be loaded.
+        """
         try:
-            found = open_alone(base.path, check=True)
-            found.close()
+            opened = open_alone(base.path, check=True)
+            opened.close()
         except (CheckpointError, OSError) as error:
             reason = f"the base {base.path} cannot be read any more ({error})"
         else:
-            if found.fingerprint == base.fingerprint:
+            if opened.fingerprint == base.fingerprint:
                 return False
             reason = f"{base.path} has been overwritten since it was read, and is another checkpoint now"
         self._warn(f"everything is saved, also what is frozen: {reason}.")
         return True
 
     def _warn(self, text: str) -> None:
-        """Once."""
+        """Log a warning once."""
         if text not in self._said:
             self._said.add(text)
             logger.warning("%s", text)
 
 
 class Provenance:
-    """Which checkpoint one rank's frozen parameters came from, and whether they still are what it has."""
+    """Origins of the frozen parameters of one rank, and whether they are still equal to those of the checkpoint."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._origins: dict[str, _Origin] = {}
-        self.named: Source | None = None  # the base that was named, when it has been read
+        self.named: Source | None = None  # the named base, after it was read
 
     def loaded(self, state: Flat, names: Mapping[str, str], opened: OpenCheckpoint) -> None:
-        """Remember what was loaded.
+        """Remember the loaded checkpoint.
 
         Args:
             state: The state after the load.
             names: The loaded keys, and their keys in the checkpoint.
         """
         base = opened.base or opened
-        source = Source(resolved(base.path), base.fingerprint)  # a link may lead elsewhere tomorrow
+        source = Source(resolved(base.path), base.fingerprint)  # a link may later be redirected
         left_out = opened.index.left_out
         tensors: dict[str, ShardedValue] = {}
         names = {**names, **_tied_to(names, state)}
@@ -245,25 +251,25 @@ class Provenance:
             self._origins[key] = _Origin(source, left_out.get(names[key], names[key]), hashes.get(key))
 
     def of_frozen(self, state: Flat) -> dict[str, _Frozen]:
-        """What is known of each frozen parameter of a state."""
-        tensors = ((key, one) for key, one in state.items() if isinstance(one, ShardedValue))
-        # Nobody knows the bytes of those that are stored_whole.
-        frozen = {key: one for key, one in tensors if one.frozen and not one.stored_whole}
+        """Return the report of this rank about each frozen parameter of a state."""
+        tensors = ((key, value) for key, value in state.items() if isinstance(value, ShardedValue))
+        # A parameter with stored_whole is a torch.save file in the base, whose bytes are not compared.
+        frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole}
         if frozen and self._config.base is not None and self.named is None:
             self.named = self._read(self._config.base, frozen)
         now = _hashes(frozen, self._config.io_threads)
-        told = {}
+        reports = {}
         for key, value in frozen.items():
             origin = self._origins.get(key)
             nbytes = sum(chunk.tensor.nbytes for chunk in value.chunks)
             if origin is None:
-                told[key] = _Frozen(None, "", False, nbytes)
+                reports[key] = _Frozen(None, "", False, nbytes)
             else:
-                told[key] = _Frozen(origin.source, origin.key, origin.hashes == now[key], nbytes)
-        return told
+                reports[key] = _Frozen(origin.source, origin.key, origin.hashes == now[key], nbytes)
+        return reports
 
     def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> Source:
-        """Read a base that was named, unless it was loaded, to know what it has."""
+        """Read a named base, unless it was loaded, to find out which parameters it has."""
         threads = self._config.io_threads
         reader = ShardedReader(base, io_threads=threads, verify=self._config.verify_on_load, complete=False)
         with reader:
@@ -278,8 +284,8 @@ class Provenance:
         if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
             return source
         names = _names_in(frozen, reader)
-        self._origins |= {key: _Origin(source, there, None) for key, there in names.items()}
-        exact = {key: frozen[key] for key, there in names.items() if _is_exact(frozen[key], reader.index, there)}
+        self._origins |= {key: _Origin(source, base_key, None) for key, base_key in names.items()}
+        exact = {key: frozen[key] for key, base_key in names.items() if _is_exact(frozen[key], reader.index, base_key)}
         for batch in _batches(exact):
             copies = {key: _like(value) for key, value in batch.items()}
             planner = ShardedLoadPlanner(strict=False)
@@ -291,7 +297,7 @@ class Provenance:
 
 
 def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
-    """Parameters that were filled under another name, which is the same memory; and what that is in the checkpoint."""
+    """Return the parameters loaded under another name of the same memory, and their keys in the checkpoint."""
     ties = ties_of(state)
     first = {ties.get(key, key): stored for key, stored in names.items()}
     return {key: first[ties.get(key, key)] for key in state if key not in names and ties.get(key, key) in first}
@@ -301,13 +307,13 @@ def _hashes(tensors: Mapping[str, ShardedValue], threads: int) -> dict[str, _Has
     chunks = [(key, chunk) for key, value in tensors.items() for chunk in value.chunks]
     finish_device_work(chunk.tensor for _, chunk in chunks)
     hashes: dict[str, _Hashes] = dict.fromkeys(tensors, ())
-    for (key, chunk), said in zip(chunks, hashes_of([chunk.tensor for _, chunk in chunks], threads), strict=True):
-        hashes[key] = (*hashes[key], (chunk.offsets, chunk.sizes, said))
+    for (key, chunk), digest in zip(chunks, hashes_of([chunk.tensor for _, chunk in chunks], threads), strict=True):
+        hashes[key] = (*hashes[key], (chunk.offsets, chunk.sizes, digest))
     return hashes
 
 
 def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict[str, str]:
-    """The key in the base of each parameter that it has: the same, or behind one prefix."""
+    """Return the key in the base of each parameter that the base has: the same key, or the key after one prefix."""
     names = {key: key for key in frozen if key in reader.index}
     if not names:
         if (prefix := find_prefix(frozen, reader.index)) is None:
@@ -315,10 +321,10 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
                 f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), also not behind a "
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."
             )
-        here, there = prefix
-        names = {key: there + key.removeprefix(here) for key in frozen}
+        local, stored = prefix
+        names = {key: stored + key.removeprefix(local) for key in frozen}
         names = {key: name for key, name in names.items() if name in reader.index}
-    return {key: there for key, there in names.items() if _fits(frozen[key], reader.index, there)}
+    return {key: stored for key, stored in names.items() if _fits(frozen[key], reader.index, stored)}
 
 
 def _fits(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
@@ -327,8 +333,10 @@ def _fits(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 
 
 def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
-    """Whether the stored numbers are the value's, not rounded to its dtype: then they can stand for it whatever dtype
-    it will be loaded into."""
+    """Return whether the stored numbers equal the value's numbers, without rounding to its dtype.
+
+    Only then can the stored tensor stand for the value, whatever dtype a later load has.
+    """
     stored, here = index.table.dtype_of(index.slots[key]), value.dtype
     if stored is None or stored == here:
         return stored == here
@@ -337,7 +345,7 @@ def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 
 
 def _like(value: ShardedValue) -> ShardedValue:
-    """Memory for the same chunks on the host."""
+    """Return empty host memory for the same chunks."""
     chunks = (chunk._replace(tensor=torch.empty(chunk.sizes, dtype=value.dtype)) for chunk in value.chunks)
     return replace(value, chunks=tuple(chunks))
 

@@ -1,8 +1,8 @@
-"""The stages of one save, from record to record (:mod:`dcp_plugin.records`).
+"""Stages of one save, from record to record (:mod:`dcp_plugin.records`).
 
-What fails on one rank in the first two travels on as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
-Ranks meet twice: to plan (a second time if the plan is not the last one's), and when all have written, to learn that
-the checkpoint is published. Before that, if some keys may be left out, to agree on these.
+A failure of one rank in the first two stages continues as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
+The ranks meet twice: to plan (a second time if the plan differs from the last one), and after all have written, to
+learn that the checkpoint is published. If some keys may be left out, the ranks first meet to agree on these.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> Staged
 
 
 class HostCopy:
-    """The host copy of one asynchronous save.
+    """Host copy of one asynchronous save.
 
-    Step-stable tensors are not copied by :meth:`begin`, during the call, but by :meth:`finish`, in another thread.
-    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
+    :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
+    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
     stays in the copy until the ranks meet.
 
     Args:
-        encode: Describes leaves as the chunks on this rank.
+        encode: Function that describes leaves as the chunks on this rank.
     """
 
     def __init__(self, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
@@ -93,15 +93,15 @@ class HostCopy:
         self._guard: Guard | None = None
         self._seconds = 0.0
         self.changed = False
-        """Whether the state changed before it was copied, by something else than a step of an optimizer."""
+        """Whether the state changed before it was copied, other than by a step of an optimizer."""
 
     @property
     def complete(self) -> bool:
-        """Whether :meth:`finish` has nothing to copy."""
+        """Whether :meth:`finish` has no tensors to copy."""
         return self._guard is None
 
     def has_begun(self) -> bool:
-        """Return True, or raise what :meth:`begin` failed with on this rank."""
+        """Return True, or raise the error of :meth:`begin` on this rank."""
         self._begun.get()
         return True
 
@@ -110,7 +110,7 @@ class HostCopy:
 
         Args:
             pool: Memory for the copy, whose contents are overwritten.
-            owners: Modules and optimizers whose trained memory changes in steps of optimizers alone.
+            owners: Modules and optimizers whose trained memory changes only in steps of optimizers.
         """
 
         def copy(state: GatheredState) -> tuple[GatheredState, Snapshot]:
@@ -125,11 +125,11 @@ class HostCopy:
         self._begun = gathered.then(copy)
 
     def finish(self) -> Attempt[StagedState]:
-        """Copy the rest. Afterwards this holds no memory of the state, which may change once it is released.
+        """Copy the remaining tensors. After that the copy refers to no memory of the state.
 
         The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`.
         """
-        begun, self._begun = self._begun, Attempt(None)
+        attempt, self._begun = self._begun, Attempt(None)
 
         def copy(state: tuple[GatheredState, Snapshot]) -> StagedState:
             began = time.monotonic()
@@ -139,48 +139,51 @@ class HostCopy:
             finally:
                 self.changed = bool(snapshot.changed)
 
-        return begun.then(copy)
+        return attempt.then(copy)
 
     def release(self) -> None:
-        """Let go on what waits to change the state."""
+        """Release the code that waits to change the state."""
         if self._guard is not None:
             self._guard.copied.set()
 
 
 class SavePipeline:
-    """Plans, writes and publishes one save after another, and remembers what makes the next one cheaper: the plan,
-    what has not changed since the last checkpoint, what another checkpoint has."""
+    """Pipeline that plans, writes and publishes one save after another.
+
+    It remembers three things to make the next save cheaper: the plan, the data that has not changed since the last
+    checkpoint, and the data that another checkpoint has.
+    """
 
     def __init__(self, config: CheckpointConfig) -> None:
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
         if config.keep_last is not None:
-            from dcp_plugin.runs import retention  # now, and not in the background on a disk that is full by then
+            from dcp_plugin.runs import retention  # imported now: in the background, the disk may be full
 
             self._prune = partial(retention.prune, keep=config.keep_last)
         self.exchange = PlanExchange()
         self._local = RankLocal()
         self._lazy = config.staging == "lazy"
-        self._has_compared = False  # whether data was compared between ranks, at the first save
+        self._has_compared = False  # whether the first save has compared data between ranks
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
-        """The checkpoint that the run goes on from, if one was loaded or named since a keeper has asked."""
+        """Checkpoint from which the run resumed, if one was loaded or named since a keeper asked for it."""
         if self.reuse is not None and self.last_loaded is not None:
             self.reuse.loaded(self.last_loaded)
         self.selection: KeySelection | None = None
         if config.exclude or config.trainable_only:
-            from dcp_plugin.saving.base import KeySelection  # few configurations ask for it
+            from dcp_plugin.saving.base import KeySelection  # only a few configurations need it
 
             self.selection = KeySelection(config)
 
     def forget_plan(self) -> None:
-        """The group of ranks that remember it together is no more."""
+        """Forget the plan, because the group of ranks that remembered it no longer exists."""
         self.exchange = PlanExchange()
         self._local = RankLocal()
 
     def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
-        """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
+        """Remember the loaded checkpoint for the next save. Collective with ``trainable_only``."""
         self.last_loaded = opened.path
         if self.reuse is not None:
             self.reuse.loaded(opened.path)
@@ -189,7 +192,7 @@ class SavePipeline:
 
     def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint) -> None:
         leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
-        tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
+        tensors = {key: leaf for key, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
         assert self.selection is not None, "trainable_only has one"
         self.selection.provenance.loaded(encode_state(tensors), names, opened)
@@ -209,21 +212,21 @@ class SavePipeline:
         return GatheredState(kept, paths, {**live.kinds, **kinds}, classes, shards, metrics, shared)
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
-        """Tensors as the chunks on this rank, other values as bytes."""
+        """Return tensors as the chunks on this rank, and other values as bytes."""
         return encode_state(leaves, self._config.allow_pickle)
 
     def stage_in_place(self, gathered: GatheredState) -> StagedState:
-        """Without a copy, for a save whose caller waits until it is written."""
+        """Return the staged state without a copy, for a save whose caller waits until it is written."""
         return _staged(gathered, self.encode(gathered.leaves), 0.0)
 
     def begin_copy(self, copy: HostCopy, live: LiveState, pool: Attempt[HostPool], ranks: Ranks) -> None:
-        """Gather, and begin the copy to host memory."""
+        """Gather the state, and begin its copy to host memory."""
         gathered = Attempt.of(lambda: self.gather(live, ranks))
         owners = [*live_objects(live.state), *live.owners] if self._lazy else []
         copy.begin(gathered, pool, owners)
 
     def finish_copy(self, copy: HostCopy, handle: SaveHandle, ranks: Ranks) -> Attempt[StagedState]:
-        """Copy the rest, then let training change the state."""
+        """Copy the remaining tensors, then let training change the state."""
         try:
             staged = copy.finish()
             if copy.changed:
@@ -242,10 +245,10 @@ class SavePipeline:
     def run(
         self, publication: Publication, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
     ) -> events.SaveFinished:
-        """Plan, write and publish. Collective: on every rank, or on none.
+        """Plan, write and publish. Collective: all ranks call it, or none.
 
         Raises:
-            CheckpointError: On every rank. What was at the path is untouched, unless the message says that the
+            CheckpointError: On every rank. The path keeps its earlier content, unless the message says that the
                 checkpoint is published.
         """
         began = time.monotonic()
@@ -280,34 +283,34 @@ class SavePipeline:
         return event
 
     def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
-        """Take out the keys that the base has. Collective, if any may be left out."""
+        """Remove the keys that the base has. Collective, if any may be left out."""
         if self.selection is None:
             return staged
-        left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
+        left_out = self.selection.agree(staged.then(lambda before: before.state), ranks, request.path)
         if not left_out.keys:
             return staged
         base = left_out.summary_of_base(request.path)
 
-        def without(one: StagedState) -> StagedState:
-            state = {key: value for key, value in one.state.items() if key not in left_out.keys}
-            return replace(one, state=state, left_out=left_out.keys, base=base)
+        def without(before: StagedState) -> StagedState:
+            state = {key: value for key, value in before.state.items() if key not in left_out.keys}
+            return replace(before, state=state, left_out=left_out.keys, base=base)
 
         return staged.then(without)
 
     def plan(
         self, request: SaveRequest, staged: Attempt[StagedState], reserve: Callable[[], Where], ranks: Ranks
     ) -> SavePlan:
-        """Plan what this rank writes, and where. Collective.
+        """Plan which items this rank writes, and where. Collective.
 
         Args:
-            reserve: Reserves the directory of the save. Called on rank 0 once all ranks have come, so that ranks that
-                make different calls are refused before anything is written; and again after a difference.
+            reserve: Function that reserves the directory of the save. Rank 0 calls it after all ranks have arrived, so
+                that ranks with different calls are refused before any file is written; and again after a difference.
         """
 
         def describe() -> tuple[Flat, LocalInventory]:
-            mine = staged.get()
-            paths = dict(mine.paths)
-            state = self._local.with_rank_keys(mine.state, paths, mine.shards, ranks.rank, mine.shared)
+            gathered = staged.get()
+            paths = dict(gathered.paths)
+            state = self._local.with_rank_keys(gathered.state, paths, gathered.shards, ranks.rank, gathered.shared)
             return state, LocalInventory.of_state(state, paths)
 
         def claim() -> bytes:
@@ -318,13 +321,13 @@ class SavePipeline:
 
         step = f"plan the save of {request.path}"
         described = Attempt.of(describe)
-        answered, where = ranks.combine(step, claim, answer)
-        if answered.differ and self._local.compare(step, ranks):  # some keys are each rank's own from now on
+        answered, directory = ranks.combine(step, claim, answer)
+        if answered.differ and self._local.compare(step, ranks):  # some keys now become separate for each rank
             described = Attempt.of(describe)
-            answered, where = ranks.combine(step, claim, answer)
+            answered, directory = ranks.combine(step, claim, answer)
         self._has_compared = True
         state, inventory = described.get()
-        return SavePlan(ranks.rank, where, state, self.exchange.plan(step, ranks, inventory, answered))
+        return SavePlan(ranks.rank, directory, state, self.exchange.plan(step, ranks, inventory, answered))
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
@@ -346,17 +349,17 @@ class SavePipeline:
         part: Attempt[WrittenPart],
         ranks: Ranks,
     ) -> Published | None:
-        """Publish what all ranks have written. Collective.
+        """Publish the parts that all ranks have written. Collective.
 
         Returns:
-            On rank 0 the published checkpoint, elsewhere None.
+            On rank 0 the published checkpoint, on other ranks None.
         """
         published: Published | None = None
 
         def publish(parts: list[WrittenPart]) -> None:
             nonlocal published
             assert plan.plan.global_plan is not None, "rank 0 has made it"
-            places = Places.joined([one.places for one in parts]).take(in_table_order(plan.plan.global_plan))
+            places = Places.joined([part.places for part in parts]).take(in_table_order(plan.plan.global_plan))
             index = CheckpointIndex.of(plan.plan.global_plan.table, places, publication.file_sizes())
             index.left_out = dict(staged.left_out)
             index.empty = [key for key in plan.empty if key in index]
@@ -372,11 +375,11 @@ class SavePipeline:
         if self._prune is not None:
             try:
                 self._prune(path)
-            except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
+            except (OSError, CheckpointError) as error:  # the new checkpoint is published all the same
                 logger.warning("could not delete old checkpoints beside %s: %s", path, error)
 
     def facts(self, request: SaveRequest, staged: StagedState, world_size: int) -> Facts:
-        """Return what the checkpoint records about itself. On rank 0."""
+        """Return the facts that the checkpoint records about itself. Only rank 0 calls it."""
         return Facts(
             step=request.step,
             world_size=world_size,
@@ -391,7 +394,7 @@ class SavePipeline:
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:
-        """For the summary; warns of what stood in the way of more."""
+        """Return the reuse counts for the summary; log a warning with the reason that prevented more."""
         if self.reuse is None:
             return {}
         self.reuse.warn(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
@@ -401,21 +404,21 @@ class SavePipeline:
     def abort(
         self, error: Exception, request: SaveRequest, rank: int, publication: Publication | None = None
     ) -> NoReturn:
-        """Emit the event that the save has failed, and raise the error.
+        """Emit the event that the save failed, and raise the error.
 
         Args:
-            publication: The checkpoint in the making; None for the save of a keeper, which notes figures itself.
+            publication: The unpublished checkpoint; None for the save of a keeper, which notes figures itself.
         """
         record = None
         if publication is not None:
-            if publication.published:  # and a rank was lost before all had heard of it
+            if publication.published:  # a rank was lost before all ranks heard of it
                 error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
             record = _record(publication, {}) if rank == 0 else None
         self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)
 
     def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
-        """How a save has ended. What goes wrong with telling it is not the save's failure."""
+        """Emit the event that a save has ended. An error of a subscriber does not fail the save."""
         try:
             events.emit(event)
             if self._config.events is not None and event.rank == 0 and not isinstance(event, events.SavedLocally):
@@ -425,8 +428,8 @@ class SavePipeline:
 
 
 def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
-    """Raise what a save has failed with, before anything was published, as an error of ours."""
-    if type(error) is CheckpointError:  # not one of ours on some rank, told to all
+    """Raise the error of a save that failed before publication, as an error of this package."""
+    if type(error) is CheckpointError:  # an error of another package on some rank, sent to all ranks
         raise SaveFailed(str(error)) from (error.__cause__ or error)
     if isinstance(error, CheckpointError):
         raise error
@@ -434,10 +437,10 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
-    """Reserve the directory in which a checkpoint is made. On rank 0."""
+    """Reserve the directory in which a checkpoint is made. Only rank 0 calls it."""
     bases.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
-    # Afterwards: of two processes that reserve at the same time, one at least sees the other.
+    # Afterwards: if two processes reserve at the same time, at least one sees the other.
     launches.refuse_other_ranks(publication.path.parent, ranks.launch)
     return directory
 

@@ -1,12 +1,12 @@
-"""SIGTERM with a grace period, as SLURM and Kubernetes send it: finish the saves in flight, then act as before.
+"""Handler of SIGTERM with a grace period (SLURM, Kubernetes): finish the saves in flight, then act as before.
 
-Only with ``finish_on_sigterm=True``. Then the handler that was there is called; where there was none, the process ends
-by the signal. Children that inherit the handler (workers of a DataLoader, which are ended with SIGTERM) have no saves
-of their own to wait for.
+It is active only with ``finish_on_sigterm=True``. After the saves it calls the previous handler; without one, the
+signal ends the process. Children that inherit the handler (workers of a DataLoader, which are ended with SIGTERM) have
+no saves of their own to wait for.
 
-The handler interrupts the main thread anywhere: in the middle of ``save``, or while it holds a lock that the save needs
-(that of a log, of a progress bar). So it does not wait there. A thread waits and then raises the signal again, and the
-training goes on until then. A second signal meanwhile changes nothing: torchrun and SLURM both send one.
+The handler interrupts the main thread anywhere: in the middle of ``save``, or while the thread holds a lock that the
+save needs (of a log, of a progress bar). So the handler does not wait. A thread waits and then raises the signal again,
+and the training continues until then. A second signal meanwhile has no effect: torchrun and SLURM both send one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 
 
 class _Stage(Enum):
-    """How far a SIGTERM has come."""
+    """Progress of the response to a SIGTERM."""
 
     NONE = auto()
     FINISHING = auto()
@@ -46,7 +46,7 @@ def watch(queue: SaveQueue, limit: float) -> None:
         limit: Seconds after which SIGTERM takes effect in any case.
     """
     global _previous, _stage
-    if any(one() is queue for one, _ in _watched):
+    if any(reference() is queue for reference, _ in _watched):
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if not ours and threading.current_thread() is not threading.main_thread():
@@ -58,10 +58,10 @@ def watch(queue: SaveQueue, limit: float) -> None:
 
 
 def forget(queue: SaveQueue) -> None:
-    """No longer watch ``queue``. The last call restores the handler of SIGTERM, unless ours was replaced."""
-    if all(one() is not queue for one, _ in _watched):
+    """Stop watching ``queue``. The last call restores the handler of SIGTERM, unless ours was replaced."""
+    if all(reference() is not queue for reference, _ in _watched):
         return
-    _watched[:] = [(one, limit) for one, limit in _watched if one() not in (queue, None)]
+    _watched[:] = [(reference, limit) for reference, limit in _watched if reference() not in (queue, None)]
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if ours and not _watched and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _previous or signal.SIG_DFL)
@@ -77,7 +77,7 @@ def _finish_then_chain(number: int, frame: FrameType | None) -> None:
         _stage = _Stage.FINISHING
         if ours and _start(in_flight, limit):
             return
-        try:  # whoever has put a handler before ours may end the process as soon as we return
+        try:  # a handler that calls ours may end the process as soon as ours returns
             _finish(in_flight, limit)
         finally:
             _stage = _Stage.NONE
@@ -90,12 +90,12 @@ def _finish_then_chain(number: int, frame: FrameType | None) -> None:
 
 
 def _in_flight() -> tuple[list[SaveHandle], float]:
-    busy = [(queue.in_flight, limit) for one, limit in tuple(_watched) if (queue := one()) is not None]
+    busy = [(queue.in_flight, limit) for reference, limit in tuple(_watched) if (queue := reference()) is not None]
     return [save for saves, _ in busy for save in saves], max((limit for saves, limit in busy if saves), default=0.0)
 
 
 def _start(saves: list[SaveHandle], limit: float) -> bool:
-    """Without ``threading``, whose locks the main thread may hold."""
+    """Start the waiting thread without ``threading``, whose locks the main thread may hold."""
 
     def finish_and_give_again() -> None:
         global _stage
@@ -103,16 +103,16 @@ def _start(saves: list[SaveHandle], limit: float) -> bool:
         _stage = _Stage.FINISHED
         signal.pthread_kill(main, signal.SIGTERM)
 
-    main = _thread.get_ident()  # of this one: handlers run there
+    main = _thread.get_ident()  # handlers run in the main thread
     try:
         _thread.start_new_thread(finish_and_give_again, ())
-    except RuntimeError:  # there are too many, or the interpreter is about to end
+    except RuntimeError:  # too many threads, or the interpreter is about to end
         return False
     return True
 
 
 def _finish(saves: list[SaveHandle], limit: float) -> None:
-    """Look, and do not wait for it: what was interrupted may hold the lock of a handle's event."""
+    """Poll the saves instead of waiting: the interrupted code may hold the lock of a handle's event."""
     began = time.monotonic()
     _say(f"finishing the save of {', '.join(str(save.path) for save in saves)} first, for at most {limit:g} s")
     while not all(save.done() for save in saves) and time.monotonic() - began < limit:
@@ -123,12 +123,12 @@ def _finish(saves: list[SaveHandle], limit: float) -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # who reads it may be gone: torchrun, srun
+    with suppress(OSError):  # the reader (torchrun, srun) may have ended
         os.write(2, f"SIGTERM: {line}\n".encode())
 
 
 def _forget_all() -> None:
-    """In a process that was forked; the handler stays, for saves of its own."""
+    """Forget all saves in a forked process; the handler stays for saves of that process."""
     global _stage
     _watched.clear()
     _stage = _Stage.NONE

@@ -1,6 +1,6 @@
 """Writers of saves: the calling thread and a background thread. The keeper has a third (:mod:`dcp_plugin.sources`).
 
-A writer takes live objects through all stages of :mod:`~dcp_plugin.saving.job`. It plans as well, since a background
+A writer takes live objects through all stages of :mod:`~dcp_plugin.saving.job`. It also plans, because a background
 save plans in the background, and a lazy save has no staged state when the call returns.
 """
 
@@ -33,13 +33,13 @@ logger = logging.getLogger("dcp_plugin")
 
 
 class Writer(Protocol):
-    """A thread or process that writes the saves of one checkpointer."""
+    """Thread or process that writes the saves of one checkpointer."""
 
     is_attached: bool
     """Whether a keeper may be writing saves of this checkpointer."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        """Begin a save, and return when training may go on. Collective.
+        """Begin a save, and return when training may continue. Collective.
 
         The handle ends when the checkpoint is published or the save has failed.
 
@@ -48,7 +48,7 @@ class Writer(Protocol):
         """
 
     def meet(self, begins_save: bool = False) -> Ranks:
-        """Return the group of ranks when no save in flight needs it any more. Collective.
+        """Return the group of ranks after all saves in flight have finished with it. Collective.
 
         Raises:
             CheckpointError: On every rank: a save in flight failed.
@@ -61,10 +61,10 @@ class Writer(Protocol):
         """Return the resources that :meth:`close` gives back, in words."""
 
     def forget(self, path: Where) -> bool:
-        """Delete the parts that nodes have of the saves to ``path``; return whether this writer knows of parts."""
+        """Delete the nodes' parts of the saves to ``path``; return whether this writer knows of such parts."""
 
     def bring_newest(self) -> None:
-        """Bring the newest save to its path if it is elsewhere alone."""
+        """Copy the newest save to its path if the path does not have it yet."""
 
     def close(self) -> None:
         """Give back memory and leave the keeper."""
@@ -90,14 +90,14 @@ def is_rank_zero_busy(writer: Writer, groups: RankGroups, path: Where) -> bool:
 
 
 class CallingThread:
-    """The writer of saves whose caller waits. It writes from the memory of the state, without a copy."""
+    """Writer of saves whose caller waits. It writes from the memory of the state, without a copy."""
 
     is_attached = False
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
         self._may_go_on = 0
-        """Saves that may be in flight when another one begins."""
+        """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         publication = self._begin(request)
@@ -113,7 +113,7 @@ class CallingThread:
         handle.set_published(event)
 
     def _begin(self, request: SaveRequest) -> Publication:
-        """Return the checkpoint in the making, with the caller's files in it. Collective where there are files."""
+        """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
         publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
         if (files := request.files) is None:
             return publication
@@ -141,26 +141,28 @@ class CallingThread:
     def meet(self, begins_save: bool = False) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
-        All ranks know the failures of these saves, but on some the handle may have raised them already: then all
-        raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
-        yet, and a new group is made in a collective. The next call that waits for that save makes it.
+        All ranks know the failures of these saves, but on some ranks the handle may have raised them already: then all
+        ranks raise if any rank has not. A group that a save in flight has just lost stays: other ranks may not have
+        noticed yet, and making a new group is a collective. The next call that waits for that save makes it.
         """
         ended = self._queue.wait_for_all_but(self._may_go_on if begins_save else 0)
         take_off_hooks()
-        untold = first_untold(ended)
-        known = self._groups.known
+        unreported = first_untold(ended)
+        last_group = self._groups.known
         try:
-            ranks = known if self._queue.handles and known is not None else self._groups.main()
-        except BaseException as error:  # which is not to hide the failure that this call was going to raise
-            if untold is not None:
-                error.add_note(f"Before that, a save in the background failed: {type(untold).__name__}: {untold}")
+            ranks = last_group if self._queue.handles and last_group is not None else self._groups.main()
+        except BaseException as error:  # must not hide the failure that this call was about to raise
+            if unreported is not None:
+                error.add_note(
+                    f"Before that, a save in the background failed: {type(unreported).__name__}: {unreported}"
+                )
             raise
         if any(handle.exception() is not None for handle in ended):
             try:
-                ranks.agree("go on after a failed save", Attempt(None, untold).get)
+                ranks.agree("go on after a failed save", Attempt(None, unreported).get)
             except Exception:
-                if untold is not None:
-                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
+                if unreported is not None:
+                    raise unreported from unreported.__cause__  # with the traceback of the background thread
                 raise
         return ranks
 
@@ -181,7 +183,7 @@ class CallingThread:
 
 
 class BackgroundThread(CallingThread):
-    """The writer of asynchronous saves: one thread per save, which writes from a copy in host memory."""
+    """Writer of asynchronous saves: one thread per save, which writes from a copy in host memory."""
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         super().__init__(config, pipeline, queue, groups)
@@ -205,11 +207,11 @@ class BackgroundThread(CallingThread):
                     return self._pipeline.run(publication, timed, staged, ranks)
 
             self._queue.start(handle, lambda: self._pipeline.finish_copy(copy, handle, ranks), write)
-        finally:  # Ctrl-C comes also when the thread runs already
+        finally:  # Ctrl-C may arrive after the thread has started
             if handle in self._queue.handles:
-                self._saves += 1  # and not before: the next save takes the other pool, which may be in use
+                self._saves += 1  # not earlier: the next save takes the other pool, which may be in use
             else:
-                copy.release()  # nobody will make the copy that others wait for
+                copy.release()  # no thread will make the copy that training waits for
                 publication.discard()
 
     def holdings(self) -> list[str]:
