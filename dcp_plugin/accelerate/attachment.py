@@ -36,8 +36,8 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
+from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
-from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, resolved
 from dcp_plugin.ranks import Attempt

@@ -24,19 +24,10 @@ from torch import nn
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import (
-    CheckpointCorrupt,
-    CheckpointIncomplete,
-    CheckpointMismatch,
-    CheckpointNotFound,
-    SaveFailed,
-    UnsafeCheckpoint,
-)
+from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, SaveFailed, damage_in
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format import METADATA, exists, has_traces
-from dcp_plugin.integration.local_copy import local_copy
-from dcp_plugin.media import medium_of
-from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.integration import files
+from dcp_plugin.integration.files import local_copy
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog, retention
@@ -83,20 +74,9 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
 def is_stock(path: Where) -> bool:
     """Whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files that
     the user's hooks wrote."""
-    if _is_ours(path):
+    if files.has_our_files(path):
         return False
-    names = _names_in(path)
-    return not names.isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
-
-
-def _is_ours(path: Where) -> bool:
-    return has_traces(_names_in(medium_of(path).locate(path)))
-
-
-def _names_in(path: Where) -> set[str]:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return set(medium_of(path).open(path).names())
-    return set()
+    return not files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
 
 
 @dataclass(frozen=True)
@@ -189,22 +169,14 @@ def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
             f"Register the same ones, in the same order."
         )
     for number, one in enumerate(registered):
-        file = path / f"custom_checkpoint_{number}.pkl"
-        try:
-            with LocalFiles(local).open(file.name) as opened:
-                state = torch.load(opened, map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror}") from error
-        except Exception as error:
-            raise UnsafeCheckpoint(
-                f"{file} cannot be loaded without executing code from it: {error}. If you trust its origin, detach "
-                f"and load it with Accelerate once, then save it again."
-            ) from error
+        name = f"custom_checkpoint_{number}.pkl"
+        with damage_in(path / name):
+            state = files.load_torch_file(local / name, True, "detach, load it with Accelerate, and save it again")
         one.load_state_dict(state)
 
 
 def _is_sharded(path: Where) -> bool:
-    return exists(medium_of(path).open(path), f"{_MODEL_DIRECTORY.format(0)}/{METADATA}")
+    return files.has_file(path / _MODEL_DIRECTORY.format(0), ".metadata")
 
 
 @dataclass(frozen=True)
@@ -254,7 +226,7 @@ class Project:
             SaveFailed: There is something already, and this run does not continue it.
         """
         path = self.current_path
-        if medium_of(path).kind(path) or source.newest_time(path) is not None:
+        if files.is_taken(path) or source.newest_time(path) is not None:
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
                 f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
@@ -324,6 +296,6 @@ def _number_of(path: Where) -> int:
 
 def _why_incomplete(path: Where) -> str:
     """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
-    if _is_ours(path):
-        return medium_of(path).uncommitted_reason(path)
-    return "" if RANDOM_STATES in _names_in(path) else "a half-written checkpoint"
+    if files.has_our_files(path):
+        return files.uncommitted_reason(path)
+    return "" if RANDOM_STATES in files.names_in(path) else "a half-written checkpoint"

@@ -9,24 +9,21 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric import state_mapping
 from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, RandomStreams, names_for, of_kind, trained_modules
-from dcp_plugin.format.foreign.frameworks import META
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.integration.files import META, is_regular_file, load_torch_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import inside_ddp, unflatten_optimizer
@@ -255,7 +252,10 @@ def _load_made_by_fabric(
 ) -> dict[str, Any]:
     """A sharded checkpoint of Fabric without this package: tensors by the user's names, all else in a file."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
-    metadata = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: _read_metadata(path, weights_only))
+    metadata: dict[str, Any] = adapter.checkpointer.ranks.from_zero(
+        f"read {path}",
+        lambda: load_torch_file(path / META, weights_only is not False, "fabric.load(..., weights_only=False)"),
+    )
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
         raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
@@ -266,14 +266,6 @@ def _load_made_by_fabric(
         elif name in metadata and name not in live:
             state[name] = metadata.pop(name)
     return metadata
-
-
-def _read_metadata(path: Where, weights_only: bool | None) -> dict[str, Any]:
-    try:
-        with medium_of(path).open(path).open(META) as file:
-            return cast(dict[str, Any], torch.load(file, "cpu", weights_only=weights_only is not False))
-    except Exception as error:
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def _load_raw(

@@ -32,8 +32,9 @@ from torch.utils.data import DataLoader
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration import random_streams
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
+from dcp_plugin.integration.values import plain
 from dcp_plugin.state import (
     OwnLayout,
     flatten_optimizer,

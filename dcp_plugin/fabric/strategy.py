@@ -24,8 +24,9 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.integration import BaseAttachment, is_regular_file
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
+from dcp_plugin.integration.files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path, local_path

@@ -18,8 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.hf import _transformers
-from dcp_plugin.integration.local_copy import local_copy
-from dcp_plugin.media import medium_of
+from dcp_plugin.integration.files import kind_of, local_copy
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.sources import SourceFiles
 
@@ -94,7 +93,7 @@ class Settings:
 def small_files(path: Where, files: SourceFiles | None = None) -> Iterator[Path]:
     """Yield a local directory with the JSON files of a checkpoint."""
     with damage_in(path):
-        is_file = files is None and medium_of(path).kind(path) == "file"
+        is_file = files is None and kind_of(path) == "file"
     if is_file and isinstance(path, Path):
         yield path.parent
         return

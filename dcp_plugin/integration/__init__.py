@@ -1,4 +1,4 @@
-"""What the packages for Lightning, Fabric, Accelerate and transformers share.
+"""Code that the packages for Lightning, Fabric, Accelerate and transformers share.
 
 Enters: a framework's objects and their settings. Leaves: the names under which they are stored
 (:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, the positions of samplers, and
@@ -8,20 +8,12 @@ Enters: a framework's objects and their settings. Leaves: the names under which 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import Where
 from dcp_plugin.runs.interval import SaveInterval
-
-
-def is_regular_file(path: Where) -> bool:
-    """Whether a file, or an object, is what is at a path; no folder, and nothing that would be waited for for ever."""
-    return path.is_file() if isinstance(path, Path) else medium_of(path).kind(path) == "file"
 
 
 class FrameworkCheckpointer(Checkpointer):

@@ -39,15 +39,14 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import FrameworkCheckpointer, is_regular_file, lightning_packages
+from dcp_plugin.integration import FrameworkCheckpointer, lightning_packages
+from dcp_plugin.integration.files import is_regular_file, read_summary
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
 from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
-from dcp_plugin.media import medium_of
-from dcp_plugin.media.packed import unpacked
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
@@ -55,7 +54,6 @@ from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage.published import summary_of
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -188,9 +186,10 @@ class Report:
 
     @classmethod
     def of(cls, event: SaveFinished, proposed: SaveInterval | None = None) -> Report:
-        try:
-            summary = summary_of(unpacked(medium_of(event.path).open(event.path)))
-        except (CheckpointError, OSError):  # deleted already: then this rank's share
+        summary = None
+        with suppress(CheckpointError, OSError):
+            summary = read_summary(event.path)
+        if summary is None:  # deleted since: the share of this rank
             return cls(event, event.bytes / 1e9, proposed=proposed)
         return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9, proposed)
 

@@ -32,8 +32,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.format import values
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered, plain
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered
+from dcp_plugin.integration.values import is_storable, plain
 from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.state import OwnLayout, flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import GROUPS
@@ -217,7 +217,7 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
         return False
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True
-    return not callable(value) and values.is_storable(value)
+    return not callable(value) and is_storable(value)
 
 
 @functools.cache

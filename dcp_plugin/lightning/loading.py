@@ -28,9 +28,7 @@ from torch.optim import Optimizer
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
-from dcp_plugin.format.foreign.frameworks import META
-from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.integration.files import META, is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
 from dcp_plugin.lightning import _lightning, layout, stock_format
@@ -176,9 +174,10 @@ def _allocate_like_parameters(
     with ShardedReader(path, check_files=False, files=files) as reader:
         index = reader.index
     for key in keys:
-        entry, steps = index[f"{EXTRA}.{key}"], index.path_of(f"{EXTRA}.{key}")[1:]
+        entry: Any = index[f"{EXTRA}.{key}"]
+        steps = index.path_of(f"{EXTRA}.{key}")[1:]
         like = parameters.get(steps[-1]) if steps and all(isinstance(step, str) for step in steps) else None
-        if like is None or not isinstance(entry, StoredTensor) or entry.shape != tuple(like.shape):
+        if like is None or getattr(entry, "shape", None) != tuple(like.shape):  # only tensors have a shape
             continue
         holder = checkpoint
         for step in steps[:-1]:

@@ -33,19 +33,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound
-from dcp_plugin.format import METADATA, SUMMARY
-from dcp_plugin.format.packed import token_in
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.integration.files import is_regular_file, is_taken, paths_in, read_summary, saved_at
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.media import Listed, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, resolved, text_of
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage.published import read_summary
 from dcp_plugin.types import CheckpointState
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
@@ -204,31 +200,22 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
 
 
 def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bool:
-    """:func:`_is_taken`, as rank 0 sees it; also by a save that has just begun. In Lightning's own group: ours may be
-    in use by that save.
+    """Return whether rank 0 sees something at a path, or a save to it has begun. Collective in Lightning's own group:
+    that save may use ours.
 
     Raises:
-        CheckpointError: The store cannot be asked.
+        CheckpointError: The store does not answer.
     """
     taken, failure = False, ""
     if trainer.is_global_zero:
         try:
-            taken = io.post_commit.is_under_way(path) or io.has_locally(path) or _is_taken(path)
-        except OSError as error:
-            failure = f"cannot see whether {path} is there: {error}. {medium_of(path).advice}"
+            taken = io.post_commit.is_under_way(path) or io.has_locally(path) or is_taken(path)
+        except CheckpointError as error:
+            failure = str(error)
     taken, failure = trainer.strategy.broadcast((taken, failure))
     if failure:
         raise CheckpointError(failure)
     return bool(taken)
-
-
-def _is_taken(path: Where) -> bool:
-    """Whether something has a name already, besides what a save in flight, or one that has died, has put there."""
-    medium = medium_of(path)
-    kind = medium.kind(path)
-    if kind != "folder" or not medium.keeps_names:
-        return bool(kind)
-    return not all(token_in(one.path.name) for one in medium.entries(path))
 
 
 def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
@@ -260,19 +247,11 @@ class _Stores:
         io = _plugin_of(self.trainer)
         assert io is not None, "only a trainer with the plugin asks"
         root = io.where(folder)
-        medium = medium_of(root).snapshot(root)
-        local = [one.path for one in _local_in(io, root)]
-        paths = [*local, *(one.path for one in _entries(root, medium) if one.path not in local)]
+        local = [state.path for state in _local_in(io, root)]
+        paths = [*local, *(path for path in paths_in(root) if path not in local)]
         there = [(found, path) for path in paths if (found := name.fullmatch(path.name))]
         usable = [(found, path) for found, path in there if not committed or not _reason_to_pass_over(path, local)]
         return [int(found[1]) for found, _ in usable]
-
-
-def _entries(root: Where, medium: Medium) -> list[Listed[Any]]:
-    try:
-        return medium.entries(root)
-    except FileNotFoundError:  # a store has no empty folders
-        return []
 
 
 def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
@@ -287,17 +266,7 @@ def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
     """When a checkpoint, or a file that is one, was made; None if it is not there."""
     if (local := source_of(io.config).newest_time(path)) is not None:
         return local
-    medium = medium_of(path)
-    if is_regular_file(path):
-        return medium.open(path.parent).modified(path.name)
-    summary = None
-    with suppress(CheckpointError, OSError):
-        summary = read_summary(path)
-    if summary is not None:
-        return summary.time
-    with suppress(OSError):  # of another tool
-        return medium.open(path).modified(METADATA)
-    return None
+    return saved_at(path)
 
 
 def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> set[str]:
@@ -308,7 +277,7 @@ def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> 
     folder = io.where(_lightning.folder_of(callback, trainer))
     local = _local_in(io, folder) if callback.save_last else []
     if isinstance(folder, ObjectPath):
-        paths = [str(one.path) for one in _entries(folder, medium_of(folder))]
+        paths = list(map(str, paths_in(folder)))
         found = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
         found = {str(io.where(path)) for path in found}
     else:
@@ -391,12 +360,14 @@ def _directories(callback: Any) -> list[_Found]:
     for path, score in _lightning.scored_paths(callback).items():
         if not path or is_url(text_of(path)):  # as for a file in a store: these loggers upload what is on a disk
             continue
-        summary = Path(path, SUMMARY)
-        if summary.is_file():
+        summary = None
+        with suppress(CheckpointError, OSError):
+            summary = read_summary(Path(path))
+        if summary is not None:
             score = score.item() if hasattr(score, "item") else score
             metadata = {"score": score, "original_filename": os.path.basename(path)}
             aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]
-            found.append(_Found(summary.stat().st_mtime, path, metadata, aliases))
+            found.append(_Found(summary.time, path, metadata, aliases))
     return found
 
 

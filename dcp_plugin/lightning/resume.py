@@ -26,18 +26,15 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.keys import flatten
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
 from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.values import refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import TYPES, Checkpoint
-from dcp_plugin.planning.save import encode_state
 from dcp_plugin.state.per_rank import without_sampler
-from dcp_plugin.tensors._torch import is_tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -257,11 +254,7 @@ def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
         UnsafeCheckpoint: Naming every value that cannot be stored.
     """
     state = layout.to_state(_extra_of(trainer), allow_pickle)
-    leaves, _ = flatten({EXTRA: state[EXTRA]} if state[EXTRA] else {})
-    try:
-        encode_state({key: value for key, value in leaves.items() if not is_tensor(value)}, allow_pickle)
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"the checkpoints of this training could not be saved: {error}") from error
+    refuse_unstorable({EXTRA: state[EXTRA]} if state[EXTRA] else {}, allow_pickle)
 
 
 def _extra_of(trainer: Any) -> Checkpoint:

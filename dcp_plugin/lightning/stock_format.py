@@ -15,36 +15,27 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint, some
-from dcp_plugin.format import values
-from dcp_plugin.format.foreign.frameworks import META
-from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.keys import flatten, holds_sharded
-from dcp_plugin.format.metadata import Aliases
-from dcp_plugin.integration import is_regular_file
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.integration.files import META, is_regular_file, load_torch_file, read_summary
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.integration.values import encode, entries_of, holds_sharded
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import Where
 from dcp_plugin.state import OwnLayout, flatten_optimizer, gather_module, load_into, unwrapped_optimizer
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, group_list, group_names
-from dcp_plugin.storage.published import read_summary
+from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, flatten_tree, group_list, group_names
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 
@@ -74,25 +65,7 @@ def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> C
         UnsafeCheckpoint: It holds such things.
         CheckpointNotFound: It is no file: a named pipe, for one, would be waited for for ever.
     """
-    try:
-        if isinstance(path, ObjectPath):
-            with medium_of(path).open(path.parent).open(path.name) as file:
-                return cast(Checkpoint, torch.load(file, map_location, weights_only=weights_only))
-        if path.exists() and not path.is_file():
-            raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
-        mapped = zipfile.is_zipfile(path)
-        return cast(Checkpoint, torch.load(path, map_location, mmap=mapped, weights_only=weights_only))
-    except pickle.UnpicklingError as error:
-        raise UnsafeCheckpoint(
-            f"{path} holds something that is not loaded without executing code from the file: "
-            f"{_refused(error)}. If you trust its origin: DCPCheckpointIO(weights_only=False)."
-        ) from error
-
-
-def _refused(error: Exception) -> str:
-    """The line of torch's long message that names what it refuses."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return next((line.strip().partition(" Please ")[0] for line in lines if "rror:" in line), lines[0]).rstrip(".")
+    return cast(Checkpoint, load_torch_file(path, weights_only, "DCPCheckpointIO(weights_only=False)", map_location))
 
 
 def fill(key: str, target: Any, source: Any) -> None:
@@ -123,7 +96,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
         return
     nested = _keyed_by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
-    load = load_into(model, optimizer, {key: _entry(value) for key, value in flat.items()})
+    load = load_into(model, optimizer, entries_of(flat))
     wanted = load.wanted
     if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
@@ -195,17 +168,11 @@ def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, A
             )
 
 
-def _entry(value: Any) -> Entry:
-    if isinstance(value, torch.Tensor):
-        return StoredTensor(value.dtype, tuple(value.shape), ())
-    return StoredValue(Location("", 0, 0, None, 0))
-
-
 @dataclass(frozen=True)
 class ForStock:
     """What is added to one checkpoint."""
 
-    aliases: Aliases
+    aliases: dict[str, tuple[str, KeyPath]]
     meta: Checkpoint | None
     """What goes into ``meta.pt``; None on ranks that do not write it."""
 
@@ -214,7 +181,7 @@ class ForStock:
         what the user has allowed to be pickled. What cannot be stored at all is left to the save to name."""
         if self.meta is not None:
             with suppress(UnsafeCheckpoint):
-                (directory / META).write_bytes(values.encode(self.meta, allow_pickle=True))
+                (directory / META).write_bytes(encode(self.meta, allow_pickle=True))
 
 
 def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
@@ -235,7 +202,7 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
         aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
     for number, (name, nested) in groups.items():
         stock_name = f"{OPTIMIZER}_{number}"
-        for key, path in flatten(nested)[1].items():
+        for key, path in flatten_tree(nested)[1].items():
             aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
     return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
 

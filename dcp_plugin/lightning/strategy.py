@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
+from dcp_plugin.integration.files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options

@@ -42,11 +42,10 @@ from dcp_plugin.errors import (
     CheckpointUnreadable,
     damage_in,
 )
-from dcp_plugin.format import DAMAGED, exists, read
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, inspect_files, plain
+from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, inspect_files
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.media import medium_of
-from dcp_plugin.media.packed import unpacked
+from dcp_plugin.integration.values import plain
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.scan import state_of
@@ -230,21 +229,16 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     if config.verify_on_load:
         _compare_trainer_state(path, files, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
-    return Found(path, False, names, info.world_size, samples, _has_trainer_state(path, files))
+    return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))
 
 
 def _local(path: Where) -> Path:
     """Of what transformers has saved without this package."""
     with damage_in(path):
-        there = medium_of(path).kind(path)
-    if not there and not isinstance(path, Path):
+        kind = kind_of(path)
+    if not kind and not isinstance(path, Path):
         raise CheckpointNotFound(f"{path}: nothing is there")
     return local_path(path, "what transformers has saved without this package", _COPY_IT)
-
-
-def _has_trainer_state(path: Where, files: SourceFiles | None) -> bool:
-    with damage_in(path):
-        return exists(files or unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
@@ -284,7 +278,7 @@ def rotate(
     ages: dict[Path, tuple[bool, float]] = {}
     for path in present:
         with suppress(OSError, CheckpointUnreadable):  # a checkpoint that cannot be read stays, and does not count
-            if path not in protected and not (path / DAMAGED).exists():
+            if path not in protected and not is_quarantined(path):
                 ages[path] = _is_complete(path), path.stat().st_mtime
     others = sorted(ages, key=ages.__getitem__)
     retention.remove_oldest(others, max(0, limit - len(protected)), delete)
@@ -322,12 +316,7 @@ def _name_of(key: str) -> str:
 
 
 def _compare_trainer_state(path: Where, source: SourceFiles | None, saved: str | None) -> None:
-    if saved is None:
-        return
-    with damage_in(path):
-        files = source or unpacked(medium_of(path).open(path))
-        found = read(files, TRAINER_STATE_NAME) if exists(files, TRAINER_STATE_NAME) else b""
-    if found != saved.encode():
+    if saved is not None and read_file(path, TRAINER_STATE_NAME, source) != saved.encode():
         raise CheckpointCorrupt(
             f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
             f"CheckpointConfig(verify_on_load=False)."

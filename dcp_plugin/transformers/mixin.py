@@ -34,8 +34,8 @@ from transformers.training_args import TrainingArguments
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import FrameworkCheckpointer
+from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
-from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.paths import PathLike, as_local, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen

@@ -1,0 +1,226 @@
+"""Files of checkpoints for the framework packages, which open no path themselves.
+
+A framework package asks what is at a path, reads small files of stock frameworks, and hands a local directory with the
+extra files of a checkpoint to code that opens files itself (:func:`local_copy`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, damage_in
+from dcp_plugin.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, has_traces, is_own, read
+from dcp_plugin.format.foreign.frameworks import META as META
+from dcp_plugin.format.packed import token_in
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.media import Readable, files_below, medium_of
+from dcp_plugin.media.packed import PackedFiles, unpacked
+from dcp_plugin.paths import Where
+from dcp_plugin.sources import SourceFiles
+from dcp_plugin.storage.check_rest import told_of
+from dcp_plugin.storage.open import open_files
+from dcp_plugin.storage.published import in_one_view
+from dcp_plugin.storage.published import read_summary as read_summary
+
+_AT_ONCE = 8 << 20
+"""Bytes that one request asks for."""
+
+
+def kind_of(path: Where) -> str:
+    """Return ``"folder"``, ``"file"``, or an empty string if nothing is at a path. Raises OSError."""
+    return medium_of(path).kind(path)
+
+
+def is_regular_file(path: Where) -> bool:
+    """Return whether a path is a regular file or an object. A named pipe, which blocks its reader, is neither."""
+    return path.is_file() if isinstance(path, Path) else kind_of(path) == "file"
+
+
+def is_taken(path: Where) -> bool:
+    """Return whether a path has anything but files of a save in flight or of an interrupted one.
+
+    Raises:
+        CheckpointError: The medium does not answer.
+    """
+    medium = medium_of(path)
+    try:
+        kind = medium.kind(path)
+        if kind != "folder" or not medium.keeps_names:
+            return bool(kind)
+        return not all(token_in(entry.path.name) for entry in medium.entries(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot see whether {path} is there: {error}. {medium.advice}") from error
+
+
+def paths_in(folder: Where) -> list[Where]:
+    """Return the paths directly below a folder; none if the folder does not exist. Raises OSError."""
+    with suppress(FileNotFoundError):
+        return [entry.path for entry in medium_of(folder).entries(folder)]
+    return []
+
+
+def names_in(path: Where) -> set[str]:
+    """Return the names directly below a path; a name of a folder ends in ``/``. Raises OSError."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return set(medium_of(path).open(path).names())
+    return set()
+
+
+def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
+    """Return whether a checkpoint is there and has a file.
+
+    Args:
+        name: With ``/`` between folders.
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+
+    Raises:
+        CheckpointUnreadable: The file system fails to read.
+    """
+    with damage_in(path), suppress(FileNotFoundError, NotADirectoryError):
+        return exists(files or unpacked(medium_of(path).open(path)), name)
+    return False
+
+
+def read_file(path: Where, name: str, files: SourceFiles | None = None) -> bytes:
+    """Return the bytes of a file of a checkpoint; none if the checkpoint lacks the file. Args and errors as above."""
+    with damage_in(path):
+        source = files or unpacked(medium_of(path).open(path))
+        return read(source, name) if exists(source, name) else b""
+
+
+def has_our_files(path: Where) -> bool:
+    """Return whether a directory has files of a checkpoint of this package or of stock DCP, committed or not."""
+    return has_traces(names_in(medium_of(path).locate(path)))
+
+
+def uncommitted_reason(path: Where) -> str:
+    """Return why a path has no committed checkpoint; an empty string if it has one. Raises OSError."""
+    return medium_of(path).uncommitted_reason(path)
+
+
+def is_quarantined(path: Where) -> bool:
+    """Return whether a load has marked a checkpoint as damaged. Raises OSError."""
+    return exists(medium_of(path).open(path), DAMAGED)
+
+
+def saved_at(path: Where) -> float | None:
+    """Return when a checkpoint, or a file that is one, was saved; None if nothing is at the path."""
+    if is_regular_file(path):
+        return medium_of(path).open(path.parent).modified(path.name)
+    summary: Summary | None = None
+    with suppress(CheckpointError, OSError):
+        summary = read_summary(path)
+    if summary is not None:
+        return summary.time
+    with suppress(OSError):  # stock has no summary
+        return medium_of(path).open(path).modified(METADATA)
+    return None
+
+
+def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map_location: Any = "cpu") -> Any:
+    """Load what ``torch.save`` wrote.
+
+    A local file is mapped, so that ranks of one node share its memory.
+
+    Args:
+        weights_only: Whether to refuse values that only executing code from the file restores. None: torch's default,
+            which refuses.
+        if_trusted: What a user who trusts the file does, for the message.
+
+    Raises:
+        UnsafeCheckpoint: The file holds such values.
+        CheckpointNotFound: The path is no regular file.
+    """
+    try:
+        if not isinstance(path, Path):
+            with medium_of(path).open(path.parent).open(path.name) as file:
+                return torch.load(file, map_location, weights_only=weights_only)
+        if path.exists() and not path.is_file():
+            raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
+        return torch.load(path, map_location, mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpoint(
+            f"{path} holds something that is not loaded without executing code from the file: {_refused(error)}. "
+            f"If you trust its origin: {if_trusted}."
+        ) from error
+
+
+def _refused(error: Exception) -> str:
+    """Return the line of torch's long message that names what torch refuses."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.strip().partition(" Please ")[0] for line in lines if "rror:" in line), lines[0]).rstrip(".")
+
+
+@contextmanager
+def local_copy(
+    path: Where, wanted: Callable[[str], bool] = lambda name: True, files: SourceFiles | None = None
+) -> Iterator[Path]:
+    """Yield a local directory with the files of a checkpoint, those of tensors left out, as long as the block runs.
+
+    A checkpoint in a local directory is that directory. Files in an object store are fetched by this rank; files that
+    were copied from a store to a disk get their usual names. Files that only a source has are fetched from the source,
+    and compared with the checksums of the save.
+
+    Args:
+        wanted: Selects the files by their names in the checkpoint, with ``/`` between folders.
+        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: The files cannot be fetched.
+    """
+    if files is None and isinstance(path, Path) and not _is_packed(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="dcp-plugin-") as root:
+        with damage_in(path):
+            if files is not None:
+                _verify(files, path, wanted)
+                copy = _fetched(files, filter(_is_extra, files.all_names()), wanted, Path(root))
+            else:
+                copy = in_one_view(path, lambda _, opened: _fetched(opened, _names(opened, path), wanted, Path(root)))
+        yield copy
+
+
+def _is_packed(path: Path) -> bool:
+    with suppress(OSError):
+        return isinstance(unpacked(medium_of(path).open(path)), PackedFiles)
+    return False
+
+
+def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
+    """Select for each file a node that has it as it was saved. Raises CheckpointCorrupt if no node has."""
+    for name, saved in open_files(path, files, complete=False).index.beside.items():
+        while wanted(name) and told_of(files, name) != saved:
+            with files.open(name) as file:
+                file.peek(1)  # selects the node
+                if not files.distrust(file):
+                    raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
+
+
+def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool], root: Path) -> Path:
+    copy = Path(tempfile.mkdtemp(dir=root))  # a second call follows if another save replaces the files
+    for name in filter(wanted, names):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        with files.open(name) as source, open(copy / name, "wb") as target:
+            shutil.copyfileobj(source, target, _AT_ONCE)
+    return copy
+
+
+def _names(files: Readable, path: Where) -> list[str]:
+    """Return the names of the extra files, which frameworks and users have added."""
+    medium = medium_of(path).snapshot(path)
+    folders = [path, path / f"{PACKED}{files.token}"] if isinstance(files, PackedFiles) else [path]
+    return sorted({name for folder in folders for name, _ in files_below(medium, folder) if _is_extra(name)})
+
+
+def _is_extra(name: str) -> bool:
+    return not is_own(name.partition("/")[0]) and not name.endswith(DATA_SUFFIX)
