@@ -1,8 +1,8 @@
 """Adapters between live objects and flat state.
 
-Enters: modules, optimizers, objects with a ``state_dict`` and data. Leaves: ``{key: tensor | DTensor | ShardedTensor |
-value}``, and the other way round in a load. The rule: keys are fully qualified names of the unwrapped module, whatever
-wraps it.
+Input of a save: modules, optimizers, objects with a ``state_dict`` and data. Output: ``{key: tensor | DTensor |
+ShardedTensor | value}``. A load converts in the other direction. The rule: keys are fully qualified names of the
+unwrapped module, whatever wraps it.
 """
 
 from dcp_plugin.state.annotations import mark_parameters, mark_slots

@@ -1,11 +1,11 @@
-"""The objects of the user's ``state`` mapping: what each gives to a save, what it wants from a load, how it takes it.
+"""Objects of the user's ``state`` mapping: the state that each gives to a save, and needs from and takes in a load.
 
 There is an adapter for modules, optimizers, objects with a ``state_dict`` (``Stateful``) and data. The class of an
-object decides which; the names of the mapping are the first segments of the keys.
+object selects its adapter; the names of the mapping are the first segments of the keys.
 
-For data (mappings, single values, and objects with a ``state_dict``) a tensor is filled in place where the object has
-one, everything else is replaced. An adapter finds which tensors only the object or only the checkpoint has, and which
-have another shape; :mod:`~dcp_plugin.loading.matching` decides what becomes of them.
+For data (mappings, single values, and objects with a ``state_dict``) a tensor is filled in place if the object has one;
+all other values are replaced. An adapter determines which tensors only the object or only the checkpoint has, and which
+have another shape; :mod:`~dcp_plugin.loading.matching` decides the response.
 """
 
 from __future__ import annotations
@@ -64,27 +64,29 @@ from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
 @dataclass(frozen=True)
 class NamesOnly:
-    """A module in the state that names the parameters of its optimizer, and is itself neither saved nor loaded."""
+    """Module in the state that names the parameters of its optimizer, and is itself neither saved nor loaded."""
 
     module: nn.Module
 
 
 @dataclass(frozen=True)
 class Unapplied:
-    """A module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
+    """Module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
 
     module: nn.Module
     state_dict: dict[str, Any] = field(default_factory=dict)
-    """Everything that is stored for the module, by clean FQN, once it is loaded."""
+    """All state that is stored for the module, by clean FQN, after the load."""
 
 
 class CalledLast:
-    """A base class for ``Stateful`` objects whose methods are called after those of all others in the state: random
-    streams, for one, from which the ``state_dict`` of a dataloader may draw."""
+    """Base class for ``Stateful`` objects whose methods are called after those of all others in the state.
+
+    Random streams are an example: the ``state_dict`` of a dataloader may draw from them.
+    """
 
 
 class StateAdapter(Protocol):
-    """One named object of the state.
+    """Named object of the state.
 
     ``kind`` is ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"value"``.
     """
@@ -94,7 +96,7 @@ class StateAdapter(Protocol):
 
     @property
     def entry(self) -> RankEntry | None:
-        """The place of the object, if each rank has its own."""
+        """Place of the object, if each rank has its own."""
 
     @property
     def is_shared(self) -> bool:
@@ -102,42 +104,44 @@ class StateAdapter(Protocol):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the object is, or whose parameters it optimizes; None for any other object."""
+        """Module that the object is, or whose parameters it optimizes; None for any other object."""
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        """Leaves by key relative to the name, and their paths below it, but for those that are ``(key,)``."""
+        """Return the leaves by key relative to the name, and their paths below it, except those that are ``(key,)``."""
 
     def names(self) -> list[str]:
-        """The keys it has, relative to the name; an optimizer gives a prefix, up to the dot, for each parameter.
-        Collective if a module contains FSDP1."""
+        """Return the keys of the object, relative to the name. Collective if a module contains FSDP1.
+
+        An optimizer returns a prefix, up to the dot, for each parameter.
+        """
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        """Decide what to read, given what is stored under the name. Changes nothing."""
+        """Decide what to read, given the entries stored under the name. Change no state."""
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
         """Check the values that are no tensors, before any tensor is overwritten.
 
         Args:
-            strict: Whether what is missing will be an error.
+            strict: Whether missing keys will be an error.
 
         Raises:
-            CheckpointMismatch: They do not fit.
+            CheckpointMismatch: A value does not fit.
         """
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
-        """Load the object from the targets of :meth:`want`, filled.
+        """Load the object from the filled targets of :meth:`want`.
 
         Args:
-            read: Fills what was deferred, once it has memory.
-            strict: Whether what is missing will be an error.
+            read: Function that fills deferred targets, after they have memory.
+            strict: Whether missing keys will be an error.
 
         Returns:
-            For a module, what its own code finds missing and unexpected.
+            For a module, the keys that its own code reports as missing and unexpected.
         """
 
 
 _LEAVES = frozenset({*EXACTLY_TENSORS, bool, int, float, str, bytes, type(None)})
-"""The classes of most values, which are no objects with state and no containers: nothing else need be asked."""
+"""Classes of most values. They have no state and contain no objects, so no other check is needed."""
 
 
 class Place(NamedTuple):
@@ -150,8 +154,8 @@ class Place(NamedTuple):
 ALONE = Place(0, 1)
 
 NamedObject = tuple[str, Any, Any, Any, RankEntry | None]
-"""An object of the state: its name, the mapping that has it and the key there, the object, and its place if each rank
-has its own."""
+"""Object of the state: its name, the mapping that has it and its key there, the object, and its place if each rank has
+its own."""
 
 
 def adapters_of(
@@ -160,29 +164,29 @@ def adapters_of(
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
     The order of the objects is the same on all ranks, because their methods may communicate: they are sorted by name.
-    The keys of a state may come in another order on each rank, as from a set. Data keeps the order of the state.
+    The keys of a state may have another order on each rank, as from a set. Data keeps the order of the state.
 
     Args:
-        stock_aliases: Whether optimizers give their param groups under stock's keys too.
-        place: This rank, for values of which each rank has its own.
-        is_data: Whether an object in a mapping of the state is a value, which is not asked for its state.
+        stock_aliases: Whether optimizers also give their param groups under stock's keys.
+        place: This rank, for values that differ between ranks.
+        is_data: Whether an object in a mapping of the state counts as a value, whose state is not read.
 
     Raises:
-        TypeError: It is no mapping.
+        TypeError: The state is no mapping.
         CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; or a
             :class:`~dcp_plugin.PerRank` has a module or an optimizer.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
-    found: list[NamedObject] = [(name, state, name, value, None) for name, value in state.items()]
+    named_objects: list[NamedObject] = [(name, state, name, value, None) for name, value in state.items()]
     if not is_data:
-        found = list(_named_objects(state, place))
-    names = [name for name, *_ in found]
+        named_objects = list(_named_objects(state, place))
+    names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     modules: dict[str, nn.Module] = {}
     adapters: list[StateAdapter] = []
-    objects = [(name, value) for name, _, _, value, _ in found if type(value) not in _LEAVES]
+    objects = [(name, value) for name, _, _, value, _ in named_objects if type(value) not in _LEAVES]
     for kind in (nn.Module, Unapplied, NamesOnly):
         for name, value in objects:
             if isinstance(value, kind):
@@ -192,7 +196,7 @@ def adapters_of(
                     adapters.append(ModuleAdapter(name, modules[name], unapplied))
     for module in modules.values():
         reshard(module)
-    for name, owner, key, value, entry in found:
+    for name, owner, key, value, entry in named_objects:
         if type(value) in _LEAVES:
             adapters.append(ValueAdapter(name, owner, key, entry))
         elif name in modules:
@@ -214,30 +218,36 @@ def adapters_of(
 
 
 def _check_patched(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
-    """Raise CheckpointMismatch if the state has a part of the optimizers that torch has patched together. With stock,
-    each of them stands for all."""
-    known = {id(optimizer) for _, optimizer in optimizers}
+    """Raise CheckpointMismatch if the state has only some of the optimizers that torch has patched together.
+
+    With stock, each of them stands for all.
+    """
+    ids = {id(optimizer) for _, optimizer in optimizers}
     for name, optimizer in optimizers:
-        lacking = [other for other in patched_together(optimizer) if id(other) not in known]
-        if lacking:
+        absent = [other for other in patched_together(optimizer) if id(other) not in ids]
+        if absent:
             raise CheckpointMismatch(
                 f"_patch_optimizer_state_dict of torch has patched the optimizer {name!r} together with "
-                f"{len(lacking)} more, which the state lacks. Have each of them in the state under a name of its own; "
+                f"{len(absent)} more, which the state lacks. Have each of them in the state under a name of its own; "
                 f"dcp_plugin needs no patch."
             )
 
 
 def _turn(adapter: StateAdapter) -> tuple[int, bool, bool, str]:
-    """Return the sort key of an object: when its methods are called. Loaders come before other ``Stateful`` objects,
-    which may have random streams, because they draw from these."""
+    """Return the sort key that determines when an object's methods are called.
+
+    Loaders come before other ``Stateful`` objects, which may have random streams, because loaders draw from these.
+    """
     is_last = isinstance(adapter, StatefulAdapter) and adapter.is_called_last
     is_position = isinstance(adapter, PositionAdapter)
     return ("module", "optimizer", "stateful").index(adapter.kind), is_last, not is_position, adapter.name
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the paths of those whose path is not the
-    :func:`~dcp_plugin.format.columns.default_path` of their key. Collective if a module contains FSDP1.
+    """Return all leaves by key, and the paths that differ from the :func:`~dcp_plugin.format.columns.default_path` of
+    their key.
+
+    Collective if a module contains FSDP1.
 
     Raises:
         CheckpointMismatch: Two objects have the same key, as ``{"a": {"b.c": 1}, "a.b": {"c": 1}}`` has.
@@ -245,7 +255,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for adapter in adapters:
-        if isinstance(adapter, ValueAdapter) and adapter.is_leaf:  # thousands, where the state is one flat mapping
+        if isinstance(adapter, ValueAdapter) and adapter.is_leaf:  # a flat mapping as the state has thousands of these
             key = adapter.name
             if key in leaves:
                 raise CheckpointMismatch(f"two values of the state have the key {key!r}")
@@ -253,55 +263,55 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             if "." in key:
                 paths[key] = tuple(key.split("."))
             continue
-        mine, unusual = adapter.gather()
-        here = dict(zip(_below(adapter.name, tuple(mine)), mine.values(), strict=True))
-        if leaves and (twice := here.keys() & leaves.keys()):
+        own_leaves, unusual = adapter.gather()
+        keyed = dict(zip(_below(adapter.name, tuple(own_leaves)), own_leaves.values(), strict=True))
+        if leaves and (twice := keyed.keys() & leaves.keys()):
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
-        leaves |= here
+        leaves |= keyed
         above = tuple(adapter.name.split("."))
         if len(above) > 1:
-            unusual = {key: unusual.get(key, (key,)) for key in mine}
+            unusual = {key: unusual.get(key, (key,)) for key in own_leaves}
         paths |= {join(adapter.name, key): above + path for key, path in unusual.items()}
     return leaves, paths
 
 
 @functools.lru_cache(maxsize=16)
 def _below(name: str, keys: tuple[str, ...]) -> list[str]:
-    """The keys of an object in the state. Each save has them all, the same ones each time."""
+    """Return the keys of an object in the state. Each save needs them all, and they are the same each time."""
     return [f"{name}.{key}" if key else name for key in keys]
 
 
 def shards_in(
     adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]
 ) -> dict[str, dict[str, Box]]:
-    """This rank's parts of sharded parameters, by the name of their optimizer.
+    """Return this rank's parts of sharded parameters, by the name of their optimizer.
 
     Args:
-        kinds: Names under which there are state dicts. Those of optimizers are of the optimizers in ``owners``, in
-            their order, and these train its only module.
+        kinds: The kinds of the names that hold state dicts. The optimizers among them are the optimizers in ``owners``,
+            in their order, and these train the only module in ``owners``.
     """
-    found = {adapter.name: adapter.shards() for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
+    shards = {adapter.name: adapter.shards() for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
     owners = list(owners)
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     if len(modules) == 1:
-        owned = _owned_optimizers(found, kinds, owners)
-        found |= {name: shards_of(modules[0], optimizer) for name, optimizer in owned.items()}
-    return found
+        owned = _owned_optimizers(shards, kinds, owners)
+        shards |= {name: shards_of(modules[0], optimizer) for name, optimizer in owned.items()}
+    return shards
 
 
 def optimizer_classes(adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, str]:
     """Return the class of each optimizer, without wrappers, by name. The arguments are those of :func:`shards_in`."""
-    found = {adapter.name: adapter.optimizer for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
-    found |= _owned_optimizers(found, kinds, owners)
-    return {name: class_name(type(optimizer)) for name, optimizer in found.items()}
+    optimizers = {adapter.name: adapter.optimizer for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
+    optimizers |= _owned_optimizers(optimizers, kinds, owners)
+    return {name: class_name(type(optimizer)) for name, optimizer in optimizers.items()}
 
 
 def _owned_optimizers(
-    found: Collection[str], kinds: Mapping[str, str], owners: Iterable[Any]
+    live_names: Collection[str], kinds: Mapping[str, str], owners: Iterable[Any]
 ) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers among ``owners`` by the names of their state dicts, which are none of the found ones."""
+    """Return the optimizers among ``owners`` by the names of their state dicts, without the names already found."""
     optimizers = [unwrapped_optimizer(owner) for owner in owners if isinstance(owner, torch.optim.Optimizer)]
-    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
+    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in live_names]
     return dict(zip(names, optimizers, strict=True)) if len(names) == len(optimizers) else {}
 
 
@@ -310,11 +320,11 @@ def shared_keys(
 ) -> frozenset[str]:
     """Return the keys of data that should be the same on all ranks.
 
-    The state of a module or an optimizer does not count, as an object or as its state dict: buffers differ between
-    ranks under DDP, and the buffers of rank 0 are meant.
+    The state of a module or an optimizer does not count, as an object or as its state dict: under DDP buffers differ
+    between ranks, and a save stores those of rank 0.
 
     Args:
-        kinds: Names under which there are state dicts of modules and optimizers.
+        kinds: The kinds of the names that hold state dicts of modules and optimizers.
     """
     if _is_state_dict(state):
         return frozenset()
@@ -326,14 +336,14 @@ def shared_keys(
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Whether a mapping is the ``state_dict()`` of a module or an optimizer."""
+    """Return whether a mapping is the ``state_dict()`` of a module or an optimizer."""
     return hasattr(value, "_metadata") or (isinstance(value, Mapping) and value.keys() == {"state", "param_groups"})
 
 
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
-    """How the tensors were distributed, in words for the summary."""
-    found = {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values()
-    return sorted({layout_of(leaf) for leaf in found if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
+    """Return how the tensors were distributed, in words for the summary."""
+    distinct = {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values()
+    return sorted({layout_of(leaf) for leaf in distinct if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
 def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObject]:
@@ -368,7 +378,7 @@ def _dotted(path: Iterable[Any]) -> str:
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """(path, the mapping it is in, object) for each object. Mappings are entered if they hold live objects."""
+    """Yield (path, mapping with the object, object) for each object. Mappings are entered if they hold live objects."""
     for key, value in node.items():
         if type(value) not in _LEAVES and isinstance(value, Mapping) and _holds_objects(value):
             yield from _objects((*path, key), value)
@@ -377,7 +387,7 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 
 
 _LIVE = (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied, PerRank)
-"""The classes of objects that are found in mappings at any depth, beside objects with a state dict."""
+"""Classes of objects that are found in mappings at any depth, in addition to objects with a state dict."""
 
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
@@ -391,7 +401,7 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether a value is an object with a state dict. A class with the methods is none."""
+    """Return whether a value is an object with a state dict. A class with the methods is not."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
@@ -406,7 +416,7 @@ class ModuleAdapter:
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         state = mark_parameters(self.module, gather_module(self.module))
         trees = {key for key, value in state.items() if isinstance(value, (dict, list, tuple)) and value}
-        if not trees:  # of an extra state, for one
+        if not trees:  # only an extra state may be a tree
             return state, {}
         leaves, paths = flatten({key: state.pop(key) for key in trees})
         return state | leaves, {key: path for key, path in paths.items() if len(path) > 1}
@@ -422,17 +432,17 @@ class ModuleAdapter:
         return self._loading.want(stored, paths)
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Any value is fine."""
+        """Accept any value."""
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
-        found = self._loading.take(filled, read, strict)
+        report = self._loading.take(filled, read, strict)
         if self._unapplied is not None:
             self._unapplied.state_dict.update(self._loading.unapplied)
-        return found
+        return report
 
 
 class OptimizerAdapter:
-    """An optimizer, without the wrappers of frameworks."""
+    """Adapter of an optimizer, without the wrappers of frameworks."""
 
     kind = "optimizer"
     entry: RankEntry | None = None
@@ -451,7 +461,7 @@ class OptimizerAdapter:
         state, unusual = flatten_trees(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
             listed, paths = group_list(nested)
-            if not listed.keys() & state.keys():  # a parameter may really be called "0"
+            if not listed.keys() & state.keys():  # a parameter may really have the name "0"
                 return state | listed, unusual | paths
         return state, unusual
 
@@ -471,7 +481,7 @@ class OptimizerAdapter:
         return self._load.wanted
 
     def lacks(self, recorded: str) -> list[str]:
-        """Return what the optimizer needs and the wanted state of another class, the recorded one, does not have."""
+        """Return what the optimizer needs and the wanted state of the ``recorded`` class does not have."""
         return self._load.lacks(recorded)
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
@@ -482,12 +492,12 @@ class OptimizerAdapter:
 
 
 class TreeAdapter:
-    """What data and Stateful objects have in common."""
+    """Common base of the adapters of data and ``Stateful`` objects."""
 
     kind = "value"
     module: nn.Module | None = None
     may_grow = False
-    """Whether the object can be handed a tensor of another shape than it has."""
+    """Whether the object accepts a tensor of another shape than it has."""
 
     def __init__(self, name: str, value: Any, entry: RankEntry | None = None) -> None:
         self.name = name
@@ -495,12 +505,12 @@ class TreeAdapter:
         self._value = value
         self._paths: dict[str, KeyPath] = {}
         self._empty: dict[str, Any] = {}
-        """The empty mappings that the object has now and of which nothing is stored: stock never stores them."""
+        """Empty mappings that the object has now and for which the checkpoint has no key: stock never stores them."""
         self._order: list[str] = []
 
     @property
     def is_shared(self) -> bool:
-        """See :class:`StateAdapter`."""
+        """Whether the object is data that should be the same on all ranks."""
         return self.entry is None and not _is_state_dict(self._value)
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -510,7 +520,7 @@ class TreeAdapter:
         return list(self.gather()[0])
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        current, mine_at = self.gather(walked_as_stored(stored))
+        current, current_paths = self.gather(walked_as_stored(stored))
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
         self._order = list(current)
         wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
@@ -518,41 +528,42 @@ class TreeAdapter:
             key: value for key, value in current.items() if key not in needed and not has_keys_below(key, stored)
         }
         for key, entry in stored.items():
-            mine = current.get(key)
+            existing = current.get(key)
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
                 continue
-            made = self._memory_for(entry, mine) if mine is not None else None
-            if made is not None:
-                wanted.targets[key] = made
+            target = self._memory_for(entry, existing) if existing is not None else None
+            if target is not None:
+                wanted.targets[key] = target
             else:
                 wanted.extra[key] = Deferred(entry)
                 if _has_room(key, current):
                     wanted.in_room.add(key)
-            if made is not mine and is_tensor(mine) and shape_of(mine) not in (None, entry.shape):
-                wanted.resized[key] = with_memory(mine)
-            is_new = made is None or (made is not mine and type(made) is torch.Tensor)
-            if is_new and entry.stored_whole:  # in this order: the entry decodes the places of its chunks for it
+            if target is not existing and is_tensor(existing) and shape_of(existing) not in (None, entry.shape):
+                wanted.resized[key] = with_memory(existing)
+            is_new = target is None or (target is not existing and type(target) is torch.Tensor)
+            if is_new and entry.stored_whole:  # tested second: it decodes the places of chunks
                 wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
         if not wanted.missing:
             wanted.lacking = {key: value for key, value in needed.items() if key not in stored and is_tensor(value)}
-        self._paths = paths_as_stored(stored, mine_at, paths)
-        self._paths |= {key: mine_at[key] for key in (*self._empty, *wanted.lacking)}
+        self._paths = paths_as_stored(stored, current_paths, paths)
+        self._paths |= {key: current_paths[key] for key in (*self._empty, *wanted.lacking)}
         return wanted
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Any value is fine."""
+        """Accept any value."""
 
-    def _memory_for(self, entry: StoredTensor, mine: Any) -> Any:
-        """The object's own tensor, or a new one where it has none to offer."""
-        if is_tensor(mine):
-            mine = with_memory(mine)
-            if not self.may_grow or shape_of(mine) == entry.shape:
-                return mine
+    def _memory_for(self, entry: StoredTensor, existing: Any) -> Any:
+        """Return the object's own tensor if it can hold the entry, or a new one."""
+        if is_tensor(existing):
+            existing = with_memory(existing)
+            if not self.may_grow or shape_of(existing) == entry.shape:
+                return existing
         return entry.empty()
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """The structure may differ from the checkpoint's; an object is missing if nothing of it is stored."""
+        """Return the missing keys. The structure may differ from the checkpoint's; only an object without any key is
+        missing."""
         return [] if stored or not current else [""]
 
     def tree(self, filled: dict[str, Any]) -> Any:
@@ -560,7 +571,7 @@ class TreeAdapter:
         return filled[""] if "" in filled else unflatten(filled, self._paths)
 
     def with_empty(self, filled: dict[str, Any]) -> dict[str, Any]:
-        """What was read, and the empty mappings in their places among it."""
+        """Return the loaded leaves with the empty mappings at their places among them."""
         if not self._empty:
             return filled
         both = filled | self._empty
@@ -568,20 +579,22 @@ class TreeAdapter:
 
 
 def _has_room(key: str, current: Mapping[str, Any]) -> bool:
-    """Whether a stored key is that of a leaf that is no tensor, or lies below one, such as an empty mapping or None:
-    the leaf is replaced by all that is stored there."""
+    """Return whether a stored key is the key of a leaf that is no tensor, or is below one.
+
+    An empty mapping or None is such a leaf: the load replaces it by all that is stored below it.
+    """
     above = (key[:at] for at, letter in enumerate(key) if letter == ".")
     leaf = next((name for name in ("", *above, key) if name in current), None)
     return leaf is not None and not is_tensor(current[leaf])
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a value takes everything that is stored below its key."""
+    """Return whether a value takes all leaves that are stored below its key."""
     return value is None or (isinstance(value, (Mapping, list)) and not value)
 
 
 def _flatten_mapping(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten a mapping. One that is not walked is a value, stored under the bare name."""
+    """Flatten a mapping. A mapping that is not walked is one value, stored under the bare name."""
     return flatten(tree, walks) if walks("", tree) else ({"": tree}, {"": ()})
 
 
@@ -602,11 +615,12 @@ class StatefulAdapter(TreeAdapter):
 
 
 class PositionAdapter(StatefulAdapter):
-    """A loader or a sampler of torchdata.
+    """Adapter of a loader or a sampler of torchdata.
 
     A load does not ask for the state that it replaces: ``torchdata.nodes.Loader`` would keep the iterator that its
     ``state_dict()`` makes, and begin with the first batch. The load asks afterwards, which makes the iterator of the
-    next loop. To make it draws from the random streams, and a training that is not interrupted draws nothing there.
+    next loop. Making the iterator draws from the random streams, but a training without interruption draws no number at
+    this point; so the streams are restored.
     """
 
     def names(self) -> list[str]:
@@ -632,8 +646,10 @@ class MappingAdapter(TreeAdapter):
         return _flatten_mapping(self._value, walks)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """All keys of a mapping are wanted, since the user has named them; an empty container or None takes what is
-        stored below it."""
+        """Return the missing keys: all keys of a mapping are wanted, since the user has named them.
+
+        An empty container or None takes the leaves stored below it.
+        """
         if not stored:
             return [""] if current else []
         empty = {key for key, value in current.items() if _is_open(value)}
@@ -655,14 +671,14 @@ class MappingAdapter(TreeAdapter):
             return
         holders = {key: _holder_of(self._value, self._paths[key]) for key in filled}
         if "" not in filled and all(holder is not None for holder in holders.values()):
-            for key, holder in holders.items():  # the structure is there: leaf by leaf, also in lists
+            for key, holder in holders.items():  # all holders exist: set each leaf in place, also in lists
                 holder[step_of(self._paths[key][-1])] = filled[key]
         else:
             _update(self._value, with_types_of(self._value, self.tree(filled)))
 
 
 def _holder_of(node: Any, path: KeyPath) -> Any:
-    """The mapping or list in ``node`` that has the last step of the path; None if there is none."""
+    """Return the mapping or list in ``node`` that has the last step of the path; None if none has it."""
     for part in path[:-1]:
         node = node[step_of(part)] if _has(node, step_of(part)) else None
     return node if path and _has(node, step_of(path[-1])) else None
@@ -675,7 +691,7 @@ def _has(node: Any, step: Any) -> bool:
 
 
 def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
-    """Replace what the tree has, keep the rest; nested mappings stay the same objects."""
+    """Replace the keys that the tree has, and keep the others; nested mappings stay the same objects."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and isinstance(target.get(key), MutableMapping):
             _update(target[key], value)
@@ -684,7 +700,7 @@ def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
 
 
 class ValueAdapter(TreeAdapter):
-    """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
+    """Adapter of a single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
 
     def __init__(self, name: str, owner: Any, key: Any, entry: RankEntry | None = None) -> None:
         super().__init__(name, owner, entry)
@@ -692,12 +708,12 @@ class ValueAdapter(TreeAdapter):
 
     @property
     def leaf(self) -> Any:
-        """The value, as it is now."""
+        """The present value."""
         return self._value[self._key]
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is certain that the value is one leaf, under the bare name."""
+        """Whether the value is certainly one leaf, under the bare name."""
         return type(self.leaf) in _LEAVES
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -721,11 +737,11 @@ class ValueAdapter(TreeAdapter):
 
 
 def _is_expected_equal(leaf: Any) -> bool:
-    """Whether a leaf of data should be the same on all ranks: not a number, and not a shard."""
+    """Return whether a leaf of data should be the same on all ranks: it is neither a number nor a shard."""
     if type(leaf) in EXACTLY_TENSORS:
         return bool(leaf.numel() > 1)
     if type(leaf) in (list, tuple):
         return not all(type(item) is float for item in leaf)
-    if isinstance(leaf, (set, frozenset)):  # whose order, and so whose bytes, differ between processes
+    if isinstance(leaf, (set, frozenset)):  # the order of sets, and so of their bytes, differs between processes
         return False
     return not isinstance(leaf, (Number, ShardedValue)) and not is_tensor(leaf)

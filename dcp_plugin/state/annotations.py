@@ -1,16 +1,17 @@
-"""Marks tensors as replicated, frozen or step-stable: what a tensor itself does not tell.
+"""Marks of tensors as replicated, frozen or step-stable: properties that a tensor itself does not have.
 
 Replicated: parameters under DDP, and state of their shape in an optimizer of torch's own, are equal on all ranks, so
-ranks share the writing of them. Buffers are not: between two forward passes each rank has its own. Other optimizers may
-round at random, each rank in its own way; shared writing would mix the rows of several ranks, so rank 0's state counts.
+ranks share the writing of them. Buffers are not replicated: between two forward passes each rank has its own. Other
+optimizers may round randomly and differently on each rank; shared writing would mix the rows of several ranks, so only
+rank 0's state is stored.
 
-Frozen: parameters that are not trained are expected to be the same at the next save.
+Frozen: untrained parameters, which are expected to be the same at the next save.
 
-Step-stable: memory that stays as it is until the next step of an optimizer, so that a lazy save may copy it later. That
-is what is trained (parameters that require gradients), and the optimizers' tensors for it. Everything else may change
-at any moment and is copied during the call: buffers (running statistics change in the forward pass), parameters that do
-not require gradients (target networks and averages are written by hand), weights that torch averages, what shares
-memory with any of these, and what belongs to no module or optimizer. Under FSDP1 nothing is step-stable: its state
+Step-stable: memory that stays unchanged until the next step of an optimizer, so that a lazy save may copy it later. It
+consists of the trained parameters (those that require gradients) and the optimizers' tensors for them. All other memory
+may change at any moment and is copied during the call: buffers (running statistics change in the forward pass),
+parameters that do not require gradients (user code writes target networks and averages), weights that torch averages,
+memory shared with any of these, and tensors of no module or optimizer. Under FSDP1 no memory is step-stable: its state
 dicts are fresh copies already.
 """
 
@@ -35,23 +36,23 @@ from dcp_plugin.types import ShardedValue
 
 
 def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a module with the replicated and the frozen parameters marked."""
+    """Return the state of a module with the replicated and the frozen parameters marked."""
     shapes, frozen = _replicated(module), frozen_names(module)
     state = state | {key: _marked(state[key]) for key in shapes if _is_replica(state.get(key), shapes[key])}
     return state | {key: _as_frozen(state[key]) for key in frozen & state.keys()}
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
+    """Return the clean FQNs of the parameters that are not trained, tied ones under each of their names."""
     if all(parameter.requires_grad for _, child in named_modules(module) for _, parameter in own_parameters(child)):
         return set()
     names, clean = flat_parameter_names(module), CleanNames(module)
     named = module.named_parameters(remove_duplicate=False)
-    return {one for name, p in named if not p.requires_grad for one in (clean(name), *names[id(p)])}
+    return {fqn for name, p in named if not p.requires_grad for fqn in (clean(name), *names[id(p)])}
 
 
 def layout_of(leaf: Any) -> str:
-    """How a tensor is distributed, in words."""
+    """Return how a tensor is distributed, in words."""
     if isinstance(leaf, DTensor):
         mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
         return f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}"
@@ -65,12 +66,12 @@ def _as_frozen(value: Any) -> Any:
         return replace(value, frozen=True)
     try:
         return replace(sharded_value(value), frozen=True, layout=layout_of(value)) if is_tensor(value) else value
-    except CheckpointMismatch:  # raised when it is described, with all others that are
+    except CheckpointMismatch:  # raised later, when the save describes all tensors
         return value
 
 
 def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The flat state of an optimizer with the slots of replicated parameters marked."""
+    """Return the flat state of an optimizer with the slots of replicated parameters marked."""
     shapes = _replicated(module) if is_of_torch(optimizer) else {}
     if not shapes:
         return state
@@ -104,7 +105,7 @@ def _marked(value: Any) -> Any:
 
 
 class StepStableMemory:
-    """Knows the memory of trained parameters and optimizer state.
+    """Memory of trained parameters and optimizer state.
 
     Args:
         objects: Modules and optimizers; anything else is ignored.
@@ -112,13 +113,13 @@ class StepStableMemory:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.modules: list[nn.Module] = []
-        """Those with parameters of their own: a load into one of them changes step-stable memory."""
+        """Modules with parameters of their own: a load into one of them changes step-stable memory."""
         self._slots: dict[int, torch.Tensor] = {}
         trained: set[int] = set()
         self._unstable: set[int] = set()
-        for one in objects:
-            if isinstance(one, nn.Module):
-                children = [child for _, child in named_modules(one)]
+        for object_ in objects:
+            if isinstance(object_, nn.Module):
+                children = [child for _, child in named_modules(object_)]
                 self.modules += [child for child in children if next(own_parameters(child), None) is not None]
                 parameters = [parameter for child in children for _, parameter in own_parameters(child)]
                 trained.update(_memory(parameter for parameter in parameters if parameter.requires_grad))
@@ -127,20 +128,22 @@ class StepStableMemory:
                     parameter for c in children if isinstance(c, AveragedModel) for parameter in c.parameters()
                 ]
                 self._unstable.update(_memory((*unstable, *(b for child in children for _, b in own_buffers(child)))))
-            elif isinstance(one, torch.optim.Optimizer):
-                slots = (slot for slots in one.state.values() for slot in _tensors(slots))
+            elif isinstance(object_, torch.optim.Optimizer):
+                slots = (slot for slots in object_.state.values() for slot in _tensors(slots))
                 self._slots.update((id(slot), slot) for slot in slots)
-        self._unstable.add(0)  # where nothing is
+        self._unstable.add(0)  # the address of tensors without memory
         self._stable = trained - self._unstable
 
     def __call__(self, leaves: Sequence[Any], memory: Sequence[tuple[torch.Tensor, ...]]) -> list[bool]:
-        """Which leaves of the state, with their memory on this rank, are step-stable."""
+        """Return which leaves of the state, with their memory on this rank, are step-stable."""
         if not self._stable and not self._slots:
             return [False] * len(leaves)
         places = iter(_places([tensor for tensors in memory for tensor in tensors]))
         return [
-            self._unstable.isdisjoint(mine) if self._is_slot(leaf) else self._stable.issuperset(mine)
-            for leaf, mine in zip(leaves, (list(itertools.islice(places, len(one))) for one in memory), strict=True)
+            self._unstable.isdisjoint(addresses) if self._is_slot(leaf) else self._stable.issuperset(addresses)
+            for leaf, addresses in zip(
+                leaves, (list(itertools.islice(places, len(tensors))) for tensors in memory), strict=True
+            )
         ]
 
     def _is_slot(self, leaf: Any) -> bool:
@@ -150,7 +153,7 @@ class StepStableMemory:
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
-    """The modules and optimizers in a state mapping, at any depth."""
+    """Yield the modules and optimizers in a state mapping, at any depth."""
     for value in state.values():
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             yield value
@@ -168,8 +171,8 @@ def _memory(tensors: Iterable[Any]) -> list[int]:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the storages begin; 0 for a tensor without, which is copied during the call in any case."""
+    """Return the addresses of the storages; 0 for a tensor without memory, which is copied during the call anyway."""
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    except Exception:  # each kind without memory has its own
+    except Exception:  # each kind of tensor without memory raises its own type
         return [place for tensor in tensors for place in _places([tensor])] if len(tensors) > 1 else [0]

@@ -1,14 +1,14 @@
 """Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
 
-Parameters of a plain module, DDP, FSDP2 and tensor parallelism are what they seem: ``state_dict()`` gives views of
-them (DTensors where they are sharded), and filling a view loads the parameter.
+For a plain module, DDP, FSDP2 and tensor parallelism, ``state_dict()`` returns views of the parameters (DTensors if
+they are sharded), and filling a view loads the parameter.
 
-FSDP1 is the only wrapper whose state does not lie in the parameters that one sees: it keeps flat parameters. Its state
-dicts are made by communication and hold ShardedTensors (DTensors with a device mesh), and they are loaded through it.
-That goes through the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
+FSDP1 is the only wrapper whose visible parameters do not hold the state: it keeps flat parameters. Its state dicts are
+made by communication and hold ShardedTensors (DTensors with a device mesh), and loads go through them as well. Both use
+the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
 
-- ``get_optimizer_state_dict`` steps an optimizer that has no state, on each rank that has none, to invent it. A save
-  must not change anything, so FSDP is asked directly.
+- ``get_optimizer_state_dict`` steps an optimizer that has no state, on each rank without state, to invent it. A save
+  must not change any state, so FSDP is called directly.
 - ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
 """
 
@@ -53,26 +53,26 @@ from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters back where a forward has left gathered ones, as ``state_dict()`` does.
+    """Have FSDP2 restore its sharded parameters where a forward has left gathered ones, as ``state_dict()`` does.
 
-    Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
+    Under ``no_grad`` no backward restores them for the root, and optimizers hold the sharded ones.
     """
     for _, child in named_modules(module):
         _torch_modules.reshard(child)
 
 
 def inside_ddp(module: nn.Module) -> nn.Module:
-    """Return the module that DDP wraps if it overrides ``state_dict`` or ``load_state_dict``, else the given one.
+    """Return the module that DDP wraps if it overrides ``state_dict`` or ``load_state_dict``, else ``module``.
 
-    DDP ignores what the ``state_dict`` of its module returns, and never calls its ``load_state_dict``. Frameworks that
-    add DDP call both.
+    DDP ignores the result of its module's ``state_dict``, and never calls its ``load_state_dict``. Frameworks that add
+    DDP call both.
     """
     inner: Any = module.module if is_ddp(module) else module
     return inner if overrides_state_dict(inner) else module
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
-    """The state of a module: parameters, persistent buffers and extra state by clean FQN.
+    """Return the state of a module: parameters, persistent buffers and extra state by clean FQN.
 
     Tensors have the global shape of the parameter and hold this rank's part of it (Tensor, DTensor or ShardedTensor).
     Collective if the module contains FSDP1.
@@ -82,19 +82,19 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state dict of a module."""
+    """State dict of a module."""
 
     values: dict[str, Any]
-    """By clean FQN."""
+    """Values by clean FQN."""
     raw: dict[str, str]
-    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where it is not used, the FQN itself."""
+    """Key in ``state_dict()`` of each clean FQN; under FSDP1, which does not use it, the FQN itself."""
     metadata: dict[str, Any]
-    """What ``state_dict()`` says of each submodule: the version of its class."""
+    """Metadata in ``state_dict()`` of each submodule: the version of its class."""
     clean: CleanNames
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
-        """Collective if the module contains FSDP1."""
+        """Return the state dict of a module. Collective if the module contains FSDP1."""
         clean = CleanNames(module)
         if contains_fsdp1(module):
             values = gather_fsdp1_module(module)
@@ -107,18 +107,18 @@ class ModuleState:
         return cls({key: state[name] for key, name in raw.items()}, raw, getattr(state, "_metadata", None) or {}, clean)
 
     def clean_prefix(self, prefix: str) -> str:
-        """The prefix of the clean FQNs below a submodule, of which ``prefix`` is the one in the wrapped module."""
+        """Return the prefix of the clean FQNs below a submodule, given its prefix in the wrapped module."""
         inner = self.clean(prefix.removesuffix("."))
         return f"{inner}." if inner else ""
 
 
 def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-    """``load_state_dict`` by clean FQN, for any wrapper; the keys that were missing and unexpected.
+    """Load a state dict by clean FQN, for any wrapper; return the missing and the unexpected keys.
 
     Collective if the module contains FSDP1.
 
     Args:
-        strict: What an overridden ``load_state_dict`` is told. Torch's own collects the keys, and does not raise.
+        strict: The argument for an overridden ``load_state_dict``. Torch's own collects the keys, and does not raise.
 
     Raises:
         RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
@@ -127,9 +127,9 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
         return apply_fsdp1_module(module, state)
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
-    given = {wrapped.get(name, name): value for name, value in state.items()}
-    found = call_load_state_dict(module, given, wrapped.values(), strict) or Incompatible()
-    return list(dict.fromkeys(map(clean, found.missing))), list(dict.fromkeys(map(clean, found.unexpected)))
+    raw_state = {wrapped.get(name, name): value for name, value in state.items()}
+    report = call_load_state_dict(module, raw_state, wrapped.values(), strict) or Incompatible()
+    return list(dict.fromkeys(map(clean, report.missing))), list(dict.fromkeys(map(clean, report.unexpected)))
 
 
 def call_load_state_dict(
@@ -137,16 +137,16 @@ def call_load_state_dict(
 ) -> Incompatible | None:
     """Call ``module.load_state_dict``.
 
-    An override gets what its ``state_dict`` gave, and decides what becomes of it. ``nn.Module.load_state_dict``, which
-    it calls, misses the parameters that its ``state_dict`` leaves out, and does not expect what its ``state_dict``
-    adds. Neither is an error.
+    An override gets the dict that its ``state_dict`` returned, and decides which entries to load. It calls
+    ``nn.Module.load_state_dict``, which reports the parameters that its ``state_dict`` leaves out as missing, and the
+    entries that its ``state_dict`` adds as unexpected. Neither is an error.
 
     Args:
         own: The keys of ``module.state_dict()``.
-        strict: Passed to an override that takes it. That of torch collects the keys, and does not raise for them.
+        strict: The argument for an override that takes it. Torch's own collects the keys, and does not raise for them.
 
     Returns:
-        The keys that were missing and unexpected; None if an override does not return them.
+        The missing and the unexpected keys; None if an override does not return them.
     """
     load_state_dict, is_override = unpatched(module, "load_state_dict"), overrides_load_state_dict(module)
     lenient = (not strict or not is_override) and takes_argument(load_state_dict, "strict")
@@ -161,17 +161,18 @@ def call_load_state_dict(
 
 
 def materialise(module: nn.Module) -> list[str]:
-    """Give memory to what is on the meta device, so that a load can fill it. Parameters stay the same objects, for
-    optimizers that hold them and for modules that share them.
+    """Allocate memory for parameters and buffers on the meta device, so that a load can fill them.
 
-    The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
-    in no checkpoint: they get memory without values, and a warning names them.
+    Parameters stay the same objects, for optimizers that hold them and for modules that share them.
+
+    The memory is on the device of a DTensor's mesh, else on torch's default device. No checkpoint has buffers that are
+    not persistent: they get memory without values, and a warning names them.
 
     Returns:
-        The clean names of what has memory now and needs values; a tied parameter has its first name.
+        The clean names of the tensors that now have memory and need values; a tied parameter has its first name.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return []  # before state_dict, which under FSDP1 would gather all of the model
+        return []  # before state_dict, which under FSDP1 would gather the complete model
     clean = CleanNames(module)
     in_checkpoints = set(unpatched(module, "state_dict")())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
@@ -198,7 +199,7 @@ def materialise(module: nn.Module) -> list[str]:
 
 
 def same_parameter(module: nn.Module) -> dict[str, str]:
-    """For each name of a parameter that has several (tied weights), the first of them. All by clean FQN."""
+    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs."""
     first: dict[int, str] = {}
     named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
     same = {name: other for name, other in named if other != name} | same_flat_parameter(module)
@@ -206,35 +207,37 @@ def same_parameter(module: nn.Module) -> dict[str, str]:
 
 
 def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by clean FQN, tied ones under each of their names."""
+    """Return parameters and buffers by clean FQN, tied ones under each of their names."""
     clean = CleanNames(module)
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return {clean(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
-def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are the same memory on this rank, seen in the same way. Every load asks for every tensor, so
-    plain ones are compared without a description."""
-    if type(one) in EXACTLY_TENSORS and type(other) in EXACTLY_TENSORS:
-        return memory_of(one) == memory_of(other)
-    mine, others = sharded_value(one).chunks, sharded_value(other).chunks
-    return [memory_of(chunk.tensor) for chunk in mine] == [memory_of(chunk.tensor) for chunk in others]
+def same_memory(first: Any, second: Any) -> bool:
+    """Return whether two tensors are the same view of the same memory on this rank.
+
+    Every load asks this for every tensor, so plain tensors are compared without a description.
+    """
+    if type(first) in EXACTLY_TENSORS and type(second) in EXACTLY_TENSORS:
+        return memory_of(first) == memory_of(second)
+    first_chunks, second_chunks = sharded_value(first).chunks, sharded_value(second).chunks
+    return [memory_of(chunk.tensor) for chunk in first_chunks] == [memory_of(chunk.tensor) for chunk in second_chunks]
 
 
 def gather_fsdp1_module(module: nn.Module) -> dict[str, Any]:
-    """The sharded state dict. Collective: FSDP1 gathers each flat parameter to cut it into shards."""
+    """Return the sharded state dict. Collective: FSDP1 gathers each flat parameter to cut it into shards."""
     clean = CleanNames(module)
     with _quiet():
         return {clean(name): value for name, value in get_model_state_dict(module).items()}
 
 
 def apply_fsdp1_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Load a sharded state dict; the keys that were missing and unexpected. Collective."""
+    """Load a sharded state dict; return the missing and the unexpected keys. Collective."""
     with _quiet():
-        found = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+        report = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
     clean = CleanNames(module)
-    return [clean(key) for key in found.missing_keys], [clean(key) for key in found.unexpected_keys]
+    return [clean(key) for key in report.missing_keys], [clean(key) for key in report.unexpected_keys]
 
 
 def gather_fsdp1_optimizer(
@@ -243,10 +246,10 @@ def gather_fsdp1_optimizer(
     """Return ``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
 
     Args:
-        own: The state dict in torch's layout that the optimizer's own code has returned. Without it torch asks for one.
+        own: The state dict in torch's layout that the optimizer's own code returned. If None, torch asks for one.
 
     Raises:
-        CheckpointMismatch: The optimizer has a part of what one FSDP unit trains. FSDP1 gathers by unit.
+        CheckpointMismatch: The optimizer trains only a part of an FSDP unit. FSDP1 gathers by unit.
     """
     clean = CleanNames(module)
     if not _any_rank_has_state(module, optimizer.state if own is None else own["state"]):
@@ -273,8 +276,10 @@ def gather_fsdp1_optimizer(
 
 
 def _in_module_order(module: nn.Module, names: list[str]) -> list[str]:
-    """Return the names in the order in which an optimizer of the unwrapped module has them, as far as flat parameters
-    have changed it: they join the parameters of a unit, which are not together in the module."""
+    """Return the names in the order in which an optimizer of the unwrapped module has them.
+
+    Flat parameters change that order: they join the parameters of a unit, which are not together in the module.
+    """
     if not any(hasattr(parameter, "_fqns") for parameter in module.parameters()):
         return names
     clean = CleanNames(module)
@@ -292,9 +297,10 @@ def apply_fsdp1_optimizer(
     Collective.
 
     Args:
-        extras: What the optimizer's own ``load_state_dict`` takes beside ``state`` and ``param_groups``.
+        extras: Entries that the optimizer's own ``load_state_dict`` takes in addition to ``state`` and
+            ``param_groups``.
     """
-    with _quiet(), _loading_too(optimizer, extras or {}):  # not strict: what never got a gradient has no state
+    with _quiet(), _loading_too(optimizer, extras or {}):  # not strict: parameters without a gradient have no state
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = flat_parameter_names(module)
     for parameter in list(optimizer.state):
@@ -304,7 +310,7 @@ def apply_fsdp1_optimizer(
 
 @contextmanager
 def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) -> Iterator[None]:
-    """Have ``load_state_dict`` of an optimizer take extra entries, which torch's conversion for FSDP1 leaves out."""
+    """Have an optimizer's ``load_state_dict`` get extra entries, which torch's conversion for FSDP1 leaves out."""
     if not extras:
         yield
         return
@@ -320,11 +326,11 @@ def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) ->
 
 
 def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
-    """Return whether any rank has state. All of it may lie on one rank, and the others must take part in gathering."""
+    """Return whether any rank has state. One rank may have all of it, and the others must take part in gathering."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
-    found = torch.tensor(int(any(state.values())), device=wrapper.compute_device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
-    return bool(found.item())
+    has_state = torch.tensor(int(any(state.values())), device=wrapper.compute_device)
+    dist.all_reduce(has_state, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(has_state.item())
 
 
 def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -341,7 +347,7 @@ def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def flat_parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """The clean names that each parameter seen by an optimizer stands for; several for a flat parameter."""
+    """Return the clean names of each parameter that an optimizer sees; a flat parameter has several."""
     clean = CleanNames(module)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -355,12 +361,12 @@ def flat_parameter_names(module: nn.Module) -> dict[int, list[str]]:
 
 
 def same_flat_parameter(module: nn.Module) -> dict[str, str]:
-    """The further names of tied weights in flat parameters, and the name under which each is flattened."""
+    """Return the other names of tied weights in flat parameters, and the name under which each is flattened."""
     clean = CleanNames(module)
     same = {}
     for name, parameter in module.named_parameters():
         owner = name.removesuffix("_flat_param")
-        for tied in getattr(parameter, "_shared_param_infos", ()):  # relative to the flat parameter's module, too
+        for tied in getattr(parameter, "_shared_param_infos", ()):  # also relative to the flat parameter's module
             again, first = (tied.module_name, tied.param_name), (tied.prim_module_name, tied.prim_param_name)
             same[clean(owner + ".".join(filter(None, again)))] = clean(owner + ".".join(filter(None, first)))
     return same
@@ -368,7 +374,7 @@ def same_flat_parameter(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the public functions, which warn on every call that they use deprecated context managers of FSDP."""
+    """Silence the public functions, which warn on every call about FSDP's deprecated context managers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")

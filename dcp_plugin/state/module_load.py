@@ -1,9 +1,9 @@
-"""One load into one module: straight into its memory, or through torch's own steps where its code takes part.
+"""One load into one module: directly into its memory, or through torch's own steps if its code takes part.
 
 ``nn.Module.load_state_dict`` hands each submodule the state dict: pre-hooks and ``_load_from_state_dict`` may rename
-keys in it or resize what is about to be loaded, and post-hooks compute what follows from the weights. Most submodules
-have nothing of that, and are filled in place. What lies below one that has is read into tensors of its own, handed over
-as torch does it, and freed before the next is read: a submodule with a hook does not cost the model its fast path.
+its keys or resize its tensors, and post-hooks compute values from the loaded weights. Most submodules have no such
+code, and are filled in place. The state of a submodule with such code is read into separate tensors, handed over as
+torch does it, and freed before the next is read. So one submodule with a hook does not cost the model its fast path.
 
 Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 """
@@ -46,30 +46,31 @@ from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath, Wanted
 
 Read = Callable[[dict[str, Any]], None]
-"""Fills tensors, given by key relative to the module, from the checkpoint."""
+"""Function that fills tensors, given by key relative to the module, from the checkpoint."""
 
 _EXTRA_STATE = "_extra_state"
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-"""The one wrapper whose segment is in the paths of modules, and not in the keys of a state dict."""
+"""Segment of the only wrapper that is in the paths of modules, and not in the keys of a state dict."""
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """A target that gets its memory when its submodule is loaded: with the stored shape and dtype."""
+    """Target that gets its memory when its submodule is loaded: with the stored shape and dtype."""
 
     entry: StoredTensor
     like: Any = None
-    """The tensor of the module that it is for, whose distribution and device it gets; None if there is none."""
+    """Tensor of the module that the target is for, whose distribution and device it gets; None if the module has
+    none."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in the module; None if nothing of the module is replaced."""
+        """Dtype in the module; None if no tensor of the module is replaced."""
         return self.like.dtype if is_tensor(self.like) else None
 
     def allocate(self) -> Any:
         shape, dtype, like = self.entry.shape, self.entry.dtype, self.like
         if isinstance(like, ShardedTensor):
-            return sharded_like(like, [torch.empty_like(one.tensor, dtype=dtype) for one in like.local_shards()])
+            return sharded_like(like, [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()])
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
             if tuple(like.shape) == shape:
@@ -83,9 +84,10 @@ class ModuleLoad:
     """One load into one module.
 
     Args:
-        apply: Whether to load the module. If not, everything that is stored for it is read into :attr:`unapplied`.
+        apply: Whether to load the module. If not, all state that is stored for it is read into :attr:`unapplied`.
 
-    Making one is collective if the module contains FSDP1. :meth:`want` and :meth:`take` are called once, in this order.
+    Construction is collective if the module contains FSDP1. :meth:`want` and :meth:`take` are called once, in this
+    order.
     """
 
     def __init__(self, module: nn.Module, apply: bool = True) -> None:
@@ -102,15 +104,15 @@ class ModuleLoad:
         values, clean = self.state.values, self.state.clean_prefix
         self._free = {k for k, value in values.items() if not is_tensor(value) or k.rpartition(".")[2] == _EXTRA_STATE}
         self._below = set(map(clean, self._hooked))
-        """The clean prefixes of what is handed over."""
+        """Clean prefixes of the submodules to which a state dict is handed over."""
         sharded = {
             parent
             for key, value in values.items()
             if isinstance(value, (DTensor, ShardedTensor))
             for parent in _parents(key)
         }
-        # Where a submodule is sharded its hooks get what the module has, sharded as it is. What else is stored stays
-        # unread, since its distribution is not known.
+        # Hooks in a sharded submodule get the module's own keys, sharded as they are. Other stored keys stay unread,
+        # since their distribution is unknown.
         self._judging = {below for below in self._below if not apply or below not in sharded}
         forgiving = _prefixes(module, has_post_load_hooks, topmost=False) if apply and not self._fsdp1 else ()
         self._forgiving = set(map(clean, forgiving))
@@ -121,22 +123,24 @@ class ModuleLoad:
         self._wanted: set[str] = set()
         self._undecided: set[str] = set()
         self.unapplied: dict[str, Any] = {}
-        """What was read and not applied, by clean FQN."""
+        """State that was read and not applied, by clean FQN."""
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        """What to read, given what is stored. Missing keys for which the module's own code may find something are
-        ``undecided``."""
+        """Decide what to read, given the stored entries.
+
+        Missing keys that the module's own code may provide are ``undecided``.
+        """
         self._paths, values = paths, self.state.values
         self._parts = defaultdict(list)
         for name in stored:
             tree = next((p[:-1] for p in _parents(name) if p[:-1] in self._free), "") if name not in values else ""
-            if tree:  # the outermost that the name may be a part of
+            if tree:  # the outermost tree that the name may be a part of
                 self._parts[tree].append(name)
         targets: dict[str, Any] = {}
         absent: list[str] = []
         for key, value in values.items():
             names = [key] if key in stored else []
-            if key in self._free:  # what is stored says what it is, and it may be a tree
+            if key in self._free:  # the stored entries decide whether it is a value or a tree
                 names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
                 targets |= {name: _target_for(stored[name], inner.get(name)) for name in names}
@@ -153,7 +157,7 @@ class ModuleLoad:
             if key not in targets and _is_below(key, self._judging)
         }
         self._tied = self._filled_under_another_name(absent, targets)
-        for key, other in self._tied.items():  # else it would be applied with the old values
+        for key, other in self._tied.items():  # otherwise the old values would be loaded
             values[key] = values[other]
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
@@ -170,35 +174,35 @@ class ModuleLoad:
         )
 
     def take(self, filled: Mapping[str, Any], read: Read, strict: bool) -> Incompatible:
-        """Load what :meth:`want` has asked for, or a part of it. Collective if the module contains FSDP1.
+        """Load the targets of :meth:`want`, or some of them. Collective if the module contains FSDP1.
 
         Args:
-            strict: What to say to a ``load_state_dict`` of the module's own.
+            strict: The argument for a ``load_state_dict`` of the module's own.
 
         Returns:
-            What the module's own code has left missing and unexpected.
+            The keys that the module's own code reports as missing and unexpected.
         """
         self._filled, self._read = filled, read
         self._sort_out()
-        found = Incompatible()
+        report = Incompatible()
         if not self._apply:
             self.unapplied = self._values_below("")
         elif self._fsdp1:
             apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
-            unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
+            silent_report = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
             state: OrderedDict[str, Any] = self._handed_to("")
             state._metadata = self.state.metadata  # type: ignore[attr-defined]
-            found = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or unsaid
+            report = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or silent_report
         else:
-            self._walk(self._module, "", None, found)
+            self._walk(self._module, "", None, report)
         clean = self.state.clean
-        unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, not missed
-        missing = [key for key in dict.fromkeys(map(clean, found.missing)) if key not in self._tied.keys() | unknown]
-        return Incompatible(missing, list(dict.fromkeys(map(clean, found.unexpected))), found.errors)
+        unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, so not missing
+        missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
+        return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
 
     def _tied_to_hooked(self) -> set[str]:
-        """Keys that are filled in place, but not before a submodule with hooks has filled the same parameter."""
+        """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
         if not self._below or "" in self._below:
             return set()
         same = same_parameter(self._module)
@@ -206,7 +210,8 @@ class ModuleLoad:
         return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
-        """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
+        """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
+        name."""
         if not absent:
             return {}
         same = same_parameter(self._module)
@@ -214,16 +219,17 @@ class ModuleLoad:
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def _sort_out(self) -> None:
-        """Sort what was read by where it goes: into copies beside a module's own memory, or handed over from above."""
+        """Assign the filled leaves: to copies for a module's own memory, or to state dicts that a module above hands
+        over."""
         complete = self._filled.keys() >= self._wanted
         self._touched = None if complete else {parent for name in self._filled for parent in _parents(name)}
         self._missing_in_place: set[str] = set()
-        """Clean keys that torch would miss in submodules that were filled in place."""
+        """Clean keys that torch would report as missing in submodules that were filled in place."""
         self._copies: dict[str, dict[str, str]] = defaultdict(dict)
         self._keys_below: dict[str, list[str]] = defaultdict(list)
         self._names_below: dict[str, list[str]] = defaultdict(list)
         if self._fsdp1 and self._apply:
-            return  # which is loaded in one call
+            return  # one call loads all of FSDP1
         own = own_tensors(self._module)
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
@@ -239,11 +245,11 @@ class ModuleLoad:
             if (below := _topmost(name, self._below)) is not None:
                 self._names_below[below].append(name)
 
-    def _walk(self, module: nn.Module, prefix: str, state: dict[str, Any] | None, found: Incompatible) -> None:
-        """The recursion of ``nn.Module.load_state_dict``.
+    def _walk(self, module: nn.Module, prefix: str, state: dict[str, Any] | None, report: Incompatible) -> None:
+        """Load a module and its children, in the recursion of ``nn.Module.load_state_dict``.
 
         Args:
-            state: What a module above has been handed; None if all that is below it was filled in place.
+            state: The state dict that a module above was handed; None if all state below it was filled in place.
         """
         clean = self.state.clean_prefix(prefix)
         if state is None and self._touched is not None and clean not in self._touched:
@@ -255,92 +261,95 @@ class ModuleLoad:
         if state is None:
             handed = self._of_one(module, prefix, self._copies.get(clean, {}))
             absent = [name for name in own_state(module) if not self._is_filled(f"{clean}{name}")]
-            found.missing += [f"{prefix}{name}" for name in absent]
+            report.missing += [f"{prefix}{name}" for name in absent]
             self._missing_in_place.update(f"{clean}{name}" for name in absent)
         if handed is not None:
-            load_from_state_dict(module, handed, prefix, metadata, found)
+            load_from_state_dict(module, handed, prefix, metadata, report)
         for name, child in own_modules(module):
             below = f"{prefix}{name}."
             part = None if state is None else {key: value for key, value in state.items() if key.startswith(below)}
-            self._walk(child, below, part, found)
-        call_post_load_hooks(module, found, of_torch_too=state is not None)
+            self._walk(child, below, part, report)
+        call_post_load_hooks(module, report, of_torch_too=state is not None)
 
     def _values_below(self, below: str) -> dict[str, Any]:
-        """Read everything below a clean prefix, by clean FQN."""
+        """Read all state below a clean prefix, by clean FQN."""
         keys, names = self._keys_below[below], self._names_below[below]
         if self._fsdp1 and self._apply:
             keys, names = list(self.state.values), list(self._filled)
-        found = self._read_now(names)
-        ordered = {key: value for key in keys if (value := self._assembled(key, found)) is not _NOTHING}
+        filled = self._read_now(names)
+        ordered = {key: value for key in keys if (value := self._assembled(key, filled)) is not _NOTHING}
         inside = {*ordered, *(name for key in ordered if key in self._free for name in self._parts[key])}
-        ordered |= {name: value for name, value in found.items() if name not in inside}
+        ordered |= {name: value for name, value in filled.items() if name not in inside}
         tied = {key: self._tied[key] for key in keys if key in self._tied}
-        return ordered | {key: found.get(other, self.state.values[other]) for key, other in tied.items()}
+        return ordered | {key: filled.get(other, self.state.values[other]) for key, other in tied.items()}
 
     def _is_filled(self, key: str) -> bool:
         return key in self._filled or key in self._tied
 
     def _handed_to(self, prefix: str) -> OrderedDict[str, Any]:
-        """What torch would hand to a submodule: its part of the state dict, under the keys of ``state_dict()``."""
+        """Return the state dict that torch would hand to a submodule, under the keys of ``state_dict()``."""
         below = self.state.clean_prefix(prefix)
         above = prefix.replace(_CHECKPOINT_WRAPPER, "")
         raw = self.state.raw
         owners = {_above(key): _above(raw[key]) for key in self._keys_below[below] if key in raw}
         handed: OrderedDict[str, Any] = OrderedDict()
         for key, value in self._values_below(below).items():
-            # Of what is only stored: the nearest.
-            owner = next((one for one in reversed(list(_parents(key))) if one in owners), None)
+            # A key that only the checkpoint has belongs to the nearest owner.
+            owner = next((parent for parent in reversed(list(_parents(key))) if parent in owners), None)
             name = raw.get(key) or (owners[owner] + key[len(owner) :] if owner is not None else "")
             handed[prefix + (name[len(above) :] if name.startswith(above) and name else key[len(below) :])] = value
         return handed
 
     def _of_one(self, module: nn.Module, prefix: str, copies: Mapping[str, str]) -> dict[str, Any] | None:
-        """A state dict for one module without its children, if something of it was not filled in place. What was, is
-        in it as itself, and copying it onto itself does nothing."""
+        """Return a state dict for one module without its children, or None if all of its state was filled in place.
+
+        Tensors that were filled in place are in the dict as themselves, and copying them onto themselves has no effect.
+        """
         own = own_state(module)
         taken = own.keys() | ({_EXTRA_STATE} if has_extra_state(module) else set())
-        mine = {name: key for name, key in copies.items() if name in taken}
-        if not mine:
+        copied = {name: key for name, key in copies.items() if name in taken}
+        if not copied:
             return None
-        trees = [name for key in mine.values() if key in self._free for name in self._parts[key]]
-        found = self._read_now([name for name in (*mine.values(), *trees) if name in self._filled])
-        read = {name: value for name, key in mine.items() if (value := self._assembled(key, found)) is not _NOTHING}
+        trees = [name for key in copied.values() if key in self._free for name in self._parts[key]]
+        filled = self._read_now([name for name in (*copied.values(), *trees) if name in self._filled])
+        read = {name: value for name, key in copied.items() if (value := self._assembled(key, filled)) is not _NOTHING}
         return {f"{prefix}{name}": value for name, value in {**own, **read}.items()}
 
     def _read_now(self, names: list[str]) -> dict[str, Any]:
-        """The values of some names; what was deferred is allocated and read now."""
+        """Return the values of some names; deferred targets are allocated and read now."""
         later = {name: value.allocate() for name in names if isinstance(value := self._filled[name], Deferred)}
         if later:
             self._read(later)
         return {name: later.get(name, self._filled[name]) for name in names}
 
-    def _assembled(self, key: str, found: Mapping[str, Any]) -> Any:
-        """The value of a key: what was read for it, or the tree of what was read below it."""
+    def _assembled(self, key: str, filled: Mapping[str, Any]) -> Any:
+        """Return the value of a key: the leaf read for it, or the tree of the leaves read below it."""
         value = self.state.values[key]
-        if key in found:
-            return with_types_of(value, found[key])
+        if key in filled:
+            return with_types_of(value, filled[key])
         if key in self._tied and key not in self._free:
             return value
-        parts = [name for name in self._parts[key] if name in found] if key in self._free else []
+        parts = [name for name in self._parts[key] if name in filled] if key in self._free else []
         if not parts:
             return _NOTHING
         paths = {name: ("it", *_tail(self._paths[name], name[len(key) + 1 :])) for name in parts}
-        return with_types_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
+        return with_types_of(value, unflatten({name: filled[name] for name in parts}, paths)["it"])
 
 
 _NOTHING = object()
 
 
 def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:
-    """The prefixes of the submodules that have something; with ``topmost``, of none below another."""
-    if found := has(module):
+    """Yield the prefixes of the submodules for which ``has`` is true; with ``topmost``, of none below another."""
+    if is_match := has(module):
         yield prefix
-    for name, child in () if found and topmost else own_modules(module):
+    for name, child in () if is_match and topmost else own_modules(module):
         yield from _prefixes(child, has, topmost, f"{prefix}{name}.")
 
 
 def _target_for(entry: Entry, like: Any) -> Any:
-    """A target for what is stored that is not the module's own memory, if it can have other memory."""
+    """Return a target in separate memory for a stored entry, or the module's own tensor if it cannot have other
+    memory."""
     if not isinstance(entry, StoredTensor):
         return None
     if not is_tensor(like) or is_lazy(like):
@@ -350,7 +359,7 @@ def _target_for(entry: Entry, like: Any) -> Any:
 
 
 def _parents(key: str) -> Iterator[str]:
-    """The prefixes that a key is below: of the root and of each module around it, the outermost first."""
+    """Yield the prefixes that a key is below: of the root and of each module around it, the outermost first."""
     yield ""
     at = key.find(".")
     while at >= 0:
@@ -371,6 +380,6 @@ def _is_below(key: str, prefixes: Collection[str]) -> bool:
 
 
 def _tail(path: KeyPath, name: str) -> KeyPath:
-    """The end of a path that is called ``name``."""
+    """Return the end of a path that has the name ``name``."""
     tails = (path[at:] for at in range(len(path) - 1, -1, -1))
     return next((tail for tail in tails if name_of(tail) == name), tuple(name.split(".")))

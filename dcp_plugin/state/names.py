@@ -1,20 +1,21 @@
 """Fully qualified names (FQNs) of the unwrapped module, and the module that an optimizer trains.
 
-FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of what they wrap. The
-first three use names that no user module has; DDP's ``module`` is removed only where a DDP instance sits.
+FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of the modules that they
+wrap. The first three use names that no user module has; DDP's ``module`` is removed only at the position of a DDP
+instance.
 
 Optimizer state is named by the FQN of the parameter, so an optimizer needs one module that has all of its parameters.
-Where the state has none, one is put together from what the state has (:func:`joint_module`); nothing is copied:
+If the state has no such module, :func:`joint_module` composes one from the state, without copies:
 
 | parameters                                | their names                          |
 |-------------------------------------------|--------------------------------------|
 | of a module of the state (``gen``)        | ``gen.0.weight``: its name in front  |
 | in no module (a temperature, for one)     | ``loose.<group>.<position>``         |
 
-A save and a load find the same names if the state has the same names for its modules, and the groups the same order.
+A save and a load derive the same names if the state has the same names for its modules, and the groups the same order.
 
-:func:`module_cache` keeps the walk through a module tree for the time of one save. Names, wrappers, annotations and
-what is trained each need one, and a walk through a large model takes a good part of the time of a lazy save.
+:func:`module_cache` keeps the result of walking a module tree for the time of one save. Names, wrappers, annotations
+and trained parameters each need a walk, and a walk through a large model takes a large part of the time of a lazy save.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))
 
 
 class CleanNames:
-    """Maps the names that a wrapped module gives to its parameters and state to clean ones."""
+    """Map from the names that a wrapped module gives to its parameters and state to clean names."""
 
     def __init__(self, module: nn.Module) -> None:
         wrapped = ddp_names(module)
-        # Outermost first: the prefix of an inner one is clean only after the outer one's segment is gone.
+        # Outermost first: the prefix of an inner wrapper is clean only after the segment of the outer wrapper is
+        # removed.
         self._ddp_prefixes: list[str] = []
         for name in sorted(wrapped, key=len):
             clean = self(name)
@@ -57,12 +59,12 @@ class CleanNames:
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """``isinstance``, which takes five times as long with an abstract base class."""
+    """Return whether a module is DDP. ``isinstance`` takes five times as long with its abstract base class."""
     return DistributedDataParallel in type(module).__mro__
 
 
 def ddp_names(module: nn.Module) -> list[str]:
-    """The names of the DDP instances in a module."""
+    """Return the names of the DDP instances in a module."""
     return _once("DDP", module, lambda: [name for name, child in named_modules(module) if is_ddp(child)])
 
 
@@ -75,14 +77,14 @@ def contains_fsdp1(module: nn.Module) -> bool:
 
 
 def without_wrappers(name: str) -> str:
-    """A name without the segments that only wrappers insert."""
+    """Return a name without the segments that only wrappers insert."""
     if _ANY_OF_THEM.search(name) is None:
         return name
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """The module, the one that it wraps, and so on; the last is the user's own."""
+    """Return the module, the module that it wraps, and so on; the last is the user's own."""
     chain = [module]
     while True:
         inner = [child for name, child in chain[-1].named_children() if name in _WRAPPER_SEGMENTS]
@@ -94,21 +96,21 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """The clean FQN of every parameter by ``id``. A tied parameter has its first name."""
+    """Return the clean FQN of every parameter by ``id``. A tied parameter has its first name."""
     return {id(parameter): name for name, parameter in parameters_by_name(module).items()}
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by clean FQN, a tied one by its first."""
+    """Return every parameter by clean FQN, a tied parameter by its first name."""
     clean = CleanNames(module)
-    found: dict[str, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for prefix, child in named_modules(module):
         for name, parameter in own_parameters(child):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[clean(f"{prefix}.{name}" if prefix else name)] = parameter
-    return found
+                named[clean(f"{prefix}.{name}" if prefix else name)] = parameter
+    return named
 
 
 Named = Sequence[tuple[str, nn.Module]]
@@ -116,25 +118,26 @@ Named = Sequence[tuple[str, nn.Module]]
 T = TypeVar("T")
 
 _cached: ContextVar[dict[tuple[str, int], tuple[nn.Module, Any]] | None] = ContextVar("dcp_cached", default=None)
-"""What was asked of which module, with the module itself, so that no other one gets its ``id``."""
+"""Results by question and ``id`` of the module, with the module itself, so that no other module gets its ``id``."""
 
 
-def _once(what: str, module: nn.Module, find: Callable[[], T]) -> T:
-    """What ``find`` says of the classes and names of the submodules, asked once inside of :func:`module_cache`.
+def _once(question: str, module: nn.Module, find: Callable[[], T]) -> T:
+    """Return the result of ``find`` about the classes and names of submodules, computed once inside
+    :func:`module_cache`.
 
-    Not for parameters: FSDP2, and hooks that make a state dict, may exchange them meanwhile.
+    Do not use it for parameters: FSDP2, and hooks that make a state dict, may exchange them meanwhile.
     """
-    known = _cached.get()
-    if known is None:
+    cache = _cached.get()
+    if cache is None:
         return find()
-    if (what, id(module)) not in known:
-        known[what, id(module)] = module, find()
-    found: T = known[what, id(module)][1]
-    return found
+    if (question, id(module)) not in cache:
+        cache[question, id(module)] = module, find()
+    result: T = cache[question, id(module)][1]
+    return result
 
 
 def named_modules(module: nn.Module) -> Named:
-    """``module.named_modules()``, from the cache inside of :func:`module_cache`."""
+    """Return ``module.named_modules()``, from the cache inside :func:`module_cache`."""
     return _once("modules", module, lambda: tuple(module.named_modules()))
 
 
@@ -154,9 +157,9 @@ LOOSE = "loose"
 def trained_module(
     name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
 ) -> nn.Module:
-    """Return the module that has all parameters of an optimizer, put together from several if none has.
+    """Return the module that has all parameters of an optimizer, composed from several modules if none has them all.
 
-    An optimizer that lists no parameters (it contains others) trains any of the modules.
+    An optimizer that lists no parameters (it contains other optimizers) trains any of the modules.
     """
     if not hasattr(optimizer, "param_groups"):
         return next(iter(modules.values())) if len(modules) == 1 else union_of(modules, {})
@@ -170,10 +173,10 @@ def trained_module(
 
 
 def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """The module that an optimizer trains.
+    """Return the module that an optimizer trains.
 
     Raises:
-        CheckpointMismatch: None has all of its parameters.
+        CheckpointMismatch: No module has all of its parameters.
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for module in modules.values():
@@ -189,21 +192,22 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
 def joint_module(
     name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
 ) -> nn.Module | None:
-    """A module that has all parameters of an optimizer of which no single module has them all.
+    """Return a composed module that has all parameters of an optimizer, if no single module has them all.
 
-    None if nothing in the state has any of them (the optimizer was made before the module was wrapped, say), and if it
-    would have to join FSDP1 with others: its optimizer state is gathered through its own root.
+    Return None if the state has none of the parameters (the optimizer was made before the module was wrapped, for
+    example), or if the module would have to join FSDP1 with others: its optimizer state is gathered through its own
+    root.
 
     Raises:
-        CheckpointMismatch: A module has the name under which loose parameters are stored.
+        CheckpointMismatch: A module has the reserved name under which loose parameters are stored.
     """
     loose = _by_place(optimizer)
     wanted = {id(parameter) for parameter in loose.values()}
     members: dict[str, nn.Module] = {}
     for member, module in modules.items():
-        if found := wanted & {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
+        if shared := wanted & {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
             members[member] = module
-            wanted -= found
+            wanted -= shared
     if not members and wanted.isdisjoint(map(id, _tensors(state))):
         return None
     if any(map(contains_fsdp1, members.values())):
@@ -218,12 +222,12 @@ def joint_module(
 
 
 def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
-    """A module that names all parameters of an optimizer as those of no module."""
+    """Return a module that names all parameters of an optimizer as those of no module."""
     return union_of({}, _by_place(optimizer))
 
 
 def is_of_no_module(keys: Iterable[str]) -> bool:
-    """Whether an optimizer's stored keys are those of parameters of no module (:func:`loose_module`)."""
+    """Return whether an optimizer's stored keys are those of parameters of no module (:func:`loose_module`)."""
     return all(key.split(".")[1:2] == [LOOSE] for key in keys)
 
 

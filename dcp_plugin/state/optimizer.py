@@ -1,4 +1,4 @@
-"""Optimizer state by FQN, for any wrapper, and for optimizers that have no state yet.
+"""Optimizer state by FQN, for any wrapper, and for optimizers without state.
 
 An optimizer knows its parameters by identity and by their order. Neither survives another wrapper or world size, so
 state and hyper-parameters are keyed by the FQN of the parameter:
@@ -8,15 +8,15 @@ state and hyper-parameters are keyed by the FQN of the parameter:
 - ``param_groups.<FQN>.<field>`` (``param_groups.layer.weight.lr``): per parameter, since the groups of the saving
   and the loading optimizer need not be the same,
 - ``global_state.<key>.…``: the optimizer's state under a key that is no parameter,
-- ``extra_state.<key>.…``: what its own ``state_dict()`` returns beside ``state`` and ``param_groups``,
+- ``extra_state.<key>.…``: entries of its own ``state_dict()`` other than ``state`` and ``param_groups``,
 - ``param_groups.<number>.<field>`` (:func:`group_list`): the groups as a list, for stock code that does not flatten. A
-  load reads these only from checkpoints that have nothing else.
+  load reads these only from checkpoints without the other keys.
 
-An optimizer whose own ``state_dict()`` returns any other layout (flat names, a list of state dicts) is stored as a
-``Stateful`` is: :class:`OwnLayout`.
+An optimizer whose own ``state_dict()`` returns any other layout (flat names, a list of state dicts) is stored like a
+``Stateful``: :class:`OwnLayout`.
 
-``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch gives the first two as well, but it steps an
-optimizer that has no state. Here nothing is stepped: a save changes nothing, and a failed load leaves no trace.
+``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch returns the first two as well, but it steps an
+optimizer that has no state. This module steps none: a save changes no state, and a failed load leaves no trace.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ GLOBAL = "global_state"
 
 EXTRA_STATE = "extra_state"
 BESIDE = (GLOBAL, EXTRA_STATE)
-"""Trees that are of no parameter."""
+"""Trees that belong to no parameter."""
 
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple))
 
 Nested = dict[str, Any]
-"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and ``"global_state"``
-and ``"extra_state"``, if there are any."""
+"""Nested state: ``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and
+``"global_state"`` and ``"extra_state"``, if the optimizer has them."""
 
 
 class OwnLayout:
-    """Marks a state dict that does not have torch's layout, and so has no names of ours in it."""
+    """Mark of a state dict that does not have torch's layout, and so has no FQNs of ours in it."""
 
 
 class _OwnMapping(dict[str, Any], OwnLayout): ...
@@ -73,7 +73,7 @@ def own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
         groups of the optimizer, as in torch's layout.
 
     Raises:
-        CheckpointMismatch: It is neither a mapping nor a list.
+        CheckpointMismatch: The state dict is neither a mapping nor a list.
     """
     if not has_own_state_dict(optimizer):
         return None
@@ -110,7 +110,7 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
     Collective if the module contains FSDP1.
 
     Raises:
-        CheckpointMismatch: The optimizer has a parameter that the module has not, or its layout cannot be stored.
+        CheckpointMismatch: The optimizer has a parameter that the module lacks, or its layout cannot be stored.
     """
     optimizer = unwrapped_optimizer(optimizer)
     reshard(module)
@@ -128,17 +128,17 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
 
 
 def extras_of(own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a state dict of torch's layout has beside ``state`` and ``param_groups``."""
+    """Return the entries of a state dict of torch's layout other than ``state`` and ``param_groups``."""
     return {key: value for key, value in (own or {}).items() if key not in ("state", GROUPS)}
 
 
 def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any) -> None:
     """Refuse state in an optimizer's own layout that may have been cut with the flat parameters of FSDP1.
 
-    Each rank has another slice, which does not tell its place, so that one rank's would be stored for all.
+    Each rank has another slice, which does not record its place, so that the slice of one rank would be stored for all.
 
     Raises:
-        CheckpointMismatch: A tensor of one or more elements per rank is in it.
+        CheckpointMismatch: The state has a tensor with dimensions.
     """
     if not contains_fsdp1(module):
         return
@@ -159,15 +159,17 @@ def flatten_tree(tree: Any, walks: Walks = walked_by_us) -> tuple[dict[str, Any]
 
 
 def _nested(
-    state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], others: dict[Any, Any], extras: dict[str, Any]
+    state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], global_state: dict[Any, Any], extras: dict[str, Any]
 ) -> Nested:
-    beside = {GLOBAL: others, EXTRA_STATE: extras}
-    return {"state": state, GROUPS: groups} | {name: found for name, found in beside.items() if found}
+    beside = {GLOBAL: global_state, EXTRA_STATE: extras}
+    return {"state": state, GROUPS: groups} | {name: content for name, content in beside.items() if content}
 
 
 def flatten_optimizer(nested: Nested | OwnLayout) -> Any:
-    """Return ``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``, as it is stored; a state of its own layout
-    as it is."""
+    """Return ``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``, as it is stored.
+
+    A state of its own layout is returned unchanged.
+    """
     if isinstance(nested, OwnLayout):
         return nested
     state = nested["state"]
@@ -180,24 +182,25 @@ def flatten_optimizer(nested: Nested | OwnLayout) -> Any:
 
 
 def _runs(state: dict[str, dict[str, Any]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The parameters, those with the same slots that follow each other together, and their slots."""
+    """Yield the runs of consecutive parameters with the same slots, and these slots."""
     for slots, run in itertools.groupby(state, key=lambda fqn: tuple(state[fqn])):
         yield tuple(run), slots
 
 
 @functools.lru_cache(maxsize=16)
 def _keys(kind: str, names: tuple[str, ...], fields: tuple[str, ...]) -> list[str]:
-    """Each field of each parameter. A save makes a dozen keys for each parameter, the same ones each time."""
+    """Return the key of each field of each parameter. A save makes a dozen keys per parameter, the same ones each
+    time."""
     return [f"{kind}.{name}.{field}" for name in names for field in fields]
 
 
 def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten the trees in a result of :func:`flatten_optimizer`, and return the paths of their leaves too.
+    """Flatten the trees in a result of :func:`flatten_optimizer`, and also return the paths of their leaves.
 
-    Trees are the state that is of no parameter, and slots with sharded tensors in a mapping or a list: a slot that is
-    stored as one value would have only one rank's shards.
+    Trees are the state of no parameter, and slots with sharded tensors in a mapping or a list: a slot that is stored as
+    one value would have only one rank's shards.
     """
-    # The class is compared first: a lazy save asks this of thousands of tensors in the call.
+    # The class is compared first: a lazy save makes this test for thousands of tensors during the call.
     containers = [key for key, value in flat.items() if type(value) in _CONTAINERS and key.startswith("state.")]
     trees = {key: flat[key] for key in containers if holds_sharded(flat[key])}
     trees |= {name: flat[name] for name in BESIDE if name in flat}
@@ -208,7 +211,7 @@ def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPa
 
 
 def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """The param groups under the keys where stock code looks for them, with their paths."""
+    """Return the param groups under the keys where stock code looks for them, with their paths."""
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for number, group in enumerate(nested["param_groups"]):
@@ -219,11 +222,12 @@ def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
 
 
 def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
-    """The inverse of :func:`flatten_optimizer`; parameters with equal hyper-parameters share a group."""
+    """Return the nested state: the inverse of :func:`flatten_optimizer`. Parameters with equal hyper-parameters share a
+    group."""
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
-        if key == GROUPS or key in BESIDE:  # the list, for stock code
+        if key == GROUPS or key in BESIDE:  # the group list, which is for stock code
             continue
         kind, fqn, name = split_key(key)
         (state if kind == "state" else fields)[fqn][name] = value
@@ -234,25 +238,25 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
 
 
 def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
-    """Return the tree of an optimizer's stored keys, nested as in :data:`Nested`, and whether that is certain.
+    """Return the tree of an optimizer's stored keys, nested as in :data:`Nested`, and whether the result is certain.
 
-    It is not if the groups are not stored as a list, or if ranks have state of their own. Without the list, parameters
-    with equal settings that follow each other count as one group.
+    It is uncertain if the groups are not stored as a list, or if ranks have state of their own. Without the list,
+    consecutive parameters with equal settings count as one group.
     """
     groups = _listed(tree.get(GROUPS))
-    known = {fqn for group in groups for fqn in group["params"]}
+    listed_names = {fqn for group in groups for fqn in group["params"]}
     flat = {key: value for key, value in tree.items() if key not in ("state", GROUPS, *BESIDE)}
-    for kind in ("state", GROUPS):  # where they are no part of the keys, as stock nests them
+    for kind in ("state", GROUPS):  # the kind and the FQN may be separate steps, as stock nests them
         if isinstance(tree.get(kind), dict):
             for fqn, named in tree[kind].items():
                 flat |= {f"{kind}.{fqn}.{name}": value for name, value in named.items()}
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
-        kind, fqn, name = split_key(key, known)
+        kind, fqn, name = split_key(key, listed_names)
         if kind in ("state", GROUPS):
             (state if kind == "state" else fields)[fqn][name] = value
-    is_listed = bool(groups) and state.keys() | fields.keys() <= known
+    is_listed = bool(groups) and state.keys() | fields.keys() <= listed_names
     if not is_listed:
         runs = (list(run) for _, run in itertools.groupby(fields, key=lambda fqn: repr(sorted(fields[fqn].items()))))
         groups = [{**fields[run[0]], "params": run} for run in runs]
@@ -279,7 +283,7 @@ def numbers_of(groups: Iterable[Iterable[str]]) -> dict[str, int]:
 
 
 def with_numbers(nested: Nested) -> dict[str, Any]:
-    """Return what ``state_dict()`` of the optimizer gives: numbers in place of FQNs."""
+    """Return the tree in the form of the optimizer's ``state_dict()``: with numbers in place of FQNs."""
     numbers = numbers_of(group["params"] for group in nested[GROUPS])
     state = {number: nested["state"][fqn] for fqn, number in numbers.items() if fqn in nested["state"]}
     groups = [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in nested[GROUPS]]
@@ -292,14 +296,14 @@ def split_key(key: str, known: Collection[str] = ()) -> tuple[str, str, str]:
     Args:
         known: FQNs. Only the slots of these may have dots in their names.
     """
-    kind, _, rest = key.partition(".")
-    parts = rest.split(".")
+    kind, _, remainder = key.partition(".")
+    parts = remainder.split(".")
     count = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in known), len(parts) - 1)
     return kind, ".".join(parts[:count]), ".".join(parts[count:])
 
 
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The clean FQNs of the parameters of each group."""
+    """Return the clean FQNs of the parameters of each group."""
     if contains_fsdp1(module):
         names = flat_parameter_names(module)
         return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
@@ -308,16 +312,18 @@ def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
 
 
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
-    """The parts that this rank has of the sharded parameters of an optimizer, by clean FQN. None under FSDP1, whose
-    state dicts have no state of a rank's own."""
+    """Return the parts that this rank has of the sharded parameters of an optimizer, by clean FQN.
+
+    FSDP1 has none: its state dicts have no state of a single rank.
+    """
     if contains_fsdp1(module):
         return {}
     parameters = [parameter for group in groups_of(optimizer) for parameter in group["params"]]
-    if all(type(parameter) in EXACTLY_TENSORS for parameter in parameters):  # none is sharded: no name is needed
+    if all(type(parameter) in EXACTLY_TENSORS for parameter in parameters):  # skip the names if no parameter is sharded
         return {}
-    mine = set(map(id, parameters))
-    found = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in mine}
-    return {fqn: box for fqn, box in found.items() if box is not None}
+    ids = set(map(id, parameters))
+    boxes = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in ids}
+    return {fqn: box for fqn, box in boxes.items() if box is not None}
 
 
 def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
@@ -339,7 +345,7 @@ def class_name(cls: type) -> str:
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer. One that only contains others may have no ``param_groups``."""
+    """Return the groups of an optimizer. An optimizer that only contains others may have no ``param_groups``."""
     return getattr(optimizer, GROUPS, [])
 
 
@@ -349,23 +355,23 @@ def fields_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state of an optimizer on this rank, by FQN.
+    """State of an optimizer on this rank, by FQN.
 
-    Most optimizers are read and written directly, in place. If code of an optimizer's own makes or takes its state
-    dict (an overridden method, a hook of the user's), only that code knows what is to be saved. It is then asked as
-    ``torch.distributed.checkpoint`` asks it: one ``state_dict()`` for a save, one for a load, to see what is there, and
-    one ``load_state_dict()`` with the parameters numbered as in the first.
+    Most optimizers are read and written directly, in place. If an optimizer's own code makes or takes its state dict
+    (an overridden method, a hook of the user's), only that code knows the content of a save. It is then called as
+    ``torch.distributed.checkpoint`` calls it: one ``state_dict()`` for a save; for a load one ``state_dict()`` to see
+    the present state, and one ``load_state_dict()`` with the parameters numbered as in the first.
     """
 
     slots: dict[str, dict[str, Any]]
     others: dict[Any, Any]
-    """State that is of no parameter."""
+    """State that belongs to no parameter."""
     extras: dict[str, Any]
-    """What its ``state_dict()`` returned beside ``state`` and ``param_groups``."""
+    """Entries of its ``state_dict()`` other than ``state`` and ``param_groups``."""
     groups: list[dict[str, Any]]
-    """The optimizer's groups, or those that its ``state_dict()`` returned, with numbers for parameters."""
+    """Groups of the optimizer, or the groups that its ``state_dict()`` returned, with numbers for parameters."""
     names: dict[Any, str]
-    """The FQN of each parameter or number."""
+    """FQN of each parameter or number."""
     by_state_dict: bool
 
     @classmethod
@@ -373,29 +379,29 @@ class LiveState:
         """Read the state of an optimizer of ``module``, which must not contain FSDP1.
 
         Args:
-            own: What :func:`own_state_dict` returned, if it has torch's layout. Without it the state is read directly.
+            own: The result of :func:`own_state_dict`, if it has torch's layout. If None, the state is read directly.
 
         Raises:
-            CheckpointMismatch: The optimizer has a parameter that the module has not.
+            CheckpointMismatch: The optimizer has a parameter that the module lacks.
         """
         names = names_of(module, optimizer)
         state, groups = (optimizer.state, optimizer.param_groups) if own is None else (own["state"], own[GROUPS])
-        known = {
+        fqn_of = {
             key: names[id(parameter)]
             for group, live in zip(groups, optimizer.param_groups, strict=True)
             for key, parameter in zip(group["params"], live["params"], strict=True)
         }
-        if own is None:  # there may be state of a parameter that is in no group any more
-            known |= {key: names[id(key)] for key in state if isinstance(key, torch.Tensor)}
+        if own is None:  # the state may have a parameter that is no longer in any group
+            fqn_of |= {key: names[id(key)] for key in state if isinstance(key, torch.Tensor)}
         slots = {
-            known[key]: {slot: laid_out_like(value, key) for slot, value in slots.items()}
+            fqn_of[key]: {slot: laid_out_like(value, key) for slot, value in slots.items()}
             if hasattr(key, "global_shape")
             else dict(slots)
             for key, slots in state.items()
-            if key in known
+            if key in fqn_of
         }
-        others = {key: value for key, value in state.items() if key not in known}
-        return cls(slots, others, extras_of(own), list(groups), known, own is not None)
+        others = {key: value for key, value in state.items() if key not in fqn_of}
+        return cls(slots, others, extras_of(own), list(groups), fqn_of, own is not None)
 
     def load(
         self,
@@ -405,18 +411,18 @@ class LiveState:
         extras: Mapping[str, Any],
         fields: list[dict[str, Any]],
     ) -> None:
-        """Give the optimizer new slots for some FQNs (None: it has none), other state, extra entries of its state dict,
+        """Give the optimizer new slots for some FQNs (None: no slots), other state, extra entries of its state dict,
         and new fields of its groups."""
         if self.by_state_dict:
-            kept = {fqn: found for fqn, found in {**self.slots, **slots}.items() if found is not None}
+            kept = {fqn: own_slots for fqn, own_slots in {**self.slots, **slots}.items() if own_slots is not None}
             groups = [
                 {**group, **{field: _of_type(group.get(field), value) for field, value in new.items()}}
                 for group, new in zip(self.groups, fields, strict=True)
             ]
             state = {number: kept[fqn] for number, fqn in self.names.items() if fqn in kept}
-            whole = {"state": {**state, **self.others, **others}, GROUPS: groups}
+            state_dict = {"state": {**state, **self.others, **others}, GROUPS: groups}
             unpatched(optimizer, "load_state_dict")(
-                {**whole, **self.extras, **with_types_of(self.extras, dict(extras))}
+                {**state_dict, **self.extras, **with_types_of(self.extras, dict(extras))}
             )
             return
         optimizer.state.update(others)
@@ -428,12 +434,12 @@ class LiveState:
         for group, new in zip(optimizer.param_groups, fields, strict=True):
             for field, value in new.items():
                 current, value = group.get(field), _of_type(group.get(field), value)
-                # Captured graphs and schedulers hold a learning rate that is a tensor: it stays the same object.
+                # Captured graphs and schedulers hold the tensor of a learning rate: it stays the same object.
                 group[field] = current.copy_(value) if isinstance(current, torch.Tensor) else value
 
 
 def _of_type(current: Any, value: Any) -> Any:
-    """A tensor where there was one, and a number where there was one."""
+    """Return the value as a tensor if the current value is one, and as a number if the current value is one."""
     if isinstance(current, torch.Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return value.item() if isinstance(value, torch.Tensor) and isinstance(current, (int, float)) else value

@@ -1,7 +1,7 @@
 """One load into one optimizer.
 
-Memory is allocated for what the checkpoint has, also where the optimizer has no state yet; it is filled, and then given
-to the optimizer, so a load that fails before leaves no trace.
+Memory is allocated for the state in the checkpoint, also if the optimizer has no state yet. It is filled first, and
+then given to the optimizer, so a load that fails earlier leaves no trace.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_into(
 
     Args:
         stored: The entries of the checkpoint by key relative to the optimizer (``state.<FQN>.<slot>`` …).
-        paths: The path of each key, relative too; without it, no group list is recognised.
+        paths: The path of each key, also relative; without the paths, no group list is recognised.
     """
     reshard(module)
     own = own_state_dict(optimizer)
@@ -84,12 +84,12 @@ def load_into(
         return OptimizerLoad(module, optimizer, stored, paths, own)
     load = OwnLayoutLoad(module, optimizer, own, stored, paths or {})
     if load.shares_no_key and any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer):
-        return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before own layouts were, from its groups
+        return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before this package stored own layouts
     return load
 
 
 def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:
-    """Return whether a state may be that of another class than the optimizer's and its bases.
+    """Return whether a state may belong to another class than the optimizer's class and its bases.
 
     Args:
         recorded: The class that the checkpoint records; empty if it records none.
@@ -98,13 +98,13 @@ def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:
 
 
 class OptimizerLoad:
-    """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
+    """One load into one optimizer: allocate memory for the stored state, read into it, then swap it in.
 
     Args:
         stored, paths: As in :func:`load_into`.
-        own: What :func:`~dcp_plugin.state.optimizer.own_state_dict` returned.
+        own: The result of :func:`~dcp_plugin.state.optimizer.own_state_dict`.
 
-    Making one is collective if the module contains FSDP1.
+    Construction is collective if the module contains FSDP1.
     """
 
     def __init__(
@@ -123,22 +123,22 @@ class OptimizerLoad:
         )
         self._beside: dict[str, Entry] = {}
         self._paths = dict(paths or {})
-        # What has the shape of a parameter is sharded like it.
+        # State with the shape of a parameter is sharded like it.
         self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._parts: dict[str, KeyPath] = {}
-        """The steps to each part of a slot that is stored in parts: the key of the slot, and those below it."""
+        """Steps to each part of a slot that is stored in parts: the key of the slot, and the steps below it."""
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._group_list: dict[str, Entry] = {}
         self._has_other_layout = False
         self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
         self.wanted = Wanted()
-        """Without targets, until they are made."""
+        """Wanted state, without targets until :meth:`targets` is called."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
-            if key == "state":  # an empty mapping, of an optimizer without state that was saved as data
+            if key == "state":  # an empty mapping, from an optimizer without state that was saved as data
                 continue
             self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
             if kind in BESIDE:
@@ -154,19 +154,19 @@ class OptimizerLoad:
                 self._group_list[key] = entry
             else:
                 self._hyper[fqn][name] = entry
-        for (fqn, slot), found in self._local.items():
+        for (fqn, slot), locals_of_slot in self._local.items():
             if fqn in self._here:
-                self._take_local(fqn, slot, found, stored)
+                self._take_local(fqn, slot, locals_of_slot, stored)
         self._numbers = {number: fqn for fqn, number in numbers_of(self._groups).items()}
         has_numbers = self._here.isdisjoint(self._slots) and all(map(str.isdecimal, self._slots))
         if self._group_list and not self._hyper and has_numbers:
             self.wanted.unfit = self._take_numbered()
-        known = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
-        listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
+        stored_names = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
+        listed_only = bool(self._group_list) and not self._hyper  # then the parameters of the save are unknown
         if not listed_only:
-            self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - known)]
-        self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - self._here)]
-        if stored and (not known or known & self._here):  # else it is the state of another optimizer
+            self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - stored_names)]
+        self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(stored_names - self._here)]
+        if stored and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
             self.wanted.tolerated = _OTHERS_ARE_TRAINED
         if self._hyper:
             self._group_list = {}
@@ -182,12 +182,14 @@ class OptimizerLoad:
                 return name_of(path[:length]), *path[length:]
         return (key,)
 
-    def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
-        """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
+    def _take_local(
+        self, fqn: str, slot: str, candidates: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]
+    ) -> None:
+        """Take the state that this rank had for its part of a parameter, or that another rank had for the same part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         shape = sharded_value(self._layouts[fqn]).shape
         box = shard_of(self._layouts[fqn]) or ((0,) * len(shape), shape)
-        fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
+        fitting = [(local.rank != rank, key) for local, key in candidates if local.box == box]
         if fitting:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
             self._slots[fqn][slot] = stored[self.wanted.stored_as[f"state.{fqn}.{slot}"]]
@@ -195,7 +197,8 @@ class OptimizerLoad:
             (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
 
     def _take_numbered(self) -> str:
-        """Find the parameters of numbered state by their order. Return why that is not possible; empty if it is."""
+        """Assign numbered state to parameters by their order. Return why that is impossible; empty if it is
+        possible."""
         numbered = {int(number): slots for number, slots in self._slots.items()}
         if max(numbered, default=0) >= len(self._numbers):
             return _NUMBERED.format(f"it has number {max(numbered)}, and the optimizer {len(self._numbers)} parameters")
@@ -210,7 +213,7 @@ class OptimizerLoad:
             fqn = self._numbers[number]
             shape = sharded_value(self._layouts[fqn]).shape
             shapes = [entry.shape for entry in slots.values() if isinstance(entry, StoredTensor) and entry.shape]
-            if shapes and not any(_is_slot_of(each, shape) for each in shapes):
+            if shapes and not any(_is_slot_of(shape_of_slot, shape) for shape_of_slot in shapes):
                 return _NUMBERED.format(f"number {number} has state of shape {shapes[0]}, and {fqn} has shape {shape}")
         for number, slots in numbered.items():
             fqn = self._numbers[number]
@@ -219,7 +222,7 @@ class OptimizerLoad:
         return ""
 
     def targets(self) -> dict[str, Any]:
-        """A tensor to fill, or None for another value, by relative key."""
+        """Return a tensor to fill, or None for another value, by relative key."""
         targets = self.wanted.targets
         if self.wanted.unfit:
             return targets
@@ -248,7 +251,7 @@ class OptimizerLoad:
     def lacks(self, recorded: str) -> list[str]:
         """Return what the optimizer needs and the state of another class does not have.
 
-        Fields that are numbers are needed, since torch adds flags and fields with None from version to version.
+        Only fields with numbers are needed, since torch adds flags and fields with None from version to version.
 
         Args:
             recorded: The class that the checkpoint records; empty if it records none.
@@ -267,14 +270,14 @@ class OptimizerLoad:
             is_known = not recorded or recorded.rpartition(".")[2] == type(self._optimizer).__name__
             return lacking if is_known or not self._slots else [*lacking, f"slots that are not known: {_HAVE_STATE}"]
         of_all = [self._slots_stored(fqn) for fqn in self._here if self._slots.get(fqn)]
-        return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in each for each in of_all)]
+        return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in names for names in of_all)]
 
     def _slots_stored(self, fqn: str) -> set[str]:
         keys = (f"state.{fqn}.{name}" for name in self._slots[fqn])
         return {self._split(str(self._parts.get(key, (key,))[0]))[2] for key in keys}
 
     def _slots_needed(self) -> set[str] | None:
-        """Return the slots that the optimizer has of every parameter; None if that is not known yet."""
+        """Return the slots that the optimizer has of every parameter; None if they are not known yet."""
         if (slots := slots_of_torch(self._optimizer)) is not None:
             return slots
         live = [set(slots) for slots in self._optimizer.state.values() if isinstance(slots, Mapping) and slots]
@@ -289,16 +292,16 @@ class OptimizerLoad:
         _, fields = self._sort(values)
         listed = {key: value for key, value in values.items() if key in self._group_list and key.endswith(".params")}
         if any(isinstance(number, int) for numbers in listed.values() for number in numbers):
-            there, here = [len(numbers) for numbers in listed.values()], [len(names) for names in self._groups]
-            if there != here or [number for numbers in listed.values() for number in numbers] != list(self._numbers):
+            stored, own = [len(numbers) for numbers in listed.values()], [len(names) for names in self._groups]
+            if stored != own or [number for numbers in listed.values() for number in numbers] != list(self._numbers):
                 raise CheckpointMismatch(
-                    f"the optimizer {_NUMBERED.format(f'its groups have {there} parameters, and those here {here}')}"
+                    f"the optimizer {_NUMBERED.format(f'its groups have {stored} parameters, and those here {own}')}"
                 )
         for number, names in enumerate(self._groups):
             self._group_fields(number, names, fields)
 
     def commit(self, filled: Mapping[str, Any]) -> None:
-        """Give the optimizer what was read; parameters of which nothing was read keep what they have.
+        """Give the optimizer the loaded state; parameters without loaded state keep theirs.
 
         Collective if the module contains FSDP1.
 
@@ -325,19 +328,20 @@ class OptimizerLoad:
             if fqn in state:
                 kept = {} if self._is_complete(fqn, filled) else self._live.slots.get(fqn, {})
                 slots[fqn] = {**kept, **state[fqn]}
-            elif fqn not in self._slots:  # it never got a gradient before the checkpoint
+            elif fqn not in self._slots:  # the parameter had no gradient before the checkpoint
                 slots[fqn] = None
-        others = self._trees_of(filled, GLOBAL, self._live.others)
+        global_state = self._trees_of(filled, GLOBAL, self._live.others)
         extras = self._trees_of(filled, EXTRA_STATE, self._live.extras)
-        self._live.load(self._optimizer, slots, others, extras, groups)
+        self._live.load(self._optimizer, slots, global_state, extras, groups)
 
     def _is_complete(self, fqn: str, filled: Mapping[str, Any]) -> bool:
-        """Return whether this is all that the checkpoint has of a parameter's state."""
+        """Return whether ``filled`` has all state of a parameter that the checkpoint has."""
         lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost)
         return all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
 
     def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the state of no parameter that is stored under a name, with what was not read as it is."""
+        """Return the state of no parameter that is stored under a name; keys that were not read keep the current
+        value."""
         if name in filled:
             return dict(filled[name])
         stored = [key for key in self._beside if key.startswith(f"{name}.")]
@@ -346,7 +350,7 @@ class OptimizerLoad:
         return _merged(current, tree) if len(read) < len(stored) else tree
 
     def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Slots and hyper-parameters by FQN."""
+        """Return slots and hyper-parameters by FQN."""
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         fields: dict[str, dict[str, Any]] = defaultdict(dict)
         listed: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -356,8 +360,8 @@ class OptimizerLoad:
             kind, fqn, name = self._split(key)
             if kind in BESIDE:
                 continue
-            where = state if kind == "state" else listed if key in self._group_list else fields
-            where[fqn][name] = value
+            destination = state if kind == "state" else listed if key in self._group_list else fields
+            destination[fqn][name] = value
         for group in listed.values():
             for fqn in group.get("params", ()):
                 fields[self._numbers.get(fqn, fqn)] = fields_of(group)
@@ -367,8 +371,10 @@ class OptimizerLoad:
         return split_key(key, self._here)
 
     def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
-        """Allocate a slot that the optimizer does not have yet, laid out like the parameter if it has its shape and is
-        not this rank's own."""
+        """Allocate a slot that the optimizer does not have yet.
+
+        It is laid out like the parameter if it has its shape and is not only this rank's own.
+        """
         like = self._layouts[fqn]
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
             return _empty_like(like, self._dtype_of_slot(entry.dtype, like))
@@ -376,13 +382,17 @@ class OptimizerLoad:
         return entry.empty(like.device if on_device else "cpu")
 
     def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
-        """Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save.
-        What others have is theirs: 8 bits beside 32, say."""
+        """Return the dtype for a slot of the shape of its parameter.
+
+        Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save. Other
+        optimizers choose theirs, such as 8 bits with 32.
+        """
         cast = is_of_torch(self._optimizer) and stored.is_floating_point and like.dtype.is_floating_point
         return like.dtype if cast else stored
 
     def _steps_on_device(self, fqn: str) -> bool:
-        """Optimizers keep scalars such as ``step`` on the host, unless they are fused or capturable."""
+        """Return whether scalars such as ``step`` are on the device: only fused or capturable optimizers keep them
+        there."""
         groups = zip(self._optimizer.param_groups, self._groups, strict=True)
         return any(group.get("fused") or group.get("capturable") for group, names in groups if fqn in names)
 
@@ -391,11 +401,11 @@ class OptimizerLoad:
         merged: dict[str, tuple[str, Any]] = {}
         for fqn in names:
             for field, value in fields.get(fqn, {}).items():
-                source, known = merged.setdefault(field, (fqn, value))
-                if repr(known) != repr(value):
+                source, first_value = merged.setdefault(field, (fqn, value))
+                if repr(first_value) != repr(value):
                     raise CheckpointMismatch(
                         f"param group {number} holds {source} and {fqn}, which had different {field} in the "
-                        f"checkpoint ({known} and {value}). Give the optimizer the groups it was saved with."
+                        f"checkpoint ({first_value} and {value}). Give the optimizer the groups it was saved with."
                     )
         return {field: value for field, (_, value) in merged.items()}
 
@@ -418,11 +428,13 @@ _HAVE_STATE = (
 
 
 class OwnLayoutLoad:
-    """One load into an optimizer whose state dict has a layout of its own. As with a ``Stateful``, the checkpoint says
-    what there is, and the optimizer's own ``load_state_dict`` what becomes of it.
+    """One load into an optimizer whose state dict has a layout of its own.
+
+    As with a ``Stateful``, the checkpoint determines the keys, and the optimizer's own ``load_state_dict`` decides how
+    to use them.
 
     Args:
-        tree: What its ``state_dict()`` has returned.
+        tree: The result of its ``state_dict()``.
         stored, paths: As in :func:`load_into`.
     """
 
@@ -438,7 +450,7 @@ class OwnLayoutLoad:
         self._current, self._paths = flatten_tree(tree, walked_as_stored(stored))
         self._paths |= paths_as_stored(stored, self._paths, paths)
         self.wanted = Wanted(missing=[] if stored else [""])
-        """Without targets, until they are made."""
+        """Wanted state, without targets until :meth:`targets` is called."""
 
     @property
     def shares_no_key(self) -> bool:
@@ -448,7 +460,7 @@ class OwnLayoutLoad:
         """Return a tensor to fill, or None for another value, by relative key.
 
         These are the keys that the optimizer has, and those that name a parameter of this rank. All other keys are
-        extra: they may be those of another pipeline stage.
+        extra: they may be keys of another pipeline stage.
         """
         memory = Memory(self._module, self.wanted.refused)
         for key, entry in self._stored.items():
@@ -463,17 +475,20 @@ class OwnLayoutLoad:
         return self.wanted.targets
 
     def lacks(self, recorded: str) -> list[str]:
-        """Return what the optimizer has and the state of another class does not, as :meth:`OptimizerLoad.lacks`."""
+        """Return the keys of the optimizer that the state of another class lacks, as :meth:`OptimizerLoad.lacks`."""
         if not recorded or not may_be_another(self._optimizer, recorded):
             return []
         return [key for key in self._current if key not in self._stored and not has_keys_below(key, self._stored)]
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Any value is fine."""
+        """Accept any value."""
 
     def commit(self, filled: Mapping[str, Any]) -> None:
-        """Give the optimizer what was read, with its own values for keys that a partial load has left out, and its
-        empty mappings, of which stock stores nothing."""
+        """Give the optimizer the loaded state.
+
+        Keys that a partial load has left out, and empty mappings, for which stock stores no key, keep the optimizer's
+        own values.
+        """
         kept = {
             key: value
             for key, value in self._current.items()
@@ -498,11 +513,11 @@ def _with_numbers(tree: Any) -> Any:
 
 
 class Memory:
-    """Memory for stored tensors of whose parameter only their key may tell.
+    """Memory for stored tensors whose parameter only their key may name.
 
     Args:
-        module: Has the parameters. Those of FSDP1 are slices, of which none is like a stored tensor.
-        refused: Takes the keys of tensors for which there is none, with the reason.
+        module: The module with the parameters. Those of FSDP1 are slices, and none is like a stored tensor.
+        refused: Output: the keys of tensors that cannot get memory, with the reason.
     """
 
     def __init__(self, module: nn.Module, refused: dict[str, str]) -> None:
@@ -512,7 +527,7 @@ class Memory:
         self._is_sharded = is_fsdp1 or any(shard_of(parameter) is not None for parameter in self._layouts.values())
 
     def of(self, key: str, entry: StoredTensor, current: Any) -> Any:
-        """Return the current tensor if it fits, or else one that is distributed as the parameter that the key names."""
+        """Return the current tensor if it fits, or a new one, distributed like the parameter that the key names."""
         if is_tensor(current):
             current = with_memory(current)
             if shape_of(current) == entry.shape:
@@ -558,7 +573,7 @@ def _empty_like(like: Any, dtype: torch.dtype) -> Any:
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The current tree, with leaves replaced by those of the new one."""
+    """Return the current tree, with leaves replaced by those of the new tree."""
     result = dict(current)
     for key, value in new.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

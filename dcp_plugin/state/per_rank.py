@@ -1,7 +1,7 @@
-"""Values of which each rank has its own, under one name of the state.
+"""Values that differ between ranks, under one name of the state.
 
-A value that all ranks share is stored once: all ranks get back the value of the first rank. The random state and the
-position in the data differ between ranks. The entry of a rank is stored under ``<name>.<rank>``, as the packages for
+A value that all ranks share is stored once: all ranks get the value of the first rank back. The random state and the
+position in the data differ between ranks. Each rank's entry is stored under ``<name>.<rank>``, as the packages for
 frameworks store random streams (``extra.rng.<rank>``), and each rank loads its own entry.
 
 The user marks such a value with :class:`PerRank`. The loaders and samplers of torchdata need no mark: their state is
@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 
 class PerRank:
-    """A value of the state of which each rank has its own.
+    """Value of the state that differs between ranks.
 
-    Without this mark all ranks get back the value of rank 0. With it each rank saves and loads its own value, under
-    ``<name>.<rank>``. Every rank has to mark the value. A rank that the checkpoint has no entry for raises
+    Without this mark all ranks get the value of rank 0 back. With it each rank saves and loads its own value, under
+    ``<name>.<rank>``. Every rank has to mark the value. A rank without an entry in the checkpoint raises
     :class:`~dcp_plugin.CheckpointMismatch` in a ``load``, and keeps its value with a warning in a ``resume_or_init``.
 
     Args:
@@ -41,7 +41,7 @@ class PerRank:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        """The value of this rank; after a load, the loaded one. Tensors and objects are filled in place."""
+        """Value of this rank; after a load, the loaded one. Tensors and objects are filled in place."""
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -49,31 +49,31 @@ class PerRank:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """The place of a value of which each rank has its own."""
+    """Place of a value that differs between ranks."""
 
     above: str
-    """The name under which the entries of all ranks are."""
+    """Name that the entries of all ranks share."""
     below: str
-    """The name of the object in the value of a rank; empty if the value is the object."""
+    """Name of the object in the value of a rank; empty if the value is the object."""
     rank: int
     world_size: int
     is_position: bool
-    """Whether the value is a position in the data, which has a meaning on the same number of ranks alone."""
+    """Whether the value is a position in the data, which is valid only on the same number of ranks."""
 
     @property
     def shared_name(self) -> str:
-        """The name of the object in a checkpoint that has one value for all ranks."""
+        """Name of the object in a checkpoint that has one value for all ranks."""
         return f"{self.above}.{self.below}" if self.below else self.above
 
     def name_on(self, rank: int) -> str:
-        """The name of the object as ``rank`` has it."""
+        """Return the name of the object of ``rank``."""
         return f"{self.above}.{rank}.{self.below}" if self.below else f"{self.above}.{rank}"
 
 
 def without_sampler(position: Any) -> Any:
     """Return the state of a torchdata loader without that of our sampler (``ResumableSampler``).
 
-    The sampler that Lightning puts there takes no state. torchdata then skips what the rank had read of its order.
+    Lightning's own sampler takes no state. torchdata then skips the batches that the rank had read.
     """
     if type(position) is list:
         return [without_sampler(child) for child in position]
@@ -85,9 +85,9 @@ def without_sampler(position: Any) -> Any:
 
 
 def is_position(value: Any) -> bool:
-    """Whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
+    """Return whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
 
-    A subclass with a ``state_dict`` of its own is none: such a class may store all ranks under one name, as that of
+    A subclass with its own ``state_dict`` does not count: such a class may store all ranks under one name, as that of
     torchtitan does.
     """
     module: str = getattr(getattr(type(value), "state_dict", None), "__module__", None) or ""
