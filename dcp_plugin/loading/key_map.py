@@ -1,14 +1,14 @@
-"""Which key of a checkpoint holds a key of the state.
+"""The mapping between keys of a state and keys of a checkpoint.
 
-An object of the state is stored under its own name, unless a rename says otherwise: one that the user has given
-(:class:`~dcp_plugin.partial.PartialLoad`), or the prefix by which a module that was saved as a part of a larger
-one, or the other way round, is found (:func:`find_prefix`). An optimizer follows its module.
+An object of the state is stored under its own name, unless a rename maps it to another. A rename comes from the user
+(:class:`~dcp_plugin.partial.PartialLoad`) or from :func:`find_prefix`, which finds a module that was saved as a part of
+a larger module, or the reverse. An optimizer follows its module.
 
-Every key has exactly one place. A regular expression decides before prefixes, and of the prefixes the longest. Each
-object has one prefix more, its own name, so keys without a rename are found by the same rule.
+Every key has exactly one place. Regular expressions take precedence over prefixes, and longer prefixes over shorter
+ones. The object's own name is an additional prefix, so the same rule finds keys without a rename.
 
-The other direction, from stored keys to ours, is needed for what is loaded as the checkpoint has it (data, the slots of
-an optimizer), and to tell which stored keys have no target.
+The reverse mapping, from stored keys to keys of the state, serves two purposes: objects that load the keys that the
+checkpoint has (data, the slots of an optimizer), and the search for stored keys without a target.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
 from dcp_plugin.types import KeyPath
 
 Prefixes = tuple[tuple[str, str], ...]
-"""Prefix of our keys relative to an object -> prefix of full keys in the checkpoint. Longest first; the last is ``""``
-on our side."""
+"""Pairs of prefixes: of keys relative to an object, and of full keys in the checkpoint. Longest first; the last pair
+has ``""`` for the object."""
 
 
 def find_prefix(targets: Collection[str], stored: Iterable[str]) -> tuple[str, str] | None:
-    """The one prefix by which all of ``targets`` and ``stored`` names, of which none agree, fit together.
+    """Return the prefix that makes ``targets`` and ``stored`` agree, as a rule for :data:`Prefixes`.
 
-    Either every target is stored behind the prefix, ``("", prefix)``; or every stored name is a target behind it,
-    ``(prefix, "")``. None if there is no such prefix, or several.
+    The result is ``("", prefix)`` if every target is stored with the prefix, or ``(prefix, "")`` if every stored name
+    with the prefix is a target. It is None if there is no such prefix, or more than one.
     """
-    there, here = dict.fromkeys(stored), dict.fromkeys(targets)
-    outer = _prefixes(here, there)
+    stored_names, target_names = dict.fromkeys(stored), dict.fromkeys(targets)
+    outer = _prefixes(target_names, stored_names)
     if len(outer) == 1:
         return "", outer[0]
-    inner = _prefixes(there, here)
+    inner = _prefixes(stored_names, target_names)
     return (inner[0], "") if not outer and len(inner) == 1 else None
 
 
 def _prefixes(inner: dict[str, None], outer: dict[str, None]) -> list[str]:
-    """Every prefix that makes all names of ``inner`` names of ``outer``."""
+    """Return every prefix that turns all names of ``inner`` into names of ``outer``."""
     if not inner:
         return []
     first = next(iter(inner))
@@ -57,36 +57,36 @@ def _prefixes(inner: dict[str, None], outer: dict[str, None]) -> list[str]:
 
 @dataclass(frozen=True)
 class Rename:
-    """``PartialLoad.rename``, parsed: prefixes longest first, patterns in the order given."""
+    """Parsed ``PartialLoad.rename``: prefixes, longest first, and patterns in the user's order."""
 
     prefixes: tuple[tuple[str, str], ...] = ()
     patterns: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> Rename:
-        plain = {here: there for here, there in given.items() if not here.startswith(PATTERN)}
-        patterns = [(re.compile(h.removeprefix(PATTERN)), t) for h, t in given.items() if h not in plain]
+    def of(cls, renames: Mapping[str, str]) -> Rename:
+        plain = {here: there for here, there in renames.items() if not here.startswith(PATTERN)}
+        patterns = [(re.compile(h.removeprefix(PATTERN)), t) for h, t in renames.items() if h not in plain]
         return cls(_longest_first(plain), tuple(patterns))
 
     def by_pattern(self, key: str) -> str | None:
-        """What the first regular expression that matches the whole key makes of it."""
-        found = ((pattern.fullmatch(key), template) for pattern, template in self.patterns)
-        return next((match.expand(template) for match, template in found if match), None)
+        """Return the stored key according to the first regular expression that matches the complete key, or None."""
+        matches = ((pattern.fullmatch(key), template) for pattern, template in self.patterns)
+        return next((match.expand(template) for match, template in matches if match), None)
 
     @property
     def without_empty(self) -> Rename:
-        """For optimizers: the prefix ``""`` is about modules and data."""
+        """The renames for optimizers: the prefix ``""`` applies only to modules and data."""
         return Rename(tuple((here, there) for here, there in self.prefixes if here), self.patterns)
 
     def idle(self, keys: Collection[str]) -> list[str]:
-        """The renames, as they were given, that match none of these keys."""
+        """Return the renames that match none of these keys, as the user wrote them."""
         patterns = [pattern for pattern, _ in self.patterns if not any(map(pattern.fullmatch, keys))]
         idle = [here for here, _ in self.prefixes if not any(key.startswith(here) for key in keys)]
         return idle + [PATTERN + pattern.pattern for pattern in patterns]
 
 
 def prefixes_of(name: str, source: str, rename: Rename) -> Prefixes:
-    """The prefixes of an object: those that were given for it, and its own name for all other keys.
+    """Return the prefixes of an object: the user's renames for it, and its own name for all other keys.
 
     Args:
         source: The name of the object in the checkpoint.
@@ -107,16 +107,16 @@ def _longest_first(rules: Mapping[str, str]) -> Prefixes:
 
 
 class KeyMap:
-    """The place of each key of one object.
+    """The place of each key of one object in the checkpoint.
 
     Args:
-        kind: ``"module"``, ``"optimizer"``, or what data is called.
+        kind: ``"module"``, ``"optimizer"``, or any other text for data.
         source: The name of the object in the checkpoint.
         rules: The prefixes of the object.
-        special: The keys whose place a regular expression decides: ours -> the full key in the checkpoint. An
-            optimizer gives prefixes up to the dot on both sides.
-        names: The keys that the object has (:meth:`StateAdapter.names`), needed if any is renamed. A stored key belongs
-            to a module or an optimizer only where one of these is looked for; to data, everywhere.
+        special: Keys whose place a regular expression decides: relative key -> full key in the checkpoint. For an
+            optimizer, both are prefixes that end with a dot.
+        names: The keys of the object (:meth:`StateAdapter.names`), needed if a key is renamed. For a module or an
+            optimizer, only prefixes that apply to one of these names are searched; for data, all prefixes are.
     """
 
     def __init__(
@@ -129,39 +129,39 @@ class KeyMap:
     ) -> None:
         self.name = source
         self.unnamed_groups = False
-        """Whether a stock optimizer's param groups are left out: their keys have no FQN that could be renamed."""
+        """True if a stock optimizer's param groups are left out, because their keys have no FQN to rename."""
         self._rules = rules
         self._special = special or {}
         self._names = frozenset(names)
         self.is_of_another: Callable[[str], bool] | None = None
-        """Whether a key, relative to the object, belongs to another object. None if its name overlaps with no other."""
+        """Function that returns whether a relative key belongs to another object. None if no name overlaps."""
         self._optimizer = kind == "optimizer"
         self._is_data = kind not in ("module", "optimizer")
         self._stored: dict[str, str] = {}
 
     @property
     def is_renamed(self) -> bool:
-        """Whether any key is found elsewhere than under the object's name."""
+        """True if any key may be stored under another name than the object's."""
         return self._rules != (("", f"{self.name}."),) or bool(self._special)
 
     def stored(self, key: str) -> str:
-        """The full key in the checkpoint of a key relative to the object."""
+        """Return the full key in the checkpoint for a key relative to the object."""
         if key in self._stored:
             return self._stored[key]
-        dotted = f"{key}." if self._optimizer else key  # all keys of a parameter
-        found = self._special.get(dotted) or self._by_prefix(dotted)
-        return found.removesuffix(".") if dotted != key or not key else found
+        dotted = f"{key}." if self._optimizer else key  # a prefix of all keys of the parameter
+        place = self._special.get(dotted) or self._by_prefix(dotted)
+        return place.removesuffix(".") if dotted != key or not key else place
 
     def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
-        """What is stored for the object, by our keys relative to it; and the path of each key, as far as it is known.
+        """Return the stored entries of the object by relative key, and the path of each key if it is known.
 
-        The object's name itself, if it is a key, is the relative key ``""``.
+        If the object's name itself is a stored key, its relative key is ``""``.
         """
-        found: dict[str, str] = {}
+        full_keys: dict[str, str] = {}
         paths: dict[str, KeyPath | None] = {}
         bare = self._by_prefix("").removesuffix(".")
         if bare in index:
-            found[""], paths[""] = bare, ()
+            full_keys[""], paths[""] = bare, ()
         renamed = self.is_renamed
         for here, there in self._rules_in_use():
             for full in _under(index, there):
@@ -171,15 +171,15 @@ class KeyMap:
                 if self._optimizer and here and any(isinstance(step, int) for step in path):
                     self.unnamed_groups = True
                     continue
-                found[key], paths[key] = full, _below(here, there, path)
+                full_keys[key], paths[key] = full, _below(here, there, path)
         for key, full in self._special.items():
             for stored in _under(index, full) if self._optimizer else [full]:
                 if stored in index:
-                    mine = key + stored.removeprefix(full)
-                    found[mine], paths[mine] = stored, None
+                    relative = key + stored.removeprefix(full)
+                    full_keys[relative], paths[relative] = stored, None
         if self.is_of_another is not None:
-            found = {key: full for key, full in found.items() if not self.is_of_another(key)}
-        self._stored = self._without_second_names(found) if len(self._rules) > 1 or self._special else found
+            full_keys = {key: full for key, full in full_keys.items() if not self.is_of_another(key)}
+        self._stored = self._without_second_names(full_keys) if len(self._rules) > 1 or self._special else full_keys
         self.unnamed_groups &= not any(key.startswith("param_groups.") for key in self._stored)
         at = {key: paths[key] or self._own_path(key) for key in self._stored}
         return (
@@ -188,7 +188,8 @@ class KeyMap:
         )
 
     def _own_path(self, key: str) -> KeyPath | None:
-        """The path of a key if the stored one does not tell; data knows its own paths."""
+        """Return the path of a key whose path does not follow from the stored path. None for data, which knows its own
+        paths."""
         if not key or self._is_data:
             return None if key else ()
         return tuple(key.split(".")) if self.is_renamed else default_path(key)
@@ -203,8 +204,8 @@ class KeyMap:
         return next(there + key.removeprefix(here) for here, there in self._rules if key.startswith(here))
 
     def _without_second_names(self, found: Mapping[str, str]) -> dict[str, str]:
-        """What is stored once may be found under several of our names. Those that exist keep it; else only what it was
-        renamed to does."""
+        """Assign each stored key to a single relative key. Keys that the object has take precedence, and a renamed key
+        takes precedence over the key of the same name."""
         existing = {key for key in found if _belongs(key, self._names)}
         claimed = {found[key] for key in existing}
         renamed = {full for key, full in found.items() if full != join(self.name, key)}
@@ -216,7 +217,7 @@ class KeyMap:
 
 
 def _belongs(key: str, names: Collection[str]) -> bool:
-    """Return whether a key is one of the names, or lies under one that ends with a dot."""
+    """Return whether a key is one of the names, or starts with a name that ends with a dot."""
     return key in names or any(key[: at + 1] in names for at, letter in enumerate(key) if letter == ".")
 
 
@@ -225,8 +226,8 @@ def _under(index: CheckpointIndex, prefix: str) -> Iterable[str]:
 
 
 def _below(here: str, there: str, path: KeyPath) -> KeyPath | None:
-    """The path of our key, given that of the stored one, below the prefixes that the two have; None if the stored
-    prefix ends inside of a step. Several names may be one step: in a flat dictionary that was saved."""
+    """Return the path of a relative key: ``path`` of the stored key with prefix ``there`` replaced by ``here``. None if
+    ``there`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
     front = tuple(here.removesuffix(".").split(".")) if here else ()
     text = ""
     for depth, step in enumerate(path):
@@ -240,14 +241,15 @@ class OverlappingNames:
     """Objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``.
 
     A key of the checkpoint belongs to the objects that have it now. If no object has it, it belongs to the object with
-    the longest name that the key begins with. Making one is collective if a module among the objects contains FSDP1.
+    the longest name that the key begins with. The constructor is collective if a module among the objects contains
+    FSDP1.
     """
 
     def __init__(self, adapters: Iterable[StateAdapter]) -> None:
         adapters = list(adapters)
         outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
         overlapping: set[str] = set()
-        for name in (adapter.name for adapter in adapters if outer):  # there may be thousands
+        for name in (adapter.name for adapter in adapters if outer):  # one pass: a state may have thousands of names
             if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
                 overlapping |= {name, *above}
         self._names = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
@@ -265,10 +267,10 @@ class OverlappingNames:
 
 
 class KeyMaps:
-    """The key maps of one load. Modules come before their optimizers, which follow them.
+    """The key maps of one load. Modules must precede their optimizers, which follow their prefixes.
 
     Args:
-        modules: The names of the modules in the checkpoint, as far as it says; a stock one does not.
+        modules: Names of the modules in the checkpoint, where recorded; a stock checkpoint records none.
     """
 
     def __init__(self, rename: Rename, modules: Iterable[str]) -> None:
@@ -278,21 +280,21 @@ class KeyMaps:
         self._overlapping = OverlappingNames(())
 
     def tell_apart(self, adapters: Iterable[StateAdapter]) -> None:
-        """Note which objects have names that overlap. Collective if one of these contains FSDP1."""
+        """Record which objects have overlapping names. Collective if one of these contains FSDP1."""
         self._overlapping = OverlappingNames(adapters)
 
     def is_about(self, adapter: StateAdapter) -> bool:
-        """Whether a prefix is about keys of this object, so that it says where the object is."""
+        """Return whether a renamed prefix covers keys of this object and so determines its place."""
         rename = self._rename.without_empty if adapter.kind == "optimizer" else self._rename
         front = f"{adapter.name}."
         return any(here.startswith(front) or front.startswith(here) for here, _ in rename.prefixes)
 
     def of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None = None) -> KeyMap:
-        """Return where the keys of an object are. Collective if it contains FSDP1.
+        """Return the key map of an object. Collective if the object contains FSDP1.
 
         Args:
             source: The name of the object in the checkpoint.
-            prefix: What :func:`find_prefix` has found for it.
+            prefix: Result of :func:`find_prefix` for the object.
         """
         key_map = self._of(adapter, source, prefix)
         if adapter.name in self._overlapping:
@@ -325,28 +327,29 @@ class KeyMaps:
     def _following(
         self, module: nn.Module | None, own: Prefixes, names: Iterable[str]
     ) -> tuple[Prefixes, dict[str, str]]:
-        """The prefixes of an optimizer, and the places that a regular expression decides: as those of its module.
+        """Return the prefixes of an optimizer and its keys with places from regular expressions, derived from its
+        module.
 
-        Prefixes that are about the optimizer's own keys go before those of the module.
+        Prefixes for the optimizer's own keys take precedence over those of the module.
         """
         name, followed = self._followed[module]
-        # Keys of a stock checkpoint have one name in front.
-        known = [name, *(self._modules or (there.partition(".")[0] for _, there in followed))]
+        # A stock checkpoint records no names of modules; the first step of a prefix is the name.
+        module_names = [name, *(self._modules or (there.partition(".")[0] for _, there in followed))]
         rules, (_, front) = dict(own), own[-1]
         if len(own) == 1:
             for here, there in followed:
-                fqn = _without_name(there, known)
+                fqn = _without_name(there, module_names)
                 if here or fqn:
                     rules |= {f"{kind}.{here}": f"{front}{kind}.{fqn}" for kind in ("state", "param_groups")}
         special = {}
         for key in names:
             kind, _, fqn = key.removesuffix(".").partition(".")
             if (place := self._rename.by_pattern(join(name, fqn))) is not None:
-                special[key] = f"{front}{kind}.{_without_name(place, known)}."
+                special[key] = f"{front}{kind}.{_without_name(place, module_names)}."
         return _longest_first(rules), special
 
 
 def _without_name(key: str, names: Iterable[str]) -> str:
-    """A key of a module, or a prefix of keys, without the module's name: the longest of ``names`` in front of it."""
-    known = [f"{name}." for name in names if name and key.startswith(f"{name}.")]
-    return key.removeprefix(max(known, key=len)) if known else key
+    """Return a key or prefix without the name of its module, which is the longest of ``names`` that it starts with."""
+    fronts = [f"{name}." for name in names if name and key.startswith(f"{name}.")]
+    return key.removeprefix(max(fronts, key=len)) if fronts else key

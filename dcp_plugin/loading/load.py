@@ -1,8 +1,8 @@
 """One load, stage by stage: open, match, plan, read, apply.
 
-Each stage takes the records of the stages before it and returns its own. A load that begins anew drops all of them.
-Each stage that can fail ends in an all-or-none collective. All checks come before the first byte of a target is
-overwritten, and one error names everything that does not fit.
+Each stage takes the records of earlier stages and returns its own. A load that restarts drops all records. Each stage
+that can fail ends in an all-or-none collective. All checks run before the first byte of a target is overwritten, and a
+single error names all misfits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from dcp_plugin.types import Shape
 logger = logging.getLogger("dcp_plugin")
 
 _MOST_TRIES = 20
-"""How often a load begins anew because the checkpoint was replaced before the ranks had opened its files."""
+"""Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
+files."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,26 @@ class PlannedItem:
 
     key: str
     stored: str
-    """Its key in the checkpoint."""
+    """Key in the checkpoint."""
     shape: Shape | None
-    """None for a value that is no tensor."""
+    """Shape of the tensor; None for a value that is no tensor."""
     dtype: str
-    """In the checkpoint; empty for a value."""
+    """Dtype in the checkpoint; empty for a value."""
     target_dtype: str
     nbytes: int
-    """In the checkpoint."""
+    """Size in the checkpoint."""
 
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """What a load would do, from :func:`plan_load`."""
+    """Forecast of a load, made by :func:`plan_load`."""
 
     path: Where
     items: list[PlannedItem]
     report: LoadReport
-    """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
+    """Keys that would be missing, unexpected, renamed, left out and cast. Nothing is loaded."""
     error: str
-    """With which message it would fail; empty if it would not."""
+    """The error message of the load; empty if the load would succeed."""
     warnings: list[str]
 
     @property
@@ -80,26 +81,26 @@ class PlannedLoad:
 
 @dataclass(frozen=True)
 class _Request:
-    """The load that one rank asks for. Ranks compare these."""
+    """The load that one rank requests. Rank 0 compares the requests of all ranks."""
 
     asked_for: str
     path: str
     save: tuple[str, str]
     selection: str
     from_store: bool
-    """Whether each read is a request to an object store."""
+    """True if each read is a request to an object store."""
     host: str
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """The objects to load into, once all ranks have opened the same save."""
+    """The objects to load into, and settings that are valid once all ranks have opened the same save."""
 
     adapters: list[StateAdapter]
     selection: PartialLoad | None
-    """The partial load, with the place of its submodule in the state; None for a load of everything."""
+    """The partial load, with the position of its submodule in the state; None for a load of everything."""
     least_hosts: float
-    """Hosts that have to want the same bytes for ranks to read for each other."""
+    """Number of hosts that must want the same bytes before ranks share the reading."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,15 @@ class _Fitted:
     plan: LoadPlan
     planner: ShardedLoadPlanner
     targets: dict[str, Any]
-    """Targets by key; values that were read take the place of None."""
+    """Targets by key; each value that was read replaces a None."""
 
 
 class Loading:
-    """One load. :meth:`run` has its stages; between them this object keeps the request and the open files alone.
+    """One load. :meth:`run` has its stages. Between stages, this object keeps only the request and the open files.
 
     Args:
-        files: The files that a source has opened; None: those at the path.
-        mode: How tensors of data and of Stateful objects are judged that only the target or the checkpoint has.
+        files: Files that a source has opened; None to open the files at the path.
+        mode: Rule for tensors of data and Stateful objects that only the target or only the checkpoint has.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Loading:
             self._apply(begun, fitted)
         match = fitted.match
         if self._ranks.rank == 0:
-            for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
+            for message in match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warnings.warn(printable(message), stacklevel=2)
         reader, loaded = self._reader, [*fitted.targets, *match.deferred]
         report = replace(
@@ -172,8 +173,8 @@ class Loading:
         return replace(report, sources=dict(files.bytes_from), passed_over=files.problems, seconds=seconds)
 
     def _prepare(self, state: Mapping[str, Any]) -> tuple[_Begun, _Fitted]:
-        """Run all stages before the first tensor is overwritten, and open the files that this rank reads. All ranks
-        begin anew if another process deletes or replaces the checkpoint meanwhile."""
+        """Run all stages that precede overwriting, and open the files that this rank reads. All ranks restart if
+        another process deletes or replaces the checkpoint meanwhile."""
         failure: CheckpointNotFound | None = None
         allocated: list[str] = []
         for _ in range(_MOST_TRIES):
@@ -188,14 +189,14 @@ class Loading:
                 step = f"read the values of {self._path}"
                 self._ranks.agree(step, functools.partial(self._read_values, begun, fitted))
                 return begun, fitted
-            except CheckpointNotFound as error:  # all ranks raise the same
+            except CheckpointNotFound as error:  # raised on all ranks by the collective
                 failure = error
                 self._reader.reset()
         assert failure is not None
         raise failure
 
     def _open_together(self, state: Mapping[str, Any]) -> _Begun:
-        """Open the checkpoint, the same on all ranks: another process may replace it between one rank and the next."""
+        """Open the same save on all ranks. The ranks reopen the path if another process replaced the save meanwhile."""
         adapters: list[StateAdapter] = []
         selection: PartialLoad | None = None
 
@@ -217,7 +218,7 @@ class Loading:
         raise CheckpointMismatch(difference)
 
     def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
-        """Return what :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
+        """Return the forecast of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
@@ -230,27 +231,27 @@ class Loading:
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
     def _open(self, selection: PartialLoad | None) -> _Request:
-        """Open the checkpoint on this rank; return what this rank is about to load."""
+        """Open the checkpoint on this rank and return the rank's request."""
         save = self._reader.save
         from_store = self._reader.opened.files.streams > 0
         paths = str(self._path), str(self._reader.path)
         return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
 
     def _least_hosts(self, requests: list[_Request]) -> float:
-        """Return how many hosts have to want the same bytes for ranks to read for each other."""
+        """Return the number of hosts that must want the same bytes before ranks share the reading."""
         if len(requests) == 1:
             return float("inf")
-        from dcp_plugin.planning.sharing import least_hosts  # a rank alone shares no reads
+        from dcp_plugin.planning.sharing import least_hosts  # imported late, since a single rank never needs it
 
         hosts = len({request.host for request in requests})
         return least_hosts(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
 
     @staticmethod
     def _difference(requests: list[_Request]) -> str:
-        """Describe ranks that have opened different saves at the same path, which may have been replaced meanwhile.
+        """Return a message if ranks have opened different saves, as when the path was replaced meanwhile; else "".
 
         Raises:
-            CheckpointMismatch: Ranks ask for different paths or different parts.
+            CheckpointMismatch: Ranks request different paths or different parts.
         """
         first, difference = requests[0], ""
         for rank, other in enumerate(requests):
@@ -269,14 +270,14 @@ class Loading:
         return difference
 
     def _fit(self, begun: _Begun, allocated: list[str]) -> _Fitted:
-        """Match and plan; raise everything that does not fit, in one error. Collective.
+        """Match and plan, and raise all misfits in one error. Collective.
 
-        A rank with no question for other ranks plans at once. Usually that is every rank, and one small collective is
-        all. A rank with questions, or with a plan that failed, has all ranks answer. Then the ranks with questions
-        plan, and each failure is raised on all ranks.
+        A rank with no question for other ranks plans at once. Usually every rank does, and the only exchange is one
+        small collective. If a rank has questions or its plan failed, all ranks answer. The ranks with questions then
+        plan, and all ranks raise each failure.
 
         Args:
-            allocated: Keys of modules that were on the meta device. Those that get memory now are added.
+            allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
         matching = self._matching(begun)
@@ -314,18 +315,18 @@ class Loading:
         return Matching(self._path, index, kinds, selection, strict, dry_run, mode, classes, saved_by)
 
     def _judge_and_plan(self, begun: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
-        """Judge the match, plan the reads, and open their files.
+        """Judge the match, plan the reads, and open the files to read.
 
         Raises:
-            CheckpointMismatch: Naming all that does not fit.
+            CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
         match = matching.match
         self._judge_match(matching, union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
-        left = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
-        if left:
+        unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
+        if unset:
             match.warnings.append(
-                f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
+                f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
         fitted = self._plan(begun, match)
@@ -341,7 +342,7 @@ class Loading:
             matching.match.problems.extend(about_excluded(self._reader.summary, missing))
 
     def _plan(self, begun: _Begun, match: Match) -> _Fitted:
-        """Plan the reads. The misfits that the planner finds are added to the problems, in front."""
+        """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
         targets: dict[str, Any] = dict(match.targets)
         planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
         planner.use_index(targets, self._reader.index, match.stored)
@@ -353,7 +354,7 @@ class Loading:
         return _Fitted(match, plan, planner, targets)
 
     def _about_shapes(self, begun: _Begun, match: Match, misfits: int) -> list[str]:
-        """Return a line if some parts of modules have another shape, and nothing else is wrong."""
+        """Return a line of advice if a few parts of modules have another shape and there are no other problems."""
         index = self._reader.index
         shapes = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
         other = [key for key, target in match.targets.items() if target is not None and target.shape != shapes[key]]
@@ -368,7 +369,7 @@ class Loading:
         return [line] if line else []
 
     def _read_values(self, begun: _Begun, fitted: _Fitted) -> None:
-        """Read values before tensors: they are small, and misfits are found before a tensor is overwritten."""
+        """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
         planner, match = fitted.planner, fitted.match
         self._reader.read_parts(_only(LoadItemType.BYTE_IO, fitted.plan), planner)
         if planner.plain:
@@ -384,8 +385,8 @@ class Loading:
                 adapter.check(values, self._strict and begun.selection is None)
 
     def _read_tensors(self, begun: _Begun, fitted: _Fitted) -> None:
-        """Read tensors into the targets. Ranks pass on what they read for others once all have read without a
-        failure. Collective."""
+        """Read tensors into the targets. With shared reading, ranks broadcast their parts after every rank has read
+        without failure. Collective."""
 
         def read(plan: LoadPlan) -> None:
             self._reader.read_parts(_only(LoadItemType.TENSOR, plan), fitted.planner)
@@ -401,7 +402,8 @@ class Loading:
         shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
     def _apply(self, begun: _Begun, fitted: _Fitted) -> None:
-        """Hand everything to its object; raise what load hooks then find missing and unexpected. Collective."""
+        """Hand the targets to their objects. Raise an error for keys that load hooks report as missing or unexpected.
+        Collective."""
         step, match = f"apply {self._path}", fitted.match
         incompatible: dict[str, Incompatible] = {}
 
@@ -428,7 +430,8 @@ class Loading:
             self._ranks.agree(step, lambda: judge(union))
 
     def _take(self, begun: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
-        """Hand everything to its object; return what the own code of modules finds missing and unexpected, by name."""
+        """Hand the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
+        name of the object."""
         incompatible: dict[str, Incompatible] = {}
         strict = self._strict and begun.selection is None
         for adapter in begun.adapters:
@@ -440,7 +443,8 @@ class Loading:
                 }
                 if self._mode is LoadMode.FILL:
                     filled |= want.lacking
-                # The adapter keeps this function, which must not lead back to it: the cycle would keep objects alive.
+                # The adapter keeps this function. A reference to the adapter in it would be a cycle that keeps the
+                # objects alive.
                 read = functools.partial(self._read_deferred, adapter.name, fitted.match.stored)
                 result = adapter.take(filled, read, strict)
                 if result is not None and result != Incompatible():
@@ -448,7 +452,7 @@ class Loading:
         return incompatible
 
     def _read_deferred(self, name: str, stored: Mapping[str, str], tensors: dict[str, Any]) -> None:
-        """Read tensors that have just got their memory, on this rank alone."""
+        """Read tensors whose memory was allocated just now, on this rank alone."""
         planner = ShardedLoadPlanner(strict=False)
         targets: dict[str, Any] = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, stored)
@@ -457,16 +461,19 @@ class Loading:
     def _judge(
         self, name: str, rules: PartialLoad, match: Match, incompatible: Incompatible, union: Union
     ) -> list[str]:
-        """Return the problems after a module's own load hooks. Keys that were not selected may be missing, and a key
-        that another rank has taken is not unexpected."""
+        """Return the problems that a module's load hooks report. Keys that were not selected may be missing, and keys
+        that another rank has taken are not unexpected."""
         left_out = set(match.report.left_out)
         missing = [key for key in (join(name, inner) for inner in incompatible.missing) if key not in left_out]
         unexpected = [key for key in (join(name, inner) for inner in incompatible.unexpected) if key not in union.taken]
         match.report.missing.extend(missing)
         match.report.unexpected.extend(unexpected)
         problems = list(incompatible.errors)
-        for keys, policy, what in ((missing, rules.missing, "missing"), (unexpected, rules.unexpected, "unexpected")):
-            line = f"{some(keys)}: {what} after the load hooks of {name!r}"
+        for keys, policy, adjective in (
+            (missing, rules.missing, "missing"),
+            (unexpected, rules.unexpected, "unexpected"),
+        ):
+            line = f"{some(keys)}: {adjective} after the load hooks of {name!r}"
             if keys and policy == "error" and self._strict:
                 problems.append(line)
             elif keys and policy == "warn":
@@ -482,18 +489,18 @@ def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
 def plan_load(
     state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
 ) -> PlannedLoad:
-    """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
-    device.
+    """Return the items that :func:`dcp_plugin.load` would load and the misfits, without loading. Modules may be on the
+    meta device.
 
     Args:
-        state: What would be loaded into.
+        state: The state to load into.
         path: The checkpoint.
-        partial: What to load of it; everything by default.
-        strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
+        partial: The part to load; everything by default.
+        strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
-        CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be opened.
+        CheckpointMismatch: A sub-module is not in the state. The result lists all other misfits.
     """
     return Loading(Ranks(), CheckpointConfig(), as_path(path), partial, strict).dry_run(state)
 
@@ -509,7 +516,7 @@ def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
 
 
 def misfit(path: Where, problems: list[str]) -> str:
-    """The one error for all that does not fit; empty if all does."""
+    """Return a single error message for all problems; empty without problems."""
     if not problems:
         return ""
     if len(problems) == 1:

@@ -1,8 +1,9 @@
-"""Which target takes which stored key, and everything that does not fit; decided before a byte is overwritten.
+"""The match between targets and stored keys, and the list of misfits, both complete before a byte is overwritten.
 
-A load carries this out, ``dcp-plugin load-plan`` prints it. Problems are collected, so that one error names all of
-them. Ranks may hold different keys, as pipeline stages do: each rank matches its own objects, and keys that only the
-checkpoint has are judged when the ranks know which of them another rank takes (:mod:`~dcp_plugin.loading.union`).
+A load executes the match, and ``dcp-plugin load-plan`` prints it. Problems are collected, so that a single error names
+all of them. Ranks may hold different keys, as pipeline stages do. Each rank therefore matches its own objects. Keys
+that only the checkpoint has are judged after the ranks have exchanged the keys that they take
+(:mod:`~dcp_plugin.loading.union`).
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ from dcp_plugin.types import LocalChunk, ShardedValue, Wanted
 
 
 class LoadMode(Enum):
-    """How a load treats data and Stateful objects whose tensors differ from those of the checkpoint."""
+    """Rule for data and Stateful objects whose tensors differ from those of the checkpoint."""
 
     FILL = "fill"
-    """The target says what is loaded: its tensors have to be in the checkpoint, with its shapes."""
+    """The target determines the loaded keys: its tensors must be in the checkpoint, with its shapes."""
     RESTORE = "restore"
-    """The checkpoint says what is loaded: objects are handed what they had at the save."""
+    """The checkpoint determines the loaded keys: an object gets the tensors that it had at the save."""
 
 
 def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
     """Find the sub-module of a partial load, if it has one. No communication.
 
     Raises:
-        TypeError: It is none; settings that come from a file are not what annotations say.
+        TypeError: ``partial`` is no PartialLoad. Settings from a file may have any type, whatever the annotation is.
         CheckpointMismatch: The sub-module is in no module of the state.
     """
     if not isinstance(partial, PartialLoad):
@@ -76,14 +77,14 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
                     inner = CleanNames(adapter.module)(name)
                     return partial.located(f"{adapter.name}.{inner}." if inner else f"{adapter.name}.")
     kind = type(unwrapped(partial.of.module)[-1]).__name__
-    there = [
+    labels = [
         f"{adapter.name!r}, a {type(unwrapped(adapter.module)[-1]).__name__}{_inside(adapter.module)}"
         for adapter in modules
         if adapter.module
     ]
     raise CheckpointMismatch(
         f"PartialLoad.submodule: this {kind} is in no module of the state, which has "
-        f"{'; '.join(there) or 'no module at all'}. Give the very object that is a part of the model (a copy, or a "
+        f"{'; '.join(labels) or 'no module at all'}. Give the very object that is a part of the model (a copy, or a "
         f"model that was built again, is another one)."
     )
 
@@ -96,17 +97,17 @@ def _inside(module: nn.Module) -> str:
 
 
 class Matching:
-    """Compares the objects of a state with a checkpoint.
+    """Comparison of the objects of a state with a checkpoint.
 
     Args:
         path: The checkpoint, for messages.
         kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
-        partial: None for a load of everything, which converts dtypes.
-        strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
-        dry_run: Nothing will be read, so targets on the meta device need no memory.
-        mode: How tensors of data and of Stateful objects are judged.
-        optimizers: Names in the checkpoint -> class of the optimizer, as far as recorded.
-        saved_by: The number of ranks that saved the checkpoint, if it is known.
+        partial: The rules of a partial load; None for a load of everything, which converts dtypes.
+        strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
+        dry_run: If true, nothing will be read, so targets on the meta device need no memory.
+        mode: Rule for tensors of data and Stateful objects.
+        optimizers: Names in the checkpoint -> class of the optimizer, where recorded.
+        saved_by: Number of ranks that saved the checkpoint, if recorded.
 
     :meth:`run` matches, :meth:`judge` adds problems and warnings.
     """
@@ -137,18 +138,18 @@ class Matching:
         self._keys: list[str] = []
         self._adapters: list[StateAdapter] = []
         self._at: dict[str, KeyMap] = {}
-        self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
+        self._optimizers: dict[str, list[str]] = {}  # optimizers not stored under their names -> possible stored names
         self._names_here: list[str] = []
         self._lacking: list[str] = []  # tensors that only the target has
         self._unread: list[str] = []  # tensors that only the checkpoint has, and that are not loaded
-        self._lone: list[StateAdapter] = []  # objects of which nothing is there
-        self._absent: list[str] = []  # a line for each of those of which nothing is there
+        self._lone: list[StateAdapter] = []  # Stateful objects that are not in the checkpoint
+        self._absent: list[str] = []  # a line for each object whose state the checkpoint cannot provide
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
-        self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
+        self._found: set[str] = set()  # stored keys that a proposed rename would take, so they are not unexpected
         self._union = Union()
         self.match = Match({}, {}, {}, {}, LoadReport(path))
-        """What :meth:`run` and :meth:`judge` find."""
+        """The result of :meth:`run` and :meth:`judge`."""
 
     def run(self, adapters: list[StateAdapter]) -> None:
         """Match this rank's objects. Collective if a module contains FSDP1."""
@@ -168,8 +169,8 @@ class Matching:
 
     @property
     def questions(self) -> list[str] | None:
-        """The stored keys of which this rank has to know whether another rank takes them; empty if other findings of
-        this rank depend on the other ranks' keys, None if none do."""
+        """Stored keys that only count as unexpected if no other rank takes them. An empty list means that other
+        findings of this rank depend on the keys of other ranks; None means that no finding does."""
         wants = self.match.wanted.values()
         differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
         if not differs and not self._absent and not self._idle():
@@ -177,9 +178,9 @@ class Matching:
         return [key for adapter in self._adapters for key in self._only_stored(adapter)]
 
     def answer(self, asked: list[str]) -> Answer:
-        """Tell which of the keys this rank takes. Called after :meth:`run`, and before :meth:`judge`."""
+        """Return which of the keys this rank takes. Called after :meth:`run`, and before :meth:`judge`."""
         stored = self.match.stored
-        mine, owned = set(stored.values()), set[str]()
+        taken, owned = set(stored.values()), set[str]()
         for adapter in self._adapters:
             targets = self.match.wanted[adapter.name].targets
             has_own = adapter.kind in ("module", "optimizer")
@@ -188,14 +189,14 @@ class Matching:
                 for key, target in targets.items()
                 if has_own or isinstance(target, (DTensor, ShardedTensor))
             )
-            if adapter.kind == "optimizer":  # which calls a parameter by one name, whatever is stored for it
+            if adapter.kind == "optimizer":  # its names cover all slots that the checkpoint has for a parameter
                 names = [self._at[adapter.name].stored(name.removesuffix(".")) for name in adapter.names()]
-                mine.update(names)
+                taken.update(names)
                 owned.update(names)
-        return Answer.of(asked, mine, owned, self._idle())
+        return Answer.of(asked, taken, owned, self._idle())
 
     def judge(self, union: Union) -> None:
-        """Add the problems and the warnings.
+        """Add problems and warnings to the match.
 
         Args:
             union: The answers of all ranks to the :attr:`questions` of all ranks.
@@ -209,21 +210,21 @@ class Matching:
         self._judge_keys()
 
     def _only_stored(self, adapter: StateAdapter) -> list[str]:
-        """The selected keys of the checkpoint that lie under an object and that it does not have."""
+        """Return the selected keys that the checkpoint has under an object's name and that the object does not have."""
         if adapter.name not in self._at:
             return []
         want, at = self.match.wanted[adapter.name], self._at[adapter.name]
         return [at.stored(key) for key in (*want.unexpected, *want.extra) if self._selected(adapter, key)]
 
     def _idle(self) -> frozenset[str]:
-        """The globs and renames that match no key of this rank's objects."""
+        """Return the globs and renames that match no key of this rank's objects."""
         if self._given is None:
             return frozenset()
         return frozenset((*self._partial.idle(self._keys), *self._rename.idle(self._keys)))
 
     def _is_plain(self, adapter: ValueAdapter) -> bool:
-        """Whether a tensor is stored under the name of a tensor, and nothing else has been asked for: as for each of
-        thousands in a flat state, for which key maps would take most of a load."""
+        """Return whether a value is a tensor, the checkpoint has a tensor under its name, and no partial load changes
+        the match. A flat state has thousands of these; key maps for them would take most of the time of a load."""
         slot = self._index.slots.get(adapter.name)
         if self._given is not None or slot is None or not adapter.is_tensor:
             return False
@@ -237,7 +238,8 @@ class Matching:
             self.match.stored[name] = name
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
-        """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
+        """Yield each object with its name in the checkpoint: its own name, or that of the only object of its kind.
+        Per-rank values that stay as they are get no name and are left out."""
         for adapter in adapters:
             name, here = adapter.name, self._names_here
             if adapter.entry is not None and not self._key_maps.is_about(adapter):
@@ -255,7 +257,7 @@ class Matching:
             yield adapter, name
 
     def _name_on_rank(self, entry: RankEntry) -> str | None:
-        """Return the name in the checkpoint for a value of which each rank has its own; None if the value stays."""
+        """Return the name in the checkpoint for a per-rank value; None if the value stays as it is."""
         own, entries = entry.name_on(entry.rank), self._entries(entry)
         if not entries:
             shared = entry.shared_name
@@ -282,12 +284,13 @@ class Matching:
         return own
 
     def _entries(self, entry: RankEntry) -> dict[int, list[str]]:
-        """Return what the checkpoint has of a value of which each rank has its own: by rank, what follows its name."""
+        """Return the stored keys of a per-rank value by rank, without the value's name in front."""
         entries: dict[int, list[str]] = defaultdict(list)
         steps = entry.above.count(".") + 1
         for key in self._index.under(f"{entry.above}."):
             rank = key.removeprefix(f"{entry.above}.").partition(".")[0]
-            if rank.isdecimal() and self._index.path_of(key)[steps : steps + 1] == (rank,):  # no index of a list
+            # The step is text. An integer step would be the index of a list.
+            if rank.isdecimal() and self._index.path_of(key)[steps : steps + 1] == (rank,):
                 name = entry.name_on(int(rank))
                 if f"{key}.".startswith(f"{name}."):
                     entries[int(rank)].append(key.removeprefix(name))
@@ -304,30 +307,30 @@ class Matching:
         if want.unmatched and not key_map.is_renamed and not self._key_maps.is_about(adapter):
             prefix = find_prefix(want.unmatched, key_map.entries(self._index)[0])
             if prefix is not None:
-                here, there = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
-                self._warn(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+                here, source = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
+                self._warn(f"{self._path} has {source}* for {here}*: it is loaded from there.")
                 key_map = self._key_maps.of(adapter, name, prefix)
                 want = adapter.want(*key_map.entries(self._index))
         return key_map, want
 
     def _judge_class(self, adapter: OptimizerAdapter, name: str, want: Wanted) -> None:
-        """Note a state of another class of optimizers: whether it is loaded, or cannot serve this one."""
-        recorded, mine = self._optimizer_classes.get(name, ""), class_name(type(adapter.optimizer))
-        if recorded == mine:
+        """Warn if the state is that of another optimizer class. If this optimizer cannot use it, nothing is loaded."""
+        recorded, current = self._optimizer_classes.get(name, ""), class_name(type(adapter.optimizer))
+        if recorded == current:
             return
         lacking = adapter.lacks(recorded)
         if not lacking:
             if recorded and want.targets:
-                self._warn(f"{self._path} has {name!r} as the state of {recorded}; it is loaded into {mine}.")
+                self._warn(f"{self._path} has {name!r} as the state of {recorded}; it is loaded into {current}.")
             return
         line = (
             f"{name!r} has the state of {recorded or 'another class of optimizers'}, which cannot serve "
-            f"{adapter.name!r}, of {mine}: it lacks {some(lacking, 4)}"
+            f"{adapter.name!r}, of {current}: it lacks {some(lacking, 4)}"
         )
         self._leave_optimizer(adapter, want, line)
 
     def _leave_optimizer(self, adapter: StateAdapter, want: Wanted, line: str) -> None:
-        """Note that an optimizer takes nothing of the checkpoint, for the reason in a line."""
+        """Record that an optimizer loads nothing. ``line`` has the reason."""
         for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
             keys.clear()
         if self._strict and self._partial.missing == "error":
@@ -337,8 +340,9 @@ class Matching:
             self._warn(f"{self._path}: {line}. The optimizer stays as it is.")
 
     def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
-        """What an object wants; nothing if none of it is selected, because optimizers allocate memory for what they
-        want. A module does not, and its optimizer needs to know where it is stored."""
+        """Return the wants of an object. They are empty if no key of the object is selected, because an optimizer
+        allocates memory for its wants. A module allocates nothing and is always asked, since its optimizer follows its
+        place in the checkpoint."""
         entries, paths = key_map.entries(self._index)
         if self._given is not None and adapter.kind != "module":
             stored = (without_rank(key) for key in entries)
@@ -350,11 +354,11 @@ class Matching:
         return adapter.want(entries, paths)
 
     def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
-        """Keep what is selected, and note what is missing and unexpected of it."""
+        """Keep the selected targets of an object. Record keys that are left out, and lost per-rank state."""
         report, match = self.match.report, self.match
         missing_keys = (*want.missing, *want.undecided, *want.lacking)
-        known = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
-        self._keys += [join(adapter.name, key) for key in known]
+        all_keys = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
+        self._keys += [join(adapter.name, key) for key in all_keys]
         if self._mode is LoadMode.FILL and self._strict:
             want.targets |= want.resized
         chosen = {}
@@ -385,7 +389,7 @@ class Matching:
             self.match.report.renamed[key] = stored
 
     def _accept(self, key: str, target: Any, refused: str | None) -> bool:
-        """Note a selected target, or why it cannot be filled."""
+        """Record a selected target, or the reason why it cannot be filled. Return whether it can be filled."""
         if isinstance(target, Deferred) and refused is None:
             self.match.deferred[key] = target
             return True
@@ -399,14 +403,14 @@ class Matching:
         return True
 
     def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
-        """Note the missing and unexpected keys of an object, as far as they are selected."""
+        """Record the missing and unexpected keys of an object that are selected."""
         if want.lacking or want.extra:
             self._note_tensors(adapter, key_map, want)
         lacking = want.lacking if self._mode is LoadMode.FILL else ()
         keys = [key for key in (*want.missing, *lacking) if self._selected(adapter, key)]
         missing = {join(adapter.name, key): key_map.stored(key) for key in keys}
         stored = (key_map.stored(key) for key in want.unexpected if self._selected(adapter, key))
-        # Several of our names may lead to one stored key.
+        # Several keys of the target may map to the same stored key.
         unexpected = [key for key in dict.fromkeys(stored) if key not in self._union.taken]
         self.match.report.missing.extend(missing)
         self.match.report.unexpected.extend(unexpected)
@@ -424,8 +428,8 @@ class Matching:
         self._unexpected.extend(unexpected)
 
     def _note_tensors(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
-        """Note the tensors of data or of a Stateful that only the object or only the checkpoint has, and those that
-        the object is handed although it does not have them."""
+        """Record tensors of data or of a Stateful that only the object or only the checkpoint has. Make targets for
+        tensors that the object lacks but gets nevertheless."""
         if self._mode is LoadMode.RESTORE:
             lacking = [join(adapter.name, key) for key in want.lacking if self._selected(adapter, key)]
             self.match.report.missing.extend(lacking)
@@ -445,13 +449,13 @@ class Matching:
                 self.match.report.unexpected.append(stored)
                 if adapter.kind == "stateful" or self._partial.unexpected != "ignore":
                     self._unread.append(stored)
-        if handed:  # in the order of the save, which is that of an object that is made of them
+        if handed:  # sorted in the order of the save: an object rebuilt from these keys then has its original order
             order = self._index.slots
             place = {key: order[self.match.stored[join(adapter.name, key)]] for key in want.targets}
             want.targets = dict(sorted(want.targets.items(), key=lambda item: place[item[0]]))
 
     def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
-        """Whether an object is handed what it does not have and the checkpoint has under its name."""
+        """Return whether an object gets an entry that only the checkpoint has under the object's name."""
         if adapter.kind in ("module", "optimizer") or self._mode is LoadMode.RESTORE or has_room:
             return stored not in self._union.owned
         judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
@@ -467,7 +471,7 @@ class Matching:
         return self._given is None or self._partial.selects(join(adapter.name, key))
 
     def _judge_patterns(self) -> None:
-        """Patterns that match nothing, and prefixes that the checkpoint does not have."""
+        """Add a problem for each pattern that matches no key and for each prefix that the checkpoint does not have."""
         if self._given is None:
             return
         problems = self.match.problems
@@ -479,39 +483,41 @@ class Matching:
             for here in self._rename.idle(self._keys)
             if here in idle
         ]
-        for here, there in self._rename.prefixes:
-            lost = [key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(there)]
-            if lost and there and not self._index.under(there):
+        for here, source in self._rename.prefixes:
+            unmatched = [
+                key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(source)
+            ]
+            if unmatched and source and not self._index.under(source):
                 free = self._free()
-                renames = self._fits(lost, free)
-                self._found |= taken_by(renames, lost)
-                problems.append(about_prefix(here, there, renames, free, self._of_submodule))
-                for key in lost:
+                renames = self._fits(unmatched, free)
+                self._found |= taken_by(renames, unmatched)
+                problems.append(about_prefix(here, source, renames, free, self._of_submodule))
+                for key in unmatched:
                     del self._missing[key]
 
     def _judge_dtypes(self) -> None:
-        """Which values are converted, or would have to be."""
+        """Record the targets whose dtype differs. Add a problem if a partial load does not allow conversion."""
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         wanted = {key: target.dtype for key, target in self.match.targets.items() if target is not None}
-        wanted |= {key: one.dtype for key, one in self.match.deferred.items() if one.dtype is not None}
+        wanted |= {key: deferred.dtype for key, deferred in self.match.deferred.items() if deferred.dtype is not None}
         table, slots, stored = self._index.table, self._index.slots, self.match.stored
         numbers = table.columns["dtype"][np.array([slots[stored[key]] for key in wanted], np.int64)].tolist()
         for (key, here), number in zip(wanted.items(), numbers, strict=True):
             dtype = None if number == NO_TENSOR else table.torch_dtypes[number]
             if dtype is not None and dtype != here:
-                if torch.can_cast(dtype, here):  # if not, the planner says so
+                if torch.can_cast(dtype, here):  # otherwise the planner reports a misfit
                     differ[here, dtype].append(key)
                 self.match.report.cast.append(key)
         if self._given is None or self._given.cast:
             return
-        for (here, there), keys in differ.items():
+        for (here, saved), keys in differ.items():
             self.match.problems.append(
-                f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {there} in the checkpoint: "
+                f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {saved} in the checkpoint: "
                 f"cast=True converts"
             )
 
     def _judge_keys(self) -> None:
-        """Missing and unexpected keys, as the policies say."""
+        """Add problems or warnings for missing and unexpected keys, according to the policies."""
         if self._lacking:
             self._warn(f"{self._path} lacks tensors that the target has: {some(self._lacking)}: they are not restored.")
         if self._unread:
@@ -530,8 +536,8 @@ class Matching:
             lines += about_missing(self._missing, renames, self._index, self._of_submodule)
         if lines:
             self._apply(self._partial.missing, lines, "they keep their values")
-        found = self._found | taken_by(renames, self._missing)
-        if unexpected := [key for key in self._unexpected if key not in found]:
+        explained = self._found | taken_by(renames, self._missing)
+        if unexpected := [key for key in self._unexpected if key not in explained]:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self.match.problems) > before:
             everything = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
@@ -542,7 +548,7 @@ class Matching:
             self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
-        """A line where everything is in the checkpoint, with one name more or less."""
+        """Return a line if the checkpoint has the complete state under one name more or one name less."""
         names = self._names_here
         if self._partial.rename or self.match.stored or not names:
             return []
@@ -561,8 +567,8 @@ class Matching:
             self.match.problems.extend(first(lines))
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
-        """Renames that would help. A sub-module has one prefix, and only its source can be changed. Where ranks take
-        different keys, a rename that helps one rank would mislead another: there are none."""
+        """Return the renames that would find missing keys. For a sub-module, only the prefix of its source can change.
+        If ranks take different keys the result is empty, since a rename that helps one rank would mislead another."""
         if self._union.ranks_differ:
             return []
         fits = fitting_renames(keys, free, self.match.stored)
@@ -572,7 +578,7 @@ class Matching:
         return [fit.below(prefix) for fit in fits if prefix.startswith(fit.here)]
 
     def _free(self) -> list[str]:
-        """Keys of the checkpoint that no target takes."""
+        """Return the keys of the checkpoint that no target takes."""
         taken = set(self.match.stored.values())
         return [key for key in self._index if key not in taken]
 
@@ -581,12 +587,12 @@ class Matching:
 
 
 def _about_ranks(entry: RankEntry, saved_by: int) -> str:
-    """Return a line about a value of which each rank has its own, in a checkpoint of another number of ranks."""
+    """Return a line about a per-rank value in a checkpoint that another number of ranks saved."""
     name, world_size = entry.shared_name, entry.world_size
     if entry.is_position:
         return (
             f"{name!r} has the positions of {saved_by} ranks in the data, which {world_size} ranks divide otherwise: "
             f"the data starts at the beginning"
         )
-    others = "" if world_size == saved_by + 1 else f" to {world_size - 1}"
-    return f"{name!r} has the values of {saved_by} ranks, and none for rank {saved_by}{others}: these keep their own"
+    to_last = "" if world_size == saved_by + 1 else f" to {world_size - 1}"
+    return f"{name!r} has the values of {saved_by} ranks, and none for rank {saved_by}{to_last}: these keep their own"

@@ -1,6 +1,7 @@
-"""Error lines about keys that do not fit, with the change that makes them fit.
+"""Error lines about keys that do not fit, each with a change that makes them fit.
 
-Only text is compared here. Everything is bounded: a checkpoint may have a million keys, an error has to come at once.
+The functions compare only the text of keys. All searches are bounded: a checkpoint may have a million keys, and the
+error must still appear at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _AS_SOURCE = "source={there!r}"
 
 @dataclass(frozen=True)
 class Fit:
-    """A rename that would help: prefix here, prefix in the checkpoint, and how many of how many targets it finds."""
+    """A rename that would help: the prefix in the state, the prefix in the checkpoint, the number of missing targets
+    that it finds (in a sample), and the number of missing targets."""
 
     here: str
     there: str
@@ -32,20 +34,20 @@ class Fit:
     of: int
 
     def below(self, prefix: str) -> Fit:
-        """The same for a longer prefix here."""
+        """Return the same rename for a longer prefix in the state."""
         return replace(self, here=prefix, there=self.there + prefix.removeprefix(self.here))
 
 
 def about_missing(
     missing: Mapping[str, str], renames: list[Fit], stored: Collection[str], of_submodule: bool
 ) -> list[str]:
-    """A line for each of a few missing keys, or one for many; and the rename that would find them.
+    """Return a line for each of a few missing keys, or one line for many, and the rename that would find them.
 
     Args:
-        missing: Keys of the target -> keys in the checkpoint, where they are not.
-        renames: What :func:`fitting_renames` found for them.
+        missing: Keys of the target -> keys under which the checkpoint should have them.
+        renames: Result of :func:`fitting_renames` for them.
         stored: The keys of the checkpoint.
-        of_submodule: Whether a sub-module is loaded, for which a rename is a source.
+        of_submodule: True if a sub-module is loaded. The advice is then a ``source``, not a rename.
     """
     if len(missing) > _SPELLED_OUT and renames:
         lines = [f"{len(missing)} keys of the target are not in the checkpoint ({some(list(missing), 3)})"]
@@ -59,11 +61,11 @@ def about_missing(
 
 
 def about_optimizer(name: str, others: list[str], stored: Collection[str], names: Collection[str]) -> str:
-    """About an optimizer of which nothing is in the checkpoint.
+    """Return a line about an optimizer that is not in the checkpoint.
 
     Args:
-        others: The optimizers of the checkpoint that nothing here has the name of.
-        names: What the state calls its parts.
+        others: Optimizers of the checkpoint whose name no object of the state has.
+        names: Names of the objects in the state.
     """
     if not others and (unknown := [front for front in _optimizers(stored) if front not in names]):
         return (
@@ -78,20 +80,20 @@ def about_optimizer(name: str, others: list[str], stored: Collection[str], names
 
 
 def _optimizers(stored: Collection[str]) -> list[str]:
-    """The names of a foreign checkpoint that look like those of optimizers."""
+    """Return the names in a foreign checkpoint that look like optimizers."""
     inside: dict[str, set[str]] = defaultdict(set)
     for key in islice(stored, MAX_CANDIDATES):
-        front, _, rest = key.partition(".")
-        inside[front].add(rest.partition(".")[0])
+        front, _, tail = key.partition(".")
+        inside[front].add(tail.partition(".")[0])
     return [front for front, names in inside.items() if {"state", "param_groups"} <= names]
 
 
 def about_wrapper(names: Collection[str], stored: Collection[str]) -> str:
-    """About a state of which nothing is in the checkpoint but below one name more, as the ``AppState`` of torch's
-    tutorial has it; empty if that is not so."""
-    known = list(islice(stored, MAX_CANDIDATES))
-    for front in dict.fromkeys(key.partition(".")[0] for key in known):
-        if all(any(key.startswith(f"{front}.{name}.") for key in known) for name in names):
+    """Return a line if the checkpoint has the complete state under one additional name, as with the ``AppState`` of
+    torch's tutorial; else ""."""
+    keys = list(islice(stored, MAX_CANDIDATES))
+    for front in dict.fromkeys(key.partition(".")[0] for key in keys):
+        if all(any(key.startswith(f"{front}.{name}.") for key in keys) for name in names):
             inner = ", ".join(f"{name!r}: …" for name in names)
             return (
                 f"{some(list(names))} {'is' if len(names) == 1 else 'are'} not in the checkpoint, but below {front!r} "
@@ -101,11 +103,10 @@ def about_wrapper(names: Collection[str], stored: Collection[str]) -> str:
 
 
 def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -> str:
-    """About an object of which nothing is in the checkpoint, whose own keys are there without its name; empty if they
-    are not."""
+    """Return a line if an object is not in the checkpoint, but its keys are, without the object's name; else ""."""
     fronts = {key.partition(".")[0] for key in inside}
-    there = {key.partition(".")[0] for key in islice(stored, MAX_CANDIDATES)}
-    if not fronts or not fronts <= there:
+    stored_fronts = {key.partition(".")[0] for key in islice(stored, MAX_CANDIDATES)}
+    if not fronts or not fronts <= stored_fronts:
         return ""
     rename = _AS_RENAME.format(here=f"{name}.", there="")
     return f"{name} is not in the checkpoint, but what it has is, without that name: {rename} would find it"
@@ -114,15 +115,15 @@ def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -
 def about_shapes(
     misfits: Collection[str], modules: Mapping[str, Collection[str]], stored: Collection[str], cast: bool
 ) -> str:
-    """What leaves out the parts of modules that have another shape here, with their optimizer state; empty if they are
-    most of a module, which is then another one.
+    """Return the advice to leave out the parts of modules with another shape, and their optimizer state; empty if there
+    are too many of them.
 
     Args:
-        misfits: Keys of the target.
-        modules: The module of each key's first name -> its optimizers.
-        cast: Whether values of the rest are converted, which a partial load has to be told.
+        misfits: Keys of the targets with another shape.
+        modules: Name of each module -> names of its optimizers.
+        cast: True if other values are converted. A partial load then needs ``cast=True``.
     """
-    known = list(islice(stored, MAX_CANDIDATES))
+    stored_keys = list(islice(stored, MAX_CANDIDATES))
     globs: dict[str, None] = {}
     for key in misfits:
         module = next((name for name in modules if key.startswith(f"{name}.")), None)
@@ -133,7 +134,7 @@ def about_shapes(
         globs[f"{module}.{front}.*" if front else key] = None
         for optimizer in modules[module]:
             state = f"{optimizer}.state.{front or last}."
-            if any(name.startswith(state) for name in known):
+            if any(name.startswith(state) for name in stored_keys):
                 globs[f"{state}*"] = None
     if not globs or len(globs) > _MOST_GLOBS:
         return ""
@@ -142,40 +143,40 @@ def about_shapes(
 
 
 def about_unexpected(keys: list[str]) -> list[str]:
-    """A line for each of a few keys, or one for many."""
+    """Return a line for each of a few keys, or one line for many."""
     if len(keys) > _SPELLED_OUT:
         return [f"{len(keys)} keys are only in the checkpoint ({some(keys, 6)})"]
     return [f"{key} is only in the checkpoint" for key in keys]
 
 
 def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
-    """About a rename to a prefix that no stored key has.
+    """Return a line about a rename to a prefix that no stored key has.
 
     Args:
-        renames: What :func:`fitting_renames` found for the keys that are lost by it.
-        of_submodule: Whether it was given as the source of a sub-module.
+        renames: Result of :func:`fitting_renames` for the keys that this rename makes missing.
+        of_submodule: True if the rename is the ``source`` of a sub-module.
     """
     form = _AS_SOURCE if of_submodule else _AS_RENAME
-    given = form.format(here=here, there=there)
-    said = f"no key of the checkpoint starts with {there!r}, as {given} says; it has {_fronts(there, free)}"
-    return f"{said}. {_advice(renames, form)}" if renames else said
+    rename = form.format(here=here, there=there)
+    line = f"no key of the checkpoint starts with {there!r}, as {rename} says; it has {_fronts(there, free)}"
+    return f"{line}. {_advice(renames, form)}" if renames else line
 
 
 def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:
-    """About missing keys that the save has left out on purpose."""
+    """Return a line if the save left out some of the missing keys on request; else an empty list."""
     globs = summary.exclude if summary else []
-    found = [key for key in missing if any(fnmatchcase(key, glob) for glob in globs)]
-    return [f"{some(found, 3)} left out at save by exclude={globs!r}"] if found else []
+    excluded = [key for key in missing if any(fnmatchcase(key, glob) for glob in globs)]
+    return [f"{some(excluded, 3)} left out at save by exclude={globs!r}"] if excluded else []
 
 
 def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
-    """The keys of the checkpoint that the renames would give to the target's keys."""
+    """Return the keys of the checkpoint to which the renames map the target's keys."""
     keys = list(keys)
     return {fit.there + key.removeprefix(fit.here) for fit in renames for key in keys if key.startswith(fit.here)}
 
 
 def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str]) -> list[str]:
-    """About globs that match no key of the target."""
+    """Return a line for each glob that matches no key of the target."""
     lines = []
     for glob in idle:
         if meant := _meant(glob, keys):
@@ -189,22 +190,23 @@ def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str
 
 
 def about_front(here: str, keys: Collection[str]) -> str:
-    """The prefix of the target's keys that a given one may be a misspelling of."""
-    known = list(_all_fronts(keys))
-    name = next((front for front in known if front.endswith(f".{here}")), None)
-    near = [name] if name else difflib.get_close_matches(here, known, n=1, cutoff=0.6)
+    """Return a hint with the prefix of the target's keys that the user may have misspelled."""
+    fronts = list(_all_fronts(keys))
+    name = next((front for front in fronts if front.endswith(f".{here}")), None)
+    near = [name] if name else difflib.get_close_matches(here, fronts, n=1, cutoff=0.6)
     return f": did you mean {near[0]!r}?" if near else _such_as(keys)
 
 
 def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str] = ()) -> list[Fit]:
-    """The renames that find the most targets; several if they are equally good.
+    """Return the renames that find the most targets: one, or two that are equally good.
 
-    Candidates are the differences in front of the longest common tails; each is judged by all targets.
+    A candidate is a pair of prefixes, of a target and a free key with a common tail. A sample of the targets judges
+    each candidate.
 
     Args:
-        targets: The keys of the target that the checkpoint does not have.
-        free: The keys of the checkpoint that no target takes.
-        fitting: The keys of the target that the checkpoint has: a rename of their prefix would lose them.
+        targets: Keys of the target that the checkpoint does not have.
+        free: Keys of the checkpoint that no target takes.
+        fitting: Keys of the target that the checkpoint has. A rename of their prefix would make them missing.
     """
     fronts: dict[str, list[str]] = defaultdict(list)
     stored = dict.fromkeys(islice(free, MAX_CANDIDATES))
@@ -217,15 +219,15 @@ def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Co
         for target in sample
         for at in list(_starts(target))[:-1] or [0]
         for front in fronts.get(target[at:], ())[:8]
-        if at or front  # a key that is there under its own name is lost by another rename
+        if at or front  # equal names: the key is stored, and another rename makes it missing
     )
     judged = []
     for here, there in dict(candidates.most_common(50)):
-        mine = [target for target in sample if target.startswith(here)]
-        found = sum(there + target.removeprefix(here) in stored for target in mine)
+        covered = [target for target in sample if target.startswith(here)]
+        hits = sum(there + target.removeprefix(here) in stored for target in covered)
         loses_others = any(key.startswith(here) for key in islice(fitting, MAX_CANDIDATES))
-        if found * 2 >= len(mine) and not loses_others:
-            judged.append(Fit(here, there, found, len(targets)))
+        if hits * 2 >= len(covered) and not loses_others:
+            judged.append(Fit(here, there, hits, len(targets)))
     best = max((fit.found for fit in judged), default=0)
     equal = [fit for fit in judged if fit.found == best]
     shortest = min((len(fit.here) for fit in equal), default=0)
@@ -240,7 +242,7 @@ def _advice(renames: list[Fit], form: str) -> str:
 
 
 def _starts(key: str) -> Iterator[int]:
-    """Where the segments of a key start."""
+    """Yield the positions at which the segments of a key start."""
     yield 0
     yield from (at + 1 for at, letter in enumerate(key) if letter == ".")
 
@@ -250,31 +252,34 @@ def _all_fronts(keys: Iterable[str]) -> dict[str, None]:
 
 
 def _fronts(prefix: str, keys: Iterable[str]) -> str:
-    """What the keys start with, up to one step behind the longest start that they share with a prefix."""
-    known = list(islice(keys, MAX_CANDIDATES))
-    starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in known)]
+    """Return the first steps of the keys, as text for a message. The keys are those that share the longest start with
+    ``prefix``, and each is shown up to the step after that start."""
+    key_list = list(islice(keys, MAX_CANDIDATES))
+    starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in key_list)]
     common = prefix[: starts[-1]] if starts else ""
-    inside = [key.removeprefix(common) for key in known if key.startswith(common)]
+    inside = [key.removeprefix(common) for key in key_list if key.startswith(common)]
     names = dict.fromkeys(common + name.partition(".")[0] + ("." if "." in name else "") for name in inside)
     return some([repr(name) for name in names], 6) or "no key that is not taken"
 
 
 def _meant(glob: str, keys: Collection[str]) -> str:
-    """The glob with its first part corrected."""
-    known = list(islice(keys, MAX_CANDIDATES))
-    for name in dict.fromkeys(key.partition(".")[0] for key in known):
-        if any(fnmatchcase(key, f"{name}.{glob}") for key in known):
+    """Return the glob with its literal front corrected so that it matches a key; empty if there is no correction."""
+    key_list = list(islice(keys, MAX_CANDIDATES))
+    for name in dict.fromkeys(key.partition(".")[0] for key in key_list):
+        if any(fnmatchcase(key, f"{name}.{glob}") for key in key_list):
             return f"{name}.{glob}"
-    if any(fnmatchcase(key, f"{glob}.*") for key in known):
+    if any(fnmatchcase(key, f"{glob}.*") for key in key_list):
         return f"{glob}.*"
     front = glob[: min((at for letter in "*?[" if (at := glob.find(letter)) >= 0), default=len(glob))]
-    rest = glob.removeprefix(front)
-    fronts = _all_fronts(known)
+    remainder = glob.removeprefix(front)
+    fronts = _all_fronts(key_list)
     name, _, tail = front.partition(".")
     near = [other for other in fronts if tail and other.startswith(f"{name}.") and other.endswith(f".{tail}")]
-    alike = [other for other in (*fronts, *known) if other.count(".") == front.count(".")]
+    alike = [other for other in (*fronts, *key_list) if other.count(".") == front.count(".")]
     near += difflib.get_close_matches(front, alike, n=1, cutoff=0.6)
-    return next((other + rest for other in near if any(fnmatchcase(key, other + rest) for key in known)), "")
+    return next(
+        (other + remainder for other in near if any(fnmatchcase(key, other + remainder) for key in key_list)), ""
+    )
 
 
 def _such_as(keys: Collection[str]) -> str:

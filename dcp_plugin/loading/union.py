@@ -1,7 +1,7 @@
-"""Keys judged on the union over ranks, because ranks may hold different objects: pipeline stages, experts.
+"""Keys that any rank takes, collected because ranks may hold different objects: pipeline stages, experts.
 
-Each rank asks about the stored keys that it does not take. Usually no rank asks, and one small collective is all.
-Otherwise the questions of all ranks go to all ranks, and each rank answers which of the keys it takes.
+Each rank asks about the stored keys that it does not take. Usually no rank has a question, and the only exchange is one
+small collective. Otherwise all ranks get the questions of all ranks, and each rank answers with the keys that it takes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ class Answer:
     """One rank's answer to the questions of all ranks."""
 
     taken: bytes
-    """The places among the questions of the keys that a target of this rank takes, packed."""
+    """Indices of the questions whose key a target of this rank takes, packed."""
     owned: bytes
-    """Those that it takes for a shard, or for a module or an optimizer of its own; packed."""
+    """Indices of the questions whose key this rank takes for a shard, a module or an optimizer, packed."""
     idle: frozenset[str]
-    """The globs and renames that match nothing on this rank."""
+    """Globs and renames that match no key on this rank."""
     digest: int
-    """Equal on ranks that take the same keys."""
+    """Checksum of the taken keys, equal on ranks that take the same keys."""
 
     @classmethod
-    def of(cls, asked: list[str], mine: Collection[str], owned: Collection[str], idle: frozenset[str]) -> Answer:
-        taken = [at for at, key in enumerate(asked) if key in mine]
-        digest = zlib.crc32("\n".join(sorted(mine)).encode())
+    def of(cls, asked: list[str], taken_keys: Collection[str], owned: Collection[str], idle: frozenset[str]) -> Answer:
+        taken = [at for at, key in enumerate(asked) if key in taken_keys]
+        digest = zlib.crc32("\n".join(sorted(taken_keys)).encode())
         return cls(pack(taken), pack([at for at in taken if asked[at] in owned]), idle, digest)
 
 
 @dataclass(frozen=True)
 class Union:
-    """The answers of all ranks; by default those of ranks of which none asks, or of a rank alone."""
+    """The combined answers of all ranks. The defaults apply if no rank has a question, or if there is only one rank."""
 
     taken: frozenset[str] = frozenset()
-    """The keys among the questions that some rank takes."""
+    """Keys of the questions that at least one rank takes."""
     owned: frozenset[str] = frozenset()
-    """Those that some rank takes for a shard, or for a module or an optimizer of its own."""
+    """Keys of the questions that at least one rank takes for a shard, a module or an optimizer."""
     idle: frozenset[str] | None = None
-    """The globs and renames that match nothing on any rank; None if they are this rank's."""
+    """Globs and renames that match no key on any rank; None if this rank's own are to be used."""
     ranks_differ: bool = False
-    """Whether ranks take different keys."""
+    """True if ranks take different keys."""
 
     @classmethod
     def of(cls, asked: list[str], answers: list[Answer]) -> Union:
@@ -59,14 +59,14 @@ class Union:
 def ask_all(
     ranks: Ranks, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
 ) -> Union | None:
-    """Run ``work`` on every rank, and have its questions answered. Collective.
+    """Run ``work`` on every rank, and have all ranks answer its questions. Collective.
 
     Args:
-        work: Returns the keys that this rank asks about, which may be none; None if it need not know the union.
+        work: Returns the keys that this rank asks about, possibly none; None if the rank does not need the union.
         answer: Answers the questions of all ranks.
 
     Returns:
-        The same on every rank: None if no rank needs to know.
+        The union, equal on every rank; None if no rank needs it.
     """
     if ranks.size == 1:
         questions = work()
@@ -83,7 +83,7 @@ def _packed(asked: list[str] | None) -> bytes | None:
 
 
 def _joined(questions: list[bytes | None]) -> bytes | None:
-    """The questions of all ranks, each once."""
+    """Return the questions of all ranks without duplicates; None if no rank needs the union."""
     different = {packed for packed in questions if packed is not None}
     if not different:
         return None
