@@ -75,9 +75,9 @@ class SaveRequest:
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
     files: Callable[[Path], None] | None = None
-    """Adds the caller's files to a directory. Other files at the path stay then."""
+    """Function that adds the caller's files to a directory. With it, other files at the path stay."""
     durable: bool = False
-    """Whether the save goes on from ``local_dir`` to its path, whatever ``durable_every`` is."""
+    """True to copy the save from ``local_dir`` to its path, independent of ``durable_every``."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class LiveState:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Numbers, or tensors of one element."""
     compares_ranks: bool = True
-    """Whether the first save warns of data that differs between ranks."""
+    """True if the first save warns of data that differs between ranks."""
     is_data: bool = False
-    """Whether an object in a mapping of ``state`` is a value, whose own state is not asked for."""
+    """True if an object in a mapping of ``state`` is a value, whose ``state_dict`` is not called."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class GatheredState:
 
 @dataclass(frozen=True)
 class StagedState:
-    """This rank's part of the state as it will be written: nothing changes it any more."""
+    """This rank's part of the state as it will be written. No code changes it afterwards."""
 
     state: Flat
     """Key -> chunks of a tensor in memory, or the bytes of a value."""
@@ -134,7 +134,7 @@ class StagedState:
     copy_seconds: float = 0.0
     """Duration of the copy to host memory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Keys taken out of the state, because the base has them -> their keys in the base."""
+    """Keys left out of the state because the base has them -> their keys in the base."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Record of the base in the summary; empty without one."""
 
@@ -162,7 +162,7 @@ class SavePlan:
     state: Flat
     """Key -> memory or bytes, under the keys of the plan."""
     plan: RankPlan
-    """This rank's items. On rank 0 it has the plan of all ranks, too."""
+    """This rank's items. On rank 0 the object also has the plan of all ranks."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -180,7 +180,7 @@ class Spent:
     """Seconds that one rank spent on its part of a save."""
 
     blocked_seconds: float | None = None
-    """Time for which the training waited; None if that is until the save is published."""
+    """Time for which the training waited; None if it waited until the save was published."""
     staging_seconds: float = 0.0
     write_seconds: float = 0.0
 
@@ -197,7 +197,7 @@ class WrittenPart:
     """Items linked from the run's last checkpoint instead of written."""
     bytes_reused: int = 0
     why_not_reused: str = ""
-    """The obstacle to linking more, in words; empty without an obstacle."""
+    """The reason why no more items were linked, in words; empty without a reason."""
     spent: Spent = field(default_factory=Spent)
 
 
@@ -221,39 +221,40 @@ class OpenCheckpoint:
     """Files that the names in the index refer to."""
     index: CheckpointIndex
     known_identity: str
-    """:attr:`identity`; empty where that is a fingerprint yet to be computed."""
+    """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
     format: str
-    """As in :class:`~dcp_plugin.types.CheckpointInfo`."""
+    """Format, see :class:`~dcp_plugin.types.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """Names of a ``module`` and of an ``optimizer``, as far as the checkpoint records them."""
+    """Name -> ``"module"`` or ``"optimizer"``, for names that the checkpoint records."""
     summary: Summary | None = None
-    """Summary of our own checkpoints; None for those of other tools."""
+    """Summary of a checkpoint of this package; None for other tools."""
     links: bool = False
-    """Whether data files may be symbolic links: only in checkpoints without an index of ours."""
+    """True if data files may be symbolic links, as in checkpoints without an index of this package."""
     base: OpenCheckpoint | None = None
     """The checkpoint with the keys that this one leaves out. The index has its files under their full paths."""
     find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
 
     @property
     def identity(self) -> str:
-        """Equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless that takes requests to a
-        store."""
+        """Text that is equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless computing
+        that takes requests to a store."""
         return self.known_identity or self.fingerprint
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for the same checkpoint in any place. For files of other tools, a part of every tensor is read."""
+        """Text that is equal for the same checkpoint in any place. For files of other tools, computing it reads a part
+        of every tensor."""
         return self.find_fingerprint() if self.find_fingerprint else self.known_identity
 
     @property
     def save_ids(self) -> str:
-        """Identity of this save and of its base, unlike that of another save of the same contents. Empty for
+        """Identity of this save and its base, which differs from that of another save of the same contents. Empty for
         checkpoints of other tools."""
         base = self.base.save_ids if self.base else ""
         return f"{self.summary.save_id if self.summary else ''} {base}".strip()
 
     def close(self) -> None:
-        """Close the files. The records that were read stay."""
+        """Close the files. Records that were read stay valid."""
         self.files.close()
 
 
@@ -277,7 +278,7 @@ class Match:
 
 
 class WholeChunk(NamedTuple):
-    """A stored chunk that is read as it is: complete, into plain memory of its dtype and size."""
+    """A stored chunk that is read without conversion: complete, into plain memory of its dtype and size."""
 
     key: str
     """Key in the checkpoint."""
@@ -293,12 +294,12 @@ class LoadPlan:
     items: Sequence[ReadItem]
     """Boxes of stored chunks, and values."""
     chunks: Sequence[WholeChunk]
-    """Small chunks that are read as they are; they are no items."""
+    """Small chunks that are read without conversion. ``items`` does not include them."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of a load. Keys are the target's, unless stated otherwise."""
+    """Result of a load. Keys are keys of the target, unless stated otherwise."""
 
     path: Where
     loaded: list[str] = field(default_factory=list)
@@ -315,11 +316,11 @@ class LoadReport:
     bytes_read: int = 0
     """Bytes that this rank read from data files, including reads to check and to skip."""
     unchecked_bytes: int = 0
-    """Of these, bytes whose checksum could not be compared: narrow columns of tensors stored whole."""
+    """Bytes read whose checksum could not be compared, because only narrow columns of stored tensors were read."""
     sources: dict[str, int] = field(default_factory=dict)
     """With ``local_dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
     passed_over: list[str] = field(default_factory=list)
-    """With ``local_dir``: saves that were ignored or could not be read, and why."""
+    """With ``local_dir``: saves that were ignored or could not be read, with the reason."""
     seconds: float = 0.0
     """With ``local_dir``: duration of the search and the load."""
 

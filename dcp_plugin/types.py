@@ -1,4 +1,4 @@
-"""Types shared by all layers, and the reports that users get."""
+"""Types shared by all layers, and the reports that the public functions return."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = "0.1.0"
-"""Of this package, noted in each checkpoint."""
+"""Version of this package, recorded in each checkpoint."""
 
 Shape = tuple[int, ...]
 
 
 class LocalChunk(NamedTuple):
-    """A box of a global tensor that lives on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
+    """A box of a global tensor on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
 
     offsets: Shape
     sizes: Shape
@@ -26,31 +26,32 @@ class LocalChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedValue:
-    """A global tensor as one rank sees it: its shape and dtype, and the chunks that this rank holds (maybe none)."""
+    """One rank's view of a global tensor: shape, dtype, and the chunks that the rank holds, possibly none."""
 
     shape: Shape
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
     any_rank: bool = False
-    """Ranks that hold the same chunk hold the same bytes, so any of them may write it, or a part of it. Otherwise the
-    first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
+    """True if ranks with the same chunk hold the same bytes, so each of them may write the chunk or a part of it.
+    Otherwise the first rank writes: buffers under DDP, for example, differ between ranks, and those of rank 0 count."""
     frozen: bool = False
-    """A parameter that is not trained: it will probably be the same at the next save."""
+    """True for a parameter that is not trained. It probably has the same bytes at the next save."""
     stored_whole: bool = False
-    """Its chunks have no memory of their own, or not only (:mod:`dcp_plugin.tensors.kinds`): each is one item that
-    ``torch.save`` makes, and is never cut."""
+    """True if the data of a chunk is not, or not only, in its memory (:mod:`dcp_plugin.tensors.kinds`). ``torch.save``
+    then makes one item of each chunk, and a chunk is never cut."""
     layout: str = "replicated or single"
-    """How the tensor is distributed, for the summary."""
+    """Distribution of the tensor, in words, for the summary."""
     origin: Any = field(default=None, compare=False, repr=False)
-    """The tensor that the chunks are views of, where that matters. In-place operations on a DTensor are counted on it,
-    and not on its local tensor; and a slot of an optimizer is known by its identity."""
+    """The tensor of which the chunks are views, if a stage needs it. A DTensor counts in-place operations itself, not
+    on its local tensor; and a slot of an optimizer is recognized by the identity of its tensor."""
 
     @classmethod
     def of_all(cls, tensor: torch.Tensor, any_rank: bool = False) -> ShardedValue:
-        """A tensor of which this rank has all. Saves make thousands: the fields are set without the ``__setattr__`` of
-        a frozen class, which takes three times as long; the others are the defaults that the class has."""
+        """Describe a tensor that is complete on this rank."""
         shape = tuple(tensor.shape)
         chunk = tuple.__new__(LocalChunk, ((0,) * len(shape), shape, tensor))
+        # Saves call this for thousands of tensors. Filling __dict__ takes a third of the time of the constructor of a
+        # frozen dataclass. Fields that are not set here have the class's defaults.
         made = object.__new__(cls)
         fields = made.__dict__
         fields["shape"], fields["dtype"], fields["chunks"], fields["any_rank"] = shape, tensor.dtype, (chunk,), any_rank
@@ -59,19 +60,20 @@ class ShardedValue:
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """A value that is no tensor, as the bytes that go to disk."""
+    """A value that is no tensor, encoded as the bytes to store."""
 
     data: bytes
     is_empty_mapping: bool = False
 
 
 Flat = dict[str, "ShardedValue | EncodedValue"]
-"""State by key, as the state layer hands it to staging, and staging to planning."""
+"""State by key. The state layer passes it to staging, and staging passes it to planning."""
 
 KeyPath = tuple[Any, ...]
-"""Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
-tuple index, ``("k", key)`` for a mapping key that is no text. The key of a mapping of another class than ``dict`` has
-the name of the class in :data:`~dcp_plugin.format.values.MAPPING_CLASSES` in place of ``"k"``, also if it is text."""
+"""Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
+for a tuple index, or ``("k", key)`` for a mapping key that is not text. For a mapping class other than ``dict``, the
+step has the class's name in :data:`~dcp_plugin.format.values.MAPPING_CLASSES` in place of ``"k"``, even if the key is
+text."""
 
 
 @dataclass
@@ -79,40 +81,40 @@ class Wanted:
     """Tensors and values of a checkpoint that one object of the state loads. Keys are relative to the object's name."""
 
     targets: dict[str, Any] = field(default_factory=dict)
-    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
-    values, which are replaced by what was read."""
+    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for tensors that get memory later; None for
+    other values, which the loaded values replace."""
     missing: list[str] = field(default_factory=list)
-    """Keys that the object has and the checkpoint has not. Of an optimizer: parameters unfrozen since, for one."""
+    """Keys that only the object has. For an optimizer, these include parameters unfrozen since the save."""
     unexpected: list[str] = field(default_factory=list)
-    """Keys that only the checkpoint has. Of an optimizer: parameters frozen since, for one."""
+    """Keys that only the checkpoint has. For an optimizer, these include parameters frozen since the save."""
     unmatched: list[str] = field(default_factory=list)
-    """The keys of a module of which nothing is stored under its own names."""
+    """All keys of a module if the checkpoint has none of them."""
     lacking: dict[str, Any] = field(default_factory=dict)
-    """Tensors of data or of a Stateful that the checkpoint has not."""
+    """Tensors of data or of a Stateful that the checkpoint does not have."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What the checkpoint has for the object and the object does not have, for targets that get memory later: its own
-    ``load_state_dict`` or hooks may take it."""
+    """Entries that only the checkpoint has, as targets that get memory later. ``load_state_dict`` or hooks of the
+    object may take them."""
     in_room: set[str] = field(default_factory=set)
-    """The keys of ``extra`` for which the object has an empty mapping or None, or another leaf that they replace."""
+    """Keys of ``extra`` that replace an empty mapping, None or another leaf of the object."""
     resized: dict[str, Any] = field(default_factory=dict)
-    """The object's own tensors where those of the checkpoint have another shape; ``targets`` has that shape."""
+    """The object's tensors whose shape differs from the checkpoint's. ``targets`` has the checkpoint's shape."""
     undecided: list[str] = field(default_factory=list)
-    """Missing keys of a module on which its own load hooks decide."""
+    """Missing keys of a module whose load hooks decide if they are an error."""
     stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets of an optimizer that have another key in the checkpoint, and that key: that of this rank's own state, or
-    one with the number of the parameter."""
+    """Targets of an optimizer -> their key in the checkpoint, if it differs: the key of this rank's own state, or a key
+    with the number of the parameter."""
     lost: list[str] = field(default_factory=list)
-    """Those of which none is for this rank."""
+    """Keys of per-rank state that the checkpoint has, but not for this rank's part of the parameter."""
     for_other_ranks: list[str] = field(default_factory=list)
-    """Those that are for other ranks only."""
+    """Keys of per-rank state for parameters of which this rank has no part."""
     empty: bool = False
-    """Nothing is stored because the object had nothing to store: it is loaded with that."""
+    """True if the checkpoint has no keys because the object had none. The object is then loaded from an empty state."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Targets that have to exist in the object before a load can fill them, and why."""
+    """Targets that must exist in the object before a load can fill them -> the reason."""
     unfit: str = ""
-    """Why the state of an optimizer cannot be taken at all."""
+    """The reason why an optimizer cannot use the stored state at all; empty if it can."""
     tolerated: str = ""
-    """What missing and unexpected keys mean, for a warning, where they are no error."""
+    """The meaning of missing and unexpected keys, for a warning, if they are no error."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says about itself, read without a model and without torch.distributed."""
+    """Facts about a checkpoint, read without a model and without torch.distributed."""
 
     path: Where
     format: str
@@ -145,13 +147,13 @@ class CheckpointInfo:
     """Unique payload bytes; aliases count once."""
     versions: dict[str, str]
     bytes_reused: int = 0
-    """Of the bytes on the disk, those that were linked from an earlier checkpoint instead of written."""
+    """Bytes on disk that were linked from an earlier checkpoint instead of written."""
     base: Where | None = None
-    """The checkpoint that has what this one leaves out."""
+    """The checkpoint that has the tensors in ``left_out``."""
     left_out: list[str] = field(default_factory=list)
     """Keys of frozen tensors that are in the base."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that were given to the save, such as the validation loss. Not all need be finite."""
+    """Metrics passed to the save, such as the validation loss. Some may not be finite."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
@@ -189,15 +191,15 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """A directory that is, or pretends to be, a checkpoint."""
+    """A directory that is a checkpoint or looks like one."""
 
     path: Where
     committed: bool
     reason: str = ""
-    """Why it is not a checkpoint; empty for one that is."""
+    """The reason why the directory is not a checkpoint; empty if it is one."""
     step: int | None = None
     time: float = 0.0
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: it is in ``local_dir`` of the nodes alone, and nothing is at the path."""
+    """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
-    """As in :class:`CheckpointInfo`; empty with tier ``"local"``."""
+    """Metrics, see :class:`CheckpointInfo`; empty with tier ``"local"``."""

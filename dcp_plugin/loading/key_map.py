@@ -64,7 +64,7 @@ class Rename:
 
     @classmethod
     def of(cls, renames: Mapping[str, str]) -> Rename:
-        plain = {here: there for here, there in renames.items() if not here.startswith(PATTERN)}
+        plain = {target: source for target, source in renames.items() if not target.startswith(PATTERN)}
         patterns = [(re.compile(h.removeprefix(PATTERN)), t) for h, t in renames.items() if h not in plain]
         return cls(_longest_first(plain), tuple(patterns))
 
@@ -76,12 +76,14 @@ class Rename:
     @property
     def without_empty(self) -> Rename:
         """The renames for optimizers: the prefix ``""`` applies only to modules and data."""
-        return Rename(tuple((here, there) for here, there in self.prefixes if here), self.patterns)
+        return Rename(
+            tuple((prefix, stored_prefix) for prefix, stored_prefix in self.prefixes if prefix), self.patterns
+        )
 
     def idle(self, keys: Collection[str]) -> list[str]:
         """Return the renames that match none of these keys, as the user wrote them."""
         patterns = [pattern for pattern, _ in self.patterns if not any(map(pattern.fullmatch, keys))]
-        idle = [here for here, _ in self.prefixes if not any(key.startswith(here) for key in keys)]
+        idle = [prefix for prefix, _ in self.prefixes if not any(key.startswith(prefix) for key in keys)]
         return idle + [PATTERN + pattern.pattern for pattern in patterns]
 
 
@@ -93,11 +95,11 @@ def prefixes_of(name: str, source: str, rename: Rename) -> Prefixes:
     """
     front = f"{name}."
     rules: dict[str, str] = {}
-    for here, there in rename.prefixes:
-        if here.startswith(front):
-            rules[here.removeprefix(front)] = there
-        elif front.startswith(here):
-            rules.setdefault("", there + front.removeprefix(here))
+    for prefix, stored_prefix in rename.prefixes:
+        if prefix.startswith(front):
+            rules[prefix.removeprefix(front)] = stored_prefix
+        elif front.startswith(prefix):
+            rules.setdefault("", stored_prefix + front.removeprefix(prefix))
     rules.setdefault("", f"{source}.")
     return _longest_first(rules)
 
@@ -163,15 +165,15 @@ class KeyMap:
         if bare in index:
             full_keys[""], paths[""] = bare, ()
         renamed = self.is_renamed
-        for here, there in self._rules_in_use():
-            for full in _under(index, there):
-                key, path = here + full.removeprefix(there), index.path_of(full)
+        for prefix, stored_prefix in self._rules_in_use():
+            for full in _under(index, stored_prefix):
+                key, path = prefix + full.removeprefix(stored_prefix), index.path_of(full)
                 if not key or (renamed and (self._by_prefix(key) != full or _belongs(key, self._special))):
                     continue
-                if self._optimizer and here and any(isinstance(step, int) for step in path):
+                if self._optimizer and prefix and any(isinstance(step, int) for step in path):
                     self.unnamed_groups = True
                     continue
-                full_keys[key], paths[key] = full, _below(here, there, path)
+                full_keys[key], paths[key] = full, _below(prefix, stored_prefix, path)
         for key, full in self._special.items():
             for stored in _under(index, full) if self._optimizer else [full]:
                 if stored in index:
@@ -201,17 +203,19 @@ class KeyMap:
         return tuple(rule for rule in self._rules if rule in used)
 
     def _by_prefix(self, key: str) -> str:
-        return next(there + key.removeprefix(here) for here, there in self._rules if key.startswith(here))
+        return next(
+            stored_prefix + key.removeprefix(prefix) for prefix, stored_prefix in self._rules if key.startswith(prefix)
+        )
 
-    def _without_second_names(self, found: Mapping[str, str]) -> dict[str, str]:
+    def _without_second_names(self, full_keys: Mapping[str, str]) -> dict[str, str]:
         """Assign each stored key to a single relative key. Keys that the object has take precedence, and a renamed key
         takes precedence over the key of the same name."""
-        existing = {key for key in found if _belongs(key, self._names)}
-        claimed = {found[key] for key in existing}
-        renamed = {full for key, full in found.items() if full != join(self.name, key)}
+        existing = {key for key in full_keys if _belongs(key, self._names)}
+        claimed = {full_keys[key] for key in existing}
+        renamed = {full for key, full in full_keys.items() if full != join(self.name, key)}
         return {
             key: full
-            for key, full in found.items()
+            for key, full in full_keys.items()
             if key in existing or (full not in claimed and not (full in renamed and full == join(self.name, key)))
         }
 
@@ -225,13 +229,13 @@ def _under(index: CheckpointIndex, prefix: str) -> Iterable[str]:
     return index.under(prefix) if prefix else index
 
 
-def _below(here: str, there: str, path: KeyPath) -> KeyPath | None:
-    """Return the path of a relative key: ``path`` of the stored key with prefix ``there`` replaced by ``here``. None if
-    ``there`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
-    front = tuple(here.removesuffix(".").split(".")) if here else ()
+def _below(prefix: str, stored_prefix: str, path: KeyPath) -> KeyPath | None:
+    """Return the path of a relative key: the stored key's ``path`` with ``prefix`` in place of ``stored_prefix``. None
+    if ``stored_prefix`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
+    front = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
     text = ""
     for depth, step in enumerate(path):
-        if text == there:
+        if text == stored_prefix:
             return front + path[depth:]
         text += f"{step[1] if isinstance(step, tuple) else step}."
     return None
@@ -287,7 +291,7 @@ class KeyMaps:
         """Return whether a renamed prefix covers keys of this object and so determines its place."""
         rename = self._rename.without_empty if adapter.kind == "optimizer" else self._rename
         front = f"{adapter.name}."
-        return any(here.startswith(front) or front.startswith(here) for here, _ in rename.prefixes)
+        return any(prefix.startswith(front) or front.startswith(prefix) for prefix, _ in rename.prefixes)
 
     def of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None = None) -> KeyMap:
         """Return the key map of an object. Collective if the object contains FSDP1.
@@ -334,13 +338,13 @@ class KeyMaps:
         """
         name, followed = self._followed[module]
         # A stock checkpoint records no names of modules; the first step of a prefix is the name.
-        module_names = [name, *(self._modules or (there.partition(".")[0] for _, there in followed))]
+        module_names = [name, *(self._modules or (stored_prefix.partition(".")[0] for _, stored_prefix in followed))]
         rules, (_, front) = dict(own), own[-1]
         if len(own) == 1:
-            for here, there in followed:
-                fqn = _without_name(there, module_names)
-                if here or fqn:
-                    rules |= {f"{kind}.{here}": f"{front}{kind}.{fqn}" for kind in ("state", "param_groups")}
+            for prefix, stored_prefix in followed:
+                fqn = _without_name(stored_prefix, module_names)
+                if prefix or fqn:
+                    rules |= {f"{kind}.{prefix}": f"{front}{kind}.{fqn}" for kind in ("state", "param_groups")}
         special = {}
         for key in names:
             kind, _, fqn = key.removesuffix(".").partition(".")

@@ -152,9 +152,9 @@ class Loading:
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         """Load into ``state``, in place. Collective."""
         with self._reader:
-            begun, fitted = self._prepare(state)
-            self._read_tensors(begun, fitted)
-            self._apply(begun, fitted)
+            context, fitted = self._prepare(state)
+            self._read_tensors(context, fitted)
+            self._apply(context, fitted)
         match = fitted.match
         if self._ranks.rank == 0:
             for message in match.warnings:  # at the end: warnings turned into errors must not interrupt a load
@@ -179,16 +179,16 @@ class Loading:
         allocated: list[str] = []
         for _ in range(_MOST_TRIES):
             try:
-                begun = self._open_together(state)
+                context = self._open_together(state)
             except CheckpointNotFound as error:
                 if failure is None:
                     raise
                 raise CheckpointNotFound(f"{self._path} was deleted while it was loaded: {failure}") from error
             try:
-                fitted = self._fit(begun, allocated)
+                fitted = self._fit(context, allocated)
                 step = f"read the values of {self._path}"
-                self._ranks.agree(step, functools.partial(self._read_values, begun, fitted))
-                return begun, fitted
+                self._ranks.agree(step, functools.partial(self._read_values, context, fitted))
+                return context, fitted
             except CheckpointNotFound as error:  # raised on all ranks by the collective
                 failure = error
                 self._reader.reset()
@@ -222,11 +222,11 @@ class Loading:
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
-            begun = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
-        matching = self._matching(begun, dry_run=True)
+            context = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
+        matching = self._matching(context, dry_run=True)
         matching.run(adapters)
         self._judge_match(matching, Union())
-        match = self._plan(begun, matching.match).match
+        match = self._plan(context, matching.match).match
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
@@ -269,7 +269,7 @@ class Loading:
                 )
         return difference
 
-    def _fit(self, begun: _Begun, allocated: list[str]) -> _Fitted:
+    def _fit(self, context: _Begun, allocated: list[str]) -> _Fitted:
         """Match and plan, and raise all misfits in one error. Collective.
 
         A rank with no question for other ranks plans at once. Usually every rank does, and the only exchange is one
@@ -280,24 +280,24 @@ class Loading:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        matching = self._matching(begun)
+        matching = self._matching(context)
         fitted: Attempt[_Fitted] | None = None
 
         def match() -> list[str] | None:
             nonlocal fitted
-            for adapter in begun.adapters:
+            for adapter in context.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
-            matching.run(begun.adapters)
+            matching.run(context.adapters)
             if matching.questions is not None:
                 return matching.questions
-            fitted = Attempt.of(lambda: self._judge_and_plan(begun, matching, Union(), allocated))
+            fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, Union(), allocated))
             return None if fitted.failure is None else []
 
         def judge(union: Union) -> list[str]:
             nonlocal fitted
             if fitted is None:
-                fitted = Attempt(self._judge_and_plan(begun, matching, union, allocated))
+                fitted = Attempt(self._judge_and_plan(context, matching, union, allocated))
             return fitted.get().match.warnings
 
         union = ask_all(self._ranks, step, match, matching.answer)
@@ -307,14 +307,14 @@ class Loading:
         assert fitted is not None
         return fitted.get()
 
-    def _matching(self, begun: _Begun, dry_run: bool = False) -> Matching:
+    def _matching(self, context: _Begun, dry_run: bool = False) -> Matching:
         index, kinds, summary = self._reader.index, self._reader.kinds, self._reader.summary
         classes = summary.optimizers if summary is not None else {}
         saved_by = summary.world_size if summary is not None else None
-        selection, strict, mode = begun.selection, self._strict, self._mode
+        selection, strict, mode = context.selection, self._strict, self._mode
         return Matching(self._path, index, kinds, selection, strict, dry_run, mode, classes, saved_by)
 
-    def _judge_and_plan(self, begun: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
+    def _judge_and_plan(self, context: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
         """Judge the match, plan the reads, and open the files to read.
 
         Raises:
@@ -329,7 +329,7 @@ class Loading:
                 f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        fitted = self._plan(begun, match)
+        fitted = self._plan(context, match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
@@ -341,7 +341,7 @@ class Loading:
             missing = matching.match.report.missing
             matching.match.problems.extend(about_excluded(self._reader.summary, missing))
 
-    def _plan(self, begun: _Begun, match: Match) -> _Fitted:
+    def _plan(self, context: _Begun, match: Match) -> _Fitted:
         """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
         targets: dict[str, Any] = dict(match.targets)
         planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
@@ -350,10 +350,10 @@ class Loading:
         try:
             plan = planner.plan_apart()
         except CheckpointMismatch:
-            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(begun, match, len(planner.misfits))]
+            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(context, match, len(planner.misfits))]
         return _Fitted(match, plan, planner, targets)
 
-    def _about_shapes(self, begun: _Begun, match: Match, misfits: int) -> list[str]:
+    def _about_shapes(self, context: _Begun, match: Match, misfits: int) -> list[str]:
         """Return a line of advice if a few parts of modules have another shape and there are no other problems."""
         index = self._reader.index
         shapes = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
@@ -361,14 +361,14 @@ class Loading:
         if match.problems or len(other) != misfits or 2 * len(other) > len(match.targets):
             return []
         modules = {
-            adapter.name: [o.name for o in begun.adapters if o.kind == "optimizer" and o.module is adapter.module]
-            for adapter in begun.adapters
+            adapter.name: [o.name for o in context.adapters if o.kind == "optimizer" and o.module is adapter.module]
+            for adapter in context.adapters
             if adapter.kind == "module"
         }
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
-    def _read_values(self, begun: _Begun, fitted: _Fitted) -> None:
+    def _read_values(self, context: _Begun, fitted: _Fitted) -> None:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
         planner, match = fitted.planner, fitted.match
         self._reader.read_parts(_only(LoadItemType.BYTE_IO, fitted.plan), planner)
@@ -377,31 +377,31 @@ class Loading:
                 f"{self._path}: values came back without their class: {some(planner.plain, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
-        for adapter in begun.adapters:
+        for adapter in context.adapters:
             targets = match.wanted[adapter.name].targets
             keys = [key for key, target in targets.items() if target is None]
             if targets:
                 values = {key: fitted.targets[join(adapter.name, key)] for key in keys}
-                adapter.check(values, self._strict and begun.selection is None)
+                adapter.check(values, self._strict and context.selection is None)
 
-    def _read_tensors(self, begun: _Begun, fitted: _Fitted) -> None:
+    def _read_tensors(self, context: _Begun, fitted: _Fitted) -> None:
         """Read tensors into the targets. With shared reading, ranks broadcast their parts after every rank has read
         without failure. Collective."""
 
         def read(plan: LoadPlan) -> None:
             self._reader.read_parts(_only(LoadItemType.TENSOR, plan), fitted.planner)
 
-        if begun.least_hosts == float("inf"):
+        if context.least_hosts == float("inf"):
             self._ranks.agree(f"read {self._path}", lambda: read(fitted.plan))
             return
         from dcp_plugin.planning.sharing import BroadcastRead
 
         host, path = socket.gethostname(), str(self._path)
-        shared = BroadcastRead(self._ranks, fitted.planner, begun.least_hosts, host, path)
+        shared = BroadcastRead(self._ranks, fitted.planner, context.least_hosts, host, path)
         items = fitted.planner.create_local_plan().items
         shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
-    def _apply(self, begun: _Begun, fitted: _Fitted) -> None:
+    def _apply(self, context: _Begun, fitted: _Fitted) -> None:
         """Hand the targets to their objects. Raise an error for keys that load hooks report as missing or unexpected.
         Collective."""
         step, match = f"apply {self._path}", fitted.match
@@ -411,14 +411,14 @@ class Loading:
             return {join(name, key) for name, each in incompatible.items() for key in each.unexpected}
 
         def take() -> list[str] | None:
-            incompatible.update(self._take(begun, fitted))
+            incompatible.update(self._take(context, fitted))
             return sorted(unexpected()) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
             return Answer.of(asked, match.stored.keys() - unexpected(), (), frozenset())
 
         def judge(union: Union) -> None:
-            rules = begun.selection or PartialLoad()
+            rules = context.selection or PartialLoad()
             problems = [
                 line for name, each in incompatible.items() for line in self._judge(name, rules, match, each, union)
             ]
@@ -429,12 +429,12 @@ class Loading:
         if union is not None:
             self._ranks.agree(step, lambda: judge(union))
 
-    def _take(self, begun: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
+    def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
         """Hand the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
         name of the object."""
         incompatible: dict[str, Incompatible] = {}
-        strict = self._strict and begun.selection is None
-        for adapter in begun.adapters:
+        strict = self._strict and context.selection is None
+        for adapter in context.adapters:
             want = fitted.match.wanted[adapter.name]
             if want.targets or want.empty:
                 filled = {

@@ -222,12 +222,12 @@ def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Co
         if at or front  # equal names: the key is stored, and another rename makes it missing
     )
     judged = []
-    for here, there in dict(candidates.most_common(50)):
-        covered = [target for target in sample if target.startswith(here)]
-        hits = sum(there + target.removeprefix(here) in stored for target in covered)
-        loses_others = any(key.startswith(here) for key in islice(fitting, MAX_CANDIDATES))
+    for prefix, stored_prefix in dict(candidates.most_common(50)):
+        covered = [target for target in sample if target.startswith(prefix)]
+        hits = sum(stored_prefix + target.removeprefix(prefix) in stored for target in covered)
+        loses_others = any(key.startswith(prefix) for key in islice(fitting, MAX_CANDIDATES))
         if hits * 2 >= len(covered) and not loses_others:
-            judged.append(Fit(here, there, hits, len(targets)))
+            judged.append(Fit(prefix, stored_prefix, hits, len(targets)))
     best = max((fit.found for fit in judged), default=0)
     equal = [fit for fit in judged if fit.found == best]
     shortest = min((len(fit.here) for fit in equal), default=0)
