@@ -1,5 +1,5 @@
 """DCP's ``StorageWriter`` and ``StorageReader``, which join the format and a medium.
 
-A plan goes in and bytes are written, or a plan goes in and tensors are filled. The rule: what bytes mean is asked of
-:mod:`dcp_plugin.format`, and they are only read and written through a :class:`~dcp_plugin.media.Medium`.
+A writer takes a plan and writes bytes; a reader takes a plan and fills tensors. The rule: only :mod:`dcp_plugin.format`
+interprets bytes, and only a :class:`~dcp_plugin.media.Medium` reads and writes them.
 """

@@ -1,10 +1,10 @@
-"""What one system call reads: neighbours in a file, whose bytes are scattered to where each of them is wanted.
+"""Batches: neighbours in a file that one system call reads, and scatters to the memory of each.
 
 There are three kinds. A :class:`BatchOfFetches` takes any fetch of a plan. Most tensors of most loads are read as they
-are stored: one chunk, complete, of the same dtype, into host memory. Small ones of these are a :class:`BatchOfChunks`,
-which is decided by columns: a fetch, its ranges and its views are objects, and 4 000 tensors of 4 KiB took a third of
-their load for them. A :class:`BatchOfRuns` is columns of rows that are longer than a page: each run is a call of its
-own, and nothing else is done for it.
+are stored: one chunk, complete, of the same dtype, into host memory. The small ones among these form a
+:class:`BatchOfChunks`, which is computed in columns: a fetch, its ranges and its views are objects, and for 4 000
+tensors of 4 KiB they took a third of the load. A :class:`BatchOfRuns` is columns of a tensor whose runs are longer than
+a page: each run is a separate call, without any other work.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
 from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
 
 _MOST = BLOCK // 2
-_MOST_OF_STREAM = 8 << 20  # where each call is a request
-_MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call
+_MOST_OF_STREAM = 8 << 20  # for files whose calls are requests
+_MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
 
 @dataclass
 class Count:
-    """Bytes of data files: all that were read, and those of them that no checksum covers although the item has one."""
+    """Bytes read from data files, and the number of them that no checksum covers although the item has one."""
 
     read: int = 0
     unchecked: int = 0
 
 
 class Batch(ABC):
-    """What one thread reads at a time."""
+    """Bytes that one thread reads at a time."""
 
     file: str
     begin: int
-    """Where it starts in the file."""
+    """Position of the first byte in the file."""
     nbytes: int
-    """From there to its end."""
+    """Bytes from ``begin`` to the end of the batch."""
     key: str
-    """The first key that is read, for messages."""
+    """First key that is read, for messages."""
 
     @abstractmethod
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
-        """Read, check and copy. Raises CheckpointCorrupt, naming file and key, and OSError."""
+        """Read, check and copy the batch. Raises CheckpointCorrupt, naming file and key, and OSError."""
 
 
 class BatchOfFetches(Batch):
     """Fetches in the order of the file. If there are several, each has one range.
 
     Args:
-        in_cache: Read what is checked in pieces that the processor's cache still holds when they are checked. Otherwise
-            a range is read by one call, since each is a request.
+        in_cache: Read checked ranges in pieces that are still in the processor's cache when they are checked. Otherwise
+            one call reads a range, since each call is a request.
     """
 
     def __init__(self, fetches: list[Fetch], in_cache: bool) -> None:
@@ -93,7 +93,7 @@ class BatchOfFetches(Batch):
 
 
 class BatchOfRuns(Batch):
-    """Runs of a box, each read by a call of its own straight to its place."""
+    """Runs of a box, each read by a separate call straight to its place."""
 
     def __init__(self, fetch: RunsIntoMemory) -> None:
         self._fetch = fetch
@@ -110,7 +110,7 @@ class BatchOfRuns(Batch):
                 _scatter(file, list(_behind(view, done)), behind, self.file, [(behind + run - done, self.key)])
         count.read += len(fetch.memory)
         for start, view in zip(starts, views, strict=True):
-            if block is not None and run < block and start + run < end:  # no block ends in it
+            if block is not None and run < block and start + run < end:  # no checksum block ends in the run
                 count.unchecked += run
             else:
                 count.unchecked += check(fetch, start, start + run, view)
@@ -118,10 +118,10 @@ class BatchOfRuns(Batch):
 
 @dataclass
 class BatchOfChunks(Batch):
-    """Complete chunks in the order of the file, each straight into its target. Rows that belong together are columns.
+    """Complete chunks in the order of the file, each straight into its target. Corresponding rows are columns.
 
-    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the last checksum of each; -1: nothing is
-    checked.
+    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the last checksum of each, or -1 to check
+    nothing.
     """
 
     index: CheckpointIndex
@@ -137,17 +137,19 @@ class BatchOfChunks(Batch):
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         views = [memory_view(chunk.target) for chunk in self.chunks]
         scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
-        ends = ((begin + len(view), one.key) for begin, view, one in zip(self.begins, views, self.chunks, strict=True))
+        ends = (
+            (begin + len(view), chunk.key) for begin, view, chunk in zip(self.begins, views, self.chunks, strict=True)
+        )
         count.read += _scatter(file, scattered, self.begin, self.file, ends)
         for chunk, view, expected in zip(self.chunks, views, self.crcs, strict=True):
             if expected >= 0 and crc32(view) != expected:
-                location, whole = self.index.location(chunk.number), (0, len(view))
+                location, span = self.index.location(chunk.number), (0, len(view))
                 block = block_size(len(view), self.index.smallest_block)
-                check(IntoMemory(chunk.key, location, [whole], block, 0, view, chunk.target), *whole, [view])
+                check(IntoMemory(chunk.key, location, [span], block, 0, view, chunk.target), *span, [view])
 
 
 def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
-    """Fetches in the order of the files, those together that one call reads."""
+    """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
     most = _MOST_OF_STREAM if files.streams else _MOST
     batch: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
@@ -177,7 +179,7 @@ def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
 def batches_of_chunks(
     chunks: Sequence[WholeChunk], index: CheckpointIndex, files: Readable, verify: bool
 ) -> Iterator[Batch]:
-    """Complete chunks in the order of the files, those together that one call reads."""
+    """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
     if not chunks:
         return
     rows = np.array([chunk.number for chunk in chunks], np.int64)
@@ -202,17 +204,17 @@ def batches_of_chunks(
 
 
 def _last_checksums(index: CheckpointIndex, rows: Column) -> list[int]:
-    """The last checksum of each of these chunks, -1 where there is none."""
+    """Return the last checksum of each of these chunks, -1 for a chunk without checksums."""
     starts, stops = index.block_starts[rows], index.block_starts[rows + 1]
-    found = np.full(len(rows), -1, np.int64)
+    last = np.full(len(rows), -1, np.int64)
     checked = stops > starts
-    found[checked] = index.columns["block_crc"][stops[checked] - 1]
-    crcs: list[int] = found.tolist()
+    last[checked] = index.columns["block_crc"][stops[checked] - 1]
+    crcs: list[int] = last.tolist()
     return crcs
 
 
 def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, ends: Iterable[tuple[int, str]]) -> int:
-    """Read from ``offset`` until all the memory is full. ``ends``: where what is read of each key ends in the file."""
+    """Read from ``offset`` until all the memory is full. ``ends`` are the ends of the keys' bytes in the file."""
     total = sum(map(len, views))
     done = 0
     while done < total:
@@ -226,7 +228,7 @@ def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, 
 
 
 def _pieces(begin: int, end: int, views: list[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """A range and its memory, cut at the multiples of ``size``, which blocks of checksums end at too."""
+    """Yield a range and its memory, cut at the multiples of ``size``, where blocks of checksums also end."""
     while end - begin > size:
         stop = (begin // size + 1) * size
         yield begin, stop, first_bytes(views, stop - begin)
@@ -235,8 +237,7 @@ def _pieces(begin: int, end: int, views: list[memoryview], size: int) -> Iterato
 
 
 def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview]:
-    """The memory of parts of a file in their order, each with where it begins there, and memory for what is between
-    them."""
+    """Return the memory of parts of a file in order, given their positions, with spare memory for the gaps."""
     scattered: list[memoryview] = []
     spare = memoryview(b"")
     position = None
@@ -258,9 +259,9 @@ def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
 
 
 def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
-    """Compare the blocks that lie in a range with their checksums; how many bytes lie in no such block.
+    """Compare the checksum blocks inside a range, and return how many of its bytes are in no such block.
 
-    Checksums are running, so the last of them tells for all: the others are compared to say where the damage is.
+    Checksums are running, so the last one covers all blocks; the others are compared only to locate the damage.
     """
     location, block = fetch.location, fetch.block
     if block is None or location.checksums is None:
@@ -281,7 +282,7 @@ def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
         for view in views:
             running.add(view)
         pairs = enumerate(zip(running.ends, expected, strict=True), first)
-        wrong = next((number for number, (found, there) in pairs if found != there), first)
+        wrong = next((number for number, (computed, stored) in pairs if computed != stored), first)
         at = location.offset + (location.payload_offset or 0) + wrong * block
         raise CheckpointCorrupt(
             f"the bytes of {fetch.key} in {location.file} are not those that were saved (checksum differs in block "

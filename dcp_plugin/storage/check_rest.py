@@ -1,8 +1,8 @@
-"""Checks the bytes of a checkpoint of ours that are of no item. With the items, every byte of every file is checked.
+"""Checks of the bytes of our checkpoints that belong to no item. With the items, every byte of every file is checked.
 
-What is between the items of a data file is zero. Only a file that was linked from an earlier checkpoint may have more:
-items that this checkpoint does not have any more. These are complete, and have their own CRC in the zip archive that
-each of them is.
+The bytes between the items of a data file are zero. A file that was linked from an earlier checkpoint may have other
+bytes: items that this checkpoint no longer has. These are complete, and have their own CRC, because each is a zip
+archive.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.tensors.host_memory import BLOCK
 
 MOST_HASHED = 64 << 20
-"""Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""
+"""Largest extra file, in bytes, that a save hashes: the save waits for the hash."""
 BYTES = " bytes"
 _WINDOW = 4 << 20
-"""Bytes in which gaps are read together."""
+"""Bytes of a window in which gaps are read together."""
 _MOST_HEAD = 64 << 10
-"""More bytes than come before a payload."""
+"""Bytes that exceed the length of any head before a payload."""
 
 
 def told_beside(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
-    """What can be compared of each file beside the data files of a save in flight, by its name: its XXH3-128, or the
-    size of one that would take long. Links and what is no file are left out. Raises OSError."""
-    found: dict[str, str] = {}
-    for one in medium.entries(directory):
-        name = below + one.path.name
-        if one.is_folder:
-            found |= told_beside(medium, one.path, f"{name}/")
-        elif one.is_file and (below or not name.endswith(DATA_SUFFIX)):
-            found[name] = told_of(medium.open(directory), one.path.name)
-    return found
+    """Return a comparison for each extra file of a save in flight, by name. Raises OSError.
+
+    The comparison is the file's XXH3-128, or the size of a file that would take long to hash. Links and entries that
+    are no files are left out.
+    """
+    comparisons: dict[str, str] = {}
+    for entry in medium.entries(directory):
+        name = below + entry.path.name
+        if entry.is_folder:
+            comparisons |= told_beside(medium, entry.path, f"{name}/")
+        elif entry.is_file and (below or not name.endswith(DATA_SUFFIX)):
+            comparisons[name] = told_of(medium.open(directory), entry.path.name)
+    return comparisons
 
 
 def hash_of(data: bytes) -> str:
@@ -51,12 +54,12 @@ def hash_of(data: bytes) -> str:
 
 
 def sizes_only(beside: Mapping[str, str]) -> list[str]:
-    """The files of which only the size is known."""
-    return [name for name, told in beside.items() if told.endswith(BYTES)]
+    """Return the files of which only the size is compared."""
+    return [name for name, comparison in beside.items() if comparison.endswith(BYTES)]
 
 
 def check(opened: OpenCheckpoint, pool: Executor) -> list[str]:
-    """What is wrong with the bytes that are of no item. Of what a base has, only items are checked."""
+    """Return the faults in the bytes that belong to no item. In the files of a base, only items are checked."""
     if opened.summary is None:
         return []
     elsewhere = f"{opened.base.files.where}/" if opened.base else "\0"
@@ -66,7 +69,7 @@ def check(opened: OpenCheckpoint, pool: Executor) -> list[str]:
 
 
 def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the files beside the data files."""
+    """Yield the faults in the extra files."""
     for name, expected in beside.items():
         try:
             if told_of(files, name) != expected or files.leads_elsewhere(name):
@@ -76,14 +79,14 @@ def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
 
 
 def told_of(files: Files, name: str) -> str:
-    """As :func:`told_beside` has it of one file."""
+    """Return the comparison of one file, as in :func:`told_beside`."""
     with files.open(name) as file:
         size = files.size(name)
         return hash_of(file.read()) if size <= MOST_HASHED else f"{size}{BYTES}"
 
 
 def check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
-    """Check what is between the items of a data file, by its number. An empty string, or what is wrong with it."""
+    """Check the bytes between the items of a data file, by its number. Return the fault, or an empty string."""
     name = index.file_names[number]
     places = index.columns["place"][index.columns["file"] == number]
     try:
@@ -97,16 +100,17 @@ def check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
 
 
 def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
-    """The ranges of a file of this size that are of no item."""
+    """Return the ranges of a file of this size that belong to no item."""
     places = places[np.argsort(places[:, 0], kind="stable")]
     begins = np.concatenate(([0], np.maximum.accumulate(places[:, 0] + places[:, 1])))
     ends = np.concatenate((places[:, 0], [size]))
-    there = ends > begins
-    return list(zip(begins[there].tolist(), ends[there].tolist(), strict=True))
+    is_gap = ends > begins
+    return list(zip(begins[is_gap].tolist(), ends[is_gap].tolist(), strict=True))
 
 
 def _used(file: RangedFile, gaps: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the gaps that may not be zeros. Those near each other are read together: in a store each is a request."""
+    """Yield the gaps that may not be zeros. Gaps near each other are read together: in a store each read is a
+    request."""
     first = 0
     while first < len(gaps):
         last = first
@@ -131,7 +135,7 @@ def _check_gap(file: RangedFile, begin: int, end: int) -> None:
 
 
 def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
-    """Where the item ends that begins there. Raises CheckpointCorrupt if there is none, or it has changed."""
+    """Return the end of the item that begins at ``begin``. Raises CheckpointCorrupt if it is none, or has changed."""
     behind = _found_end(file, begin, end)
     if behind is not None and _is_unchanged(file, begin, behind):
         return behind
@@ -139,17 +143,17 @@ def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
 
 
 def _found_end(file: RangedFile, begin: int, end: int) -> int | None:
-    """The end of the first item that says that it begins there."""
+    """Return the end of the first item whose end record gives ``begin`` as its beginning."""
     before = b""
     for at, piece in _pieces(file, begin, end):
         data = before + bytes(piece)
-        start, found = at - len(before), data.find(END_BEGINS)
-        while found >= 0:
-            where = start + found
-            directory = directory_at(_read(file, where, min(where + END_LENGTH, end)))
-            if directory is not None and begin + sum(directory) == where:
-                return where + END_LENGTH
-            found = data.find(END_BEGINS, found + 1)
+        start, position = at - len(before), data.find(END_BEGINS)
+        while position >= 0:
+            end_at = start + position
+            directory = directory_at(_read(file, end_at, min(end_at + END_LENGTH, end)))
+            if directory is not None and begin + sum(directory) == end_at:
+                return end_at + END_LENGTH
+            position = data.find(END_BEGINS, position + 1)
         before = data[1 - len(END_BEGINS) :]
     return None
 
@@ -166,12 +170,12 @@ def _is_unchanged(file: RangedFile, begin: int, end: int) -> bool:
     for _, piece in _pieces(file, payload, payload + around.payload_length):
         crc = crc32(piece, crc)
     tail = _read(file, payload + around.payload_length, end)
-    framed = tail in (around.tail(crc), around.tail(0))  # saved without checksums: 0
+    framed = tail in (around.tail(crc), around.tail(0))  # 0 if it was saved without checksums
     return framed and _read(file, begin, payload) == around.head
 
 
 def _pieces(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a range, and where they are."""
+    """Yield the bytes of a range in pieces, each with its position."""
     memory = memoryview(bytearray(min(end - begin, BLOCK)))
     while begin < end:
         count = file.read_into([memory[: end - begin]], begin)

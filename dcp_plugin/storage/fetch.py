@@ -1,15 +1,15 @@
-"""What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
+"""Fetches: the reads of a plan, cut into pieces that need little memory, and the places of their bytes.
 
-Bytes that are contiguous in the file and in the target go straight into the target's memory, and so do runs that follow
-each other there. All others (another dtype, a device, a strided target) pass through a block of host memory, in pieces,
-and are copied from there.
+Bytes that are contiguous in the file and in the target go straight into the target's memory, and so do runs that are
+consecutive there. All other bytes (another dtype, a device, a strided target) go in pieces through a block of host
+memory, and are copied from the block.
 
-The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so to
-check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
-Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
-where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
-checked, and the other bytes are not. Runs with at most four pages between them are read with what is there, and
-checked: a call for each run takes longer than to copy these bytes, and a disk reads pages, and ahead, anyway.
+The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so
+checking a run requires reading all of each block that it touches. For a box of one run that is at most one more block
+at either end. Narrow columns touch every block, and checking them would mean reading the columns of all other ranks
+too. So complete blocks are read if they cost at most a quarter more. Otherwise only the runs are read: then only the
+blocks inside runs are checked. Runs with at most four pages between them are read together with the bytes between them,
+and checked: separate calls take longer than copying these bytes, and a disk reads pages, and reads ahead, in any case.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dcp_plugin.media import PAGE
 from dcp_plugin.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
-_DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
-_COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
-_MOST_RUNS = 4096  # of a fetch: each is an object while it is read
+_DIRECT_PIECE = 8 << 20  # one thread's share of the work; a multiple of any checksum block
+_COPIED_PIECE = BLOCK // 2  # the other half is for bytes that complete checksum blocks
+_MOST_RUNS = 4096  # per fetch: each run is an object while it is read
 _BETWEEN_RUNS = 4 * PAGE
 _HOST = torch.device("cpu")
 
@@ -41,14 +41,14 @@ Range = tuple[int, int]
 
 @dataclass
 class Fetch(ABC):
-    """Ranges of one payload, to be read into the memory of :meth:`views` and then taken by :meth:`finish`."""
+    """Ranges of one payload, read into the memory of :meth:`views`, and then processed by :meth:`finish`."""
 
     key: str
     location: Location
     ranges: list[Range]
-    """Bytes of the payload."""
+    """Ranges in bytes of the payload."""
     block: int | None
-    """Bytes per checksum; None: nothing is checked."""
+    """Bytes per checksum; None: no checksum is compared."""
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +56,7 @@ class Fetch(ABC):
 
     @property
     def begin(self) -> int:
-        """Where the first range starts in the file."""
+        """Position of the first range in the file."""
         return self.location.offset + (self.location.payload_offset or 0) + self.ranges[0][0]
 
     @property
@@ -65,10 +65,10 @@ class Fetch(ABC):
 
     @abstractmethod
     def views(self, block: Block) -> list[list[memoryview]]:
-        """For each range the memory that it goes to."""
+        """Return the memory of each range."""
 
-    def finish(self, block: Block) -> None:  # noqa: B027 - most have nothing to do
-        """Everything is read and checked."""
+    def finish(self, block: Block) -> None:  # noqa: B027 - most subclasses have no work here
+        """Process the bytes after they are read and checked."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class IntoMemory(Fetch):
     start: int
     memory: memoryview
     owner: Any
-    """Keeps the memory alive."""
+    """Object that keeps the memory alive."""
 
     def views(self, block: Block) -> list[list[memoryview]]:
         ((begin, end),) = self.ranges
@@ -93,7 +93,7 @@ class IntoMemory(Fetch):
 
 @dataclass
 class IntoTensor(Fetch):
-    """A box that is copied to ``target``: elements of ``dtype`` from ``start`` on, with these strides in the file."""
+    """Box that is copied to ``target``: elements of ``dtype`` from ``start`` on, with these strides in the file."""
 
     start: int
     target: torch.Tensor
@@ -120,14 +120,16 @@ class IntoTensor(Fetch):
 
 @dataclass
 class RunsIntoMemory(Fetch):
-    """Runs of one length that go straight to ``memory``, where they follow each other. The range is all that they span,
-    of which nothing else is read."""
+    """Runs of one length that go straight to ``memory``, where they are consecutive.
+
+    The range is all that they span; only the runs in it are read.
+    """
 
     starts: Positions
     run: int
     memory: memoryview
     owner: Any
-    """Keeps the memory alive."""
+    """Object that keeps the memory alive."""
 
     def views(self, block: Block) -> list[list[memoryview]]:
         return [[self.memory[at : at + self.run]] for at in range(0, len(self.memory), self.run)]
@@ -135,7 +137,7 @@ class RunsIntoMemory(Fetch):
 
 @dataclass
 class OpaqueItem(Fetch):
-    """An item of unknown layout, read completely and handed to ``take``."""
+    """Item of unknown layout, read completely and handed to ``take``."""
 
     take: Callable[[bytearray], None]
 
@@ -149,12 +151,12 @@ class OpaqueItem(Fetch):
 
 
 def of_item(key: str, location: Location, take: Callable[[bytearray], None], block: int | None) -> Fetch:
-    """The fetch of a complete item, its frame included."""
+    """Return the fetch of a complete item, including its frame."""
     return OpaqueItem(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
 def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
-    """The fetch of a value, and the memory that it fills."""
+    """Return the fetch of a value, and the memory that it fills."""
     memory = bytearray(location.payload_length)
     return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory), memory), memory
 
@@ -168,10 +170,11 @@ def of_box(
     block: int | None,
     gap: int = 0,
 ) -> Iterator[Fetch]:
-    """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
+    """Yield the fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
 
     Args:
-        gap: Bytes between two runs that are cheaper to read than to skip; 0 for files, of which the runs are read.
+        gap: Bytes between two runs that are cheaper to read than to skip; 0 for local files, of which only runs are
+            read.
     """
     if target.numel() == 0:
         return
@@ -210,13 +213,13 @@ def of_box(
 
 
 def _are_near(starts: Positions, run: int) -> bool:
-    """Whether little lies between any two runs, and not next to nothing: then :func:`covering` does as much."""
+    """Return whether the gaps between runs are small, but too large for :func:`covering` to read across them anyway."""
     nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
     return nearby and int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
 
 
 def _are_read_alone(starts: Positions, run: int, block: int | None, end: int) -> bool:
-    """Whether :func:`covering` makes each run a range, with nothing around it; without an object for each."""
+    """Return whether :func:`covering` would make each run a separate range; computed without an object per run."""
     needed = run * len(starts)
     if block is not None:
         begins, stops = _edges(*_whole_blocks(starts, starts + run, block, end), 0)
@@ -231,15 +234,17 @@ def _of_runs(
 ) -> Iterator[Fetch]:
     memory, count = memory_view(target), min(max(1, _DIRECT_PIECE // run), _MOST_RUNS)
     for at in range(0, len(starts), count):
-        some = starts[at : at + count]
-        span = int(some[0]), int(some[-1]) + run
-        yield RunsIntoMemory(key, location, [span], block, some, run, memory[at * run : (at + len(some)) * run], target)
+        group = starts[at : at + count]
+        span = int(group[0]), int(group[-1]) + run
+        yield RunsIntoMemory(
+            key, location, [span], block, group, run, memory[at * run : (at + len(group)) * run], target
+        )
 
 
 def of_view(
     key: str, location: Location, dtype: torch.dtype, strides: Shape, offsets: Shape, target: torch.Tensor
 ) -> Iterator[Fetch]:
-    """The fetches of a box of a tensor that is not row-major: what covers it is read, and seen with its strides."""
+    """Yield the fetches of a box of a tensor that is not row-major: a covering range, viewed with its strides."""
     if target.numel() == 0:
         return
     for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
@@ -249,7 +254,7 @@ def of_view(
 
 
 def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
-    """A range cut at the multiples of ``piece``."""
+    """Yield a range cut at the multiples of ``piece``."""
     while start < stop:
         end = min((start // piece + 1) * piece, stop)
         yield start, end
@@ -257,13 +262,13 @@ def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
 
 
 def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> Iterator[tuple[torch.Tensor, Shape]]:
-    """Parts of a box that span at most ``limit`` elements of the stored chunk, and where each of them starts."""
+    """Yield parts of a box that span at most ``limit`` elements of the stored chunk, and the corner of each."""
     wide = max((dim for dim, size in enumerate(target.shape) if size > 1), key=lambda dim: strides[dim], default=None)
     if wide is None or _span(target, strides) <= limit:
         yield target, corner
         return
     rows = max(1, limit // strides[wide])
-    if rows >= target.shape[wide]:  # it is the other dimensions that reach further
+    if rows >= target.shape[wide]:  # the other dimensions span more than the limit
         rows = target.shape[wide] // 2
     for at in range(0, target.shape[wide], rows):
         moved = (*corner[:wide], corner[wide] + at, *corner[wide + 1 :])
@@ -271,7 +276,7 @@ def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> I
 
 
 def _span(target: torch.Tensor, strides: Shape) -> int:
-    """Elements from the first to the last of a box, in the stored tensor."""
+    """Return the number of elements from the first to the last of a box, in the stored tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
 
 
@@ -279,13 +284,13 @@ MOST_WASTE = 0.25
 
 
 def strides_of(sizes: Shape) -> Shape:
-    """Row-major strides in elements."""
+    """Return row-major strides in elements."""
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tuple[Positions, int]:
-    """Where the runs of a box of a row-major tensor start, in bytes, and how long each of them is."""
-    cut = len(sizes)  # behind the last dimension of which the box has a part only
+    """Return where the runs of a box of a row-major tensor start, in bytes, and the length of each run."""
+    cut = len(sizes)  # after the last dimension of which the box has only a part
     while cut and lengths[cut - 1] == sizes[cut - 1]:
         cut -= 1
     strides = strides_of(sizes)
@@ -299,12 +304,12 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
 
 
 def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
-    """The range to read for one run of a payload that ends at ``end``; ``block`` is None without checksums."""
+    """Return the range to read for one run of a payload that ends at ``end``; ``block`` is None without checksums."""
     return [(start, stop) if block is None else (start // block * block, min(-(-stop // block) * block, end))]
 
 
 def covering(starts: Positions, length: int, block: int | None, end: int, gap: int = 0) -> list[Range]:
-    """The ranges to read for these runs; across gaps that are shorter than a request is long, with whole blocks."""
+    """Return the ranges to read for these runs: complete blocks if cheap, and across gaps shorter than ``gap``."""
     if len(starts) == 1:
         return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
@@ -326,7 +331,7 @@ def _whole_blocks(starts: Positions, stops: Positions, block: int, end: int) -> 
 
 
 def _merged(starts: Positions, stops: Positions, gap: int) -> list[Range]:
-    """Sorted ranges, those that overlap or have at most ``gap`` bytes between them made one."""
+    """Return sorted ranges; ranges that overlap or have at most ``gap`` bytes between them become one."""
     begins, ends = _edges(starts, stops, gap)
     return list(zip(begins.tolist(), ends.tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""What is at a path, whoever wrote it: the index, and what else a load needs to know."""
+"""Opening of the checkpoint at a path, whichever tool wrote it: the index, and the other facts that a load needs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from dcp_plugin.tensors.host_memory import collector_paused
 
 
 def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> None:
-    """Check that these data files, or all, are in their directories and have the size that they had at the save.
+    """Check that these data files, or all, are in their directories and have the sizes of the save.
 
-    With all of them, check also that our ``.metadata`` is the saved file, to the last byte.
+    With all data files, check also that our ``.metadata`` is the saved file, to the last byte.
 
     Raises:
-        CheckpointCorrupt: Naming the file.
+        CheckpointCorrupt: A check failed; the message names the file.
         CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
     """
     if names is None and opened.summary is not None:
@@ -55,39 +55,39 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
             raise
     names = list(opened.index.files if names is None else names)
     below = f"{opened.base.files.where}/" if opened.base else ""
-    mine = [name for name in names if not below or not name.startswith(below)]
+    own_names = [name for name in names if not below or not name.startswith(below)]
     with damage_in(opened.path):
-        check_sizes(opened.files, opened.index.files, mine, opened.links)
+        check_sizes(opened.files, opened.index.files, own_names, opened.links)
     if opened.base:
         check_files(opened.base, [name.removeprefix(below) for name in names if name.startswith(below)])
 
 
 def open_checkpoint(path: Where, base: Where | None = None, check: bool = False) -> OpenCheckpoint:
-    """Read and validate the table of contents; of a checkpoint that leaves out what a base has, together with that.
+    """Read and validate the table of contents; together with that of its base, if the checkpoint has one.
 
     Args:
-        base: Where the base is, if it was moved.
-        check: See :meth:`OpenCheckpoint.check_files`.
+        base: Path of the base, if it was moved.
+        check: Call :func:`check_files`.
 
     Returns:
-        What has to be closed.
+        The open checkpoint, which the caller has to close.
 
     Raises:
-        CheckpointNotFound: There is nothing that we know; the message lists what was looked for. Or it is the base
-            that is not there, or was deleted meanwhile.
+        CheckpointNotFound: The path has no known checkpoint, and the message lists the names that were looked for. Or
+            the base does not exist, or the checkpoint was deleted meanwhile.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
     return _open(path, lambda opened: completed(opened, base), check)
 
 
 def open_files(path: Where, files: Readable, base: Where | None = None, complete: bool = True) -> OpenCheckpoint:
-    """:func:`open_checkpoint` of the files of a checkpoint of ours, wherever they are; messages name ``path``.
+    """Open the files of a checkpoint of ours, from any medium, as :func:`open_checkpoint`; messages name ``path``.
 
     Args:
         complete: Open the base, too.
 
     Raises:
-        CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As there.
+        CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As :func:`open_checkpoint`.
     """
     with damage_in(path), collector_paused():
         while True:
@@ -104,31 +104,34 @@ def open_files(path: Where, files: Readable, base: Where | None = None, complete
 
 
 def _elsewhere(files: Readable) -> bool:
-    """Whether one of the files that say what a checkpoint is can be read from another place."""
+    """Return whether a contradicting table of contents can be read again from another source.
+
+    An unreadable summary, or an index with another fingerprint than the summary's, is marked unreliable.
+    """
     expected = None
     for name in (SUMMARY, INDEX):
         with suppress(OSError), files.open(name) as file:
             data = file.read()
             try:
-                found = Summary.decode(data, name).index_sha256 if name == SUMMARY else fingerprint(data)
+                sha256 = Summary.decode(data, name).index_sha256 if name == SUMMARY else fingerprint(data)
             except CheckpointCorrupt:
                 return files.distrust(file)
-            if expected not in (None, found):
+            if expected not in (None, sha256):
                 return files.distrust(file)
-            expected = found
+            expected = sha256
     return False
 
 
 def open_alone(path: Where, check: bool = False) -> OpenCheckpoint:
-    """:func:`open_checkpoint` without what a base would add."""
+    """Open a checkpoint as :func:`open_checkpoint`, without its base."""
     return _open(path, lambda opened: opened, check)
 
 
 def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], check: bool) -> OpenCheckpoint:
-    def look(there: Where, files: Readable) -> OpenCheckpoint:
-        opened = complete(_open_held(there, files))
+    def look(location: Where, files: Readable) -> OpenCheckpoint:
+        opened = complete(_open_held(location, files))
         try:
-            if opened.summary is None:  # the rest of one of ours that is being deleted may look like something else
+            if opened.summary is None:  # the remains of one of ours under deletion may look like another tool's
                 refuse_if_moved(files)
             if check:
                 check_files(opened)
@@ -144,7 +147,7 @@ def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], che
 
 @dataclass(frozen=True)
 class _WithBase:
-    """The files of a checkpoint, and those of its base under their full paths."""
+    """Files of a checkpoint, and those of its base under their full paths."""
 
     own: Readable
     base: Readable
@@ -201,56 +204,62 @@ class _WithBase:
 
 
 def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
-    """The checkpoint together with its base, if it has one.
+    """Return the checkpoint together with its base, if it has one.
 
     Raises:
-        CheckpointNotFound: The base is not there.
-        CheckpointMismatch: What is there is not the base.
+        CheckpointNotFound: The base does not exist.
+        CheckpointMismatch: The checkpoint at the path of the base is another one.
     """
     left_out = opened.index.left_out
     if not left_out:
         return opened
-    said = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
-    found = _find_base(opened, said, base)
-    lost = [there for there in left_out.values() if there not in found.index]
+    recorded = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
+    base_checkpoint = _find_base(opened, recorded, base)
+    lost = [key for key in left_out.values() if key not in base_checkpoint.index]
     if lost:
-        found.close()
-        raise CheckpointMismatch(f"{found.path} has no {lost[0]}, which {opened.path} leaves out because of it")
-    added = found.index.selected(left_out, {}, below=found.files.where)
-    files = _WithBase(opened.files, found.files)
-    return replace(opened, files=files, index=opened.index.with_added(added), base=found)
-
-
-def _find_base(opened: OpenCheckpoint, said: Base, moved: Where | None) -> OpenCheckpoint:
-    """The base, where it is said to be: by the caller, by the checkpoint, or in the same place seen from there."""
-    others = []
-    for place in [moved] if moved else _places_of(said, opened.path):
-        try:
-            found = open_alone(resolved(place))
-        except (CheckpointNotFound, OSError, ValueError):  # no name of a file at all
-            continue
-        if found.fingerprint == said.fingerprint:
-            return found
-        found.close()
-        others.append(found)
-    what = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
-    if others:
+        base_checkpoint.close()
         raise CheckpointMismatch(
-            f"{what}; {others[0].path} is not that base: its fingerprint is {others[0].fingerprint[:12]} and that of "
-            f"the base {said.fingerprint[:12]}, which was {said.path}. Name the right one: base=PATH."
+            f"{base_checkpoint.path} has no {lost[0]}, which {opened.path} leaves out because of it"
         )
-    raise CheckpointNotFound(f"{what}, and {moved or said.path} is not there. If it was moved, name it: base=PATH.")
+    added = base_checkpoint.index.selected(left_out, {}, below=base_checkpoint.files.where)
+    files = _WithBase(opened.files, base_checkpoint.files)
+    return replace(opened, files=files, index=opened.index.with_added(added), base=base_checkpoint)
 
 
-def _places_of(said: Base, checkpoint: Where) -> list[Where]:
-    """Where a base may be. What a checkpoint says of it is followed on the same medium only: whoever has written it is
-    not to choose which server is asked."""
-    near = are_on_same_medium(said.path, checkpoint)
-    return [*([as_path(said.path)] if near else []), checkpoint / said.relative]
+def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> OpenCheckpoint:
+    """Return the base: at the path from the caller, from the checkpoint, or at the same relative path."""
+    wrong = []
+    for place in [moved] if moved else _places_of(recorded, opened.path):
+        try:
+            candidate = open_alone(resolved(place))
+        except (CheckpointNotFound, OSError, ValueError):  # ValueError: no valid file name
+            continue
+        if candidate.fingerprint == recorded.fingerprint:
+            return candidate
+        candidate.close()
+        wrong.append(candidate)
+    problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
+    if wrong:
+        raise CheckpointMismatch(
+            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} and that of "
+            f"the base {recorded.fingerprint[:12]}, which was {recorded.path}. Name the right one: base=PATH."
+        )
+    raise CheckpointNotFound(
+        f"{problem}, and {moved or recorded.path} is not there. If it was moved, name it: base=PATH."
+    )
+
+
+def _places_of(recorded: Base, checkpoint: Where) -> list[Where]:
+    """Return the possible paths of a base.
+
+    The path in a checkpoint is followed only on the same medium: its author must not choose which server is contacted.
+    """
+    near = are_on_same_medium(recorded.path, checkpoint)
+    return [*([as_path(recorded.path)] if near else []), checkpoint / recorded.relative]
 
 
 def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
-    """What the files of a directory are, or what is at a path that is none."""
+    """Open the files of a directory, or the file at a path that is no directory."""
     try:
         names = [name.rstrip("/") for name in files.names()]
     except OSError:
@@ -269,7 +278,7 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
 
 
 def _open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
-    from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints, and need none of it
+    from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints and do not need it
 
     return open_foreign(path, files, reason)
 

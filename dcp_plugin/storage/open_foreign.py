@@ -1,4 +1,4 @@
-"""Opens checkpoints of other tools: stock DCP, Lightning, Accelerate, safetensors and ``torch.save`` files."""
+"""Opening of checkpoints of other tools: stock DCP, Lightning, Accelerate, safetensors and ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dcp_plugin.storage.open import open_alone
 from dcp_plugin.tensors.host_memory import collector_paused
 
 _MOST_LISTED = 1000
-"""Entries of a directory that are looked at for a hint."""
+"""Most entries of a directory that are examined for a hint."""
 
 
 def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
-    """Open what another tool has saved.
+    """Open a checkpoint that another tool has saved.
 
     Args:
         reason: Why the path is no DCP checkpoint; empty if it is one.
@@ -33,7 +33,7 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
-        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
+        return open_alone(path.parent)  # a view of ours: it names the files of the checkpoint in the folder above
     data = read(files, METADATA)
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
@@ -49,8 +49,8 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     folders = frameworks.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
-        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
-        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
+        digest = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
+        return OpenCheckpoint(path, files, index, digest, "accelerate", kinds)
     if is_folder:
         try:
             contents = detect.read_directory(files, reason)
@@ -66,12 +66,12 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
         with damage_in(path):
             return fingerprint_of(files, contents)
 
-    identity, known = "", contents.kinds
+    identity, kinds_by_name = "", contents.kinds
     if files.streams:
         times = [(name, size, files.modified(name)) for name, size in sorted(contents.files.items())]
         identity = fingerprint(repr(times).encode())
     return OpenCheckpoint(
-        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
+        path, files, index, identity, contents.format, kinds_by_name, None, True, find_fingerprint=find_fingerprint
     )
 
 
@@ -84,14 +84,14 @@ def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
 
 
 def _refuse_directory_of_checkpoints(path: Where) -> None:
-    """A run's directory of checkpoints is named easily in place of one of them."""
+    """Raise with a hint if a path is a run directory: users often pass it instead of a checkpoint."""
     medium = medium_of(path).snapshot(path)
-    for found in medium.entries(path)[:_MOST_LISTED]:
+    for entry in medium.entries(path)[:_MOST_LISTED]:
         names: list[str] = []
         with suppress(OSError):
-            names = [] if found.is_file or found.path.name.startswith(".") else medium.open(found.path).names()
+            names = [] if entry.is_file or entry.path.name.startswith(".") else medium.open(entry.path).names()
         if has_traces(names):
             raise CheckpointNotFound(
-                f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "
+                f"{path} is not a checkpoint: it has checkpoints in it, such as {entry.path}. Name one of them; "
                 f"dcp_plugin.latest({str(path)!r}) finds the newest."
             )

@@ -1,7 +1,7 @@
-"""Copies files of a checkpoint, whose bytes are compared with what was saved of them while they pass.
+"""Copies of a checkpoint's files whose bytes are verified while they are copied.
 
-The bytes come in order, in pieces, some of which are on their way while one is written: so memory is bounded, and
-neither side waits for the other. What is checked is what :mod:`~dcp_plugin.storage.check_rest` and a load check.
+The bytes arrive in order and in pieces. Several pieces are read ahead while one is written, so memory is bounded, and
+neither side waits for the other. The checks are those of :mod:`~dcp_plugin.storage.check_rest` and of a load.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from dcp_plugin.media import NewFile, RangedFile
 from dcp_plugin.storage import check_rest
 
 PIECE = 4 << 20
-"""Bytes that are read, checked and written at a time."""
+"""Bytes per piece to read, check and write."""
 
 
 class Look:
-    """What looks at the bytes of a file while they pass, from its first to its last."""
+    """Base class of checks of a file's bytes, from its first to its last, while they are copied."""
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes. Raises CheckpointCorrupt, naming file and key, once they are not those that were saved."""
+        """Check the next bytes. Raises CheckpointCorrupt, naming file and key, if they are not the saved bytes."""
 
     def finish(self) -> None:
-        """There are no more. Raises as :meth:`add`."""
+        """End the check after the last bytes. Raises as :meth:`add`."""
 
 
 class LookAtItems(Look):
-    """A data file of ours: the checksums of its items.
+    """Check of a data file of ours by the checksums of its items.
 
     Args:
-        number: Of the file in the index.
-        where: What messages call the checkpoint.
+        number: Number of the file in the index.
+        where: Name of the checkpoint in messages.
     """
 
     def __init__(self, index: CheckpointIndex, number: int, where: str) -> None:
@@ -55,7 +55,7 @@ class LookAtItems(Look):
         self._next, self._at = 0, 0
         self._item: _Item | None = None
         self.has_more = False
-        """Whether there are bytes of no item that are not zero."""
+        """True if the file has bytes outside of items that are not zero."""
         self.unverified: list[str] = []
         """Keys without checksums."""
 
@@ -88,8 +88,8 @@ class LookAtItems(Look):
             self.unverified.append(key)
         if not location.length:
             return None
-        where = f"{self._where}: {key} in {self._name}"
-        return _Item(location, block_size(location.payload_length, self._index.smallest_block), where)
+        label = f"{self._where}: {key} in {self._name}"
+        return _Item(location, block_size(location.payload_length, self._index.smallest_block), label)
 
     def finish(self) -> None:
         if self._item is not None or self._next < len(self._begins):
@@ -97,7 +97,7 @@ class LookAtItems(Look):
 
 
 class _Item:
-    """The checksums of one item."""
+    """Check of one item by its checksums."""
 
     def __init__(self, location: Location, block: int, where: str) -> None:
         self._location, self._where = location, where
@@ -121,11 +121,11 @@ class _Item:
 
 
 class LookAtHash(Look):
-    """Any other file: its hash.
+    """Check of any other file by its hash.
 
     Args:
-        expected: In hexadecimal.
-        where: What messages call the file.
+        expected: The hash in hexadecimal.
+        where: Name of the file in messages.
         kind: ``"xxh3"``, or ``"sha256"``.
     """
 
@@ -142,16 +142,16 @@ class LookAtHash(Look):
 
 
 def look_at(index: CheckpointIndex, name: str, where: str) -> Look | None:
-    """What checks a file of a checkpoint of ours; None if nothing but its size can be compared."""
+    """Return the check of a file of a checkpoint of ours; None if only its size can be compared."""
     if name in index.files:
         return LookAtItems(index, index.file_names.index(name), where)
-    told = index.beside.get(name, check_rest.BYTES)
-    return None if told.endswith(check_rest.BYTES) else LookAtHash(told, f"{where}/{name}")
+    comparison = index.beside.get(name, check_rest.BYTES)
+    return None if comparison.endswith(check_rest.BYTES) else LookAtHash(comparison, f"{where}/{name}")
 
 
 @dataclass
 class Memory:
-    """Blocks of :data:`PIECE` bytes, at pages; used again where who writes them is done when it returns."""
+    """Blocks of :data:`PIECE` bytes, page-aligned; reused if the writer no longer needs a block when it returns."""
 
     used_again: bool
     _free: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
@@ -169,12 +169,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Way:
-    """How bytes are brought from one place to another.
+    """Copy from one place to another with reading ahead.
 
     Args:
         readers: Threads that read ahead.
-        ahead: Pieces of one file that are on their way at a time.
-        passed: Told the number of bytes of each piece that was written. What it raises ends the copy.
+        ahead: Pieces of one file that are read ahead.
+        passed: Function called with the number of bytes of each written piece. An exception from it ends the copy.
     """
 
     readers: Executor
@@ -183,11 +183,11 @@ class Way:
     passed: Callable[[int], None]
 
     def copy(self, name: str, file: RangedFile, size: int, to: NewFile, looks: list[Look]) -> None:
-        """Copy a file, all of it, and check it.
+        """Copy a complete file, and check it.
 
         Raises:
-            CheckpointCorrupt: It is not what was saved.
-            SourceError: It cannot be read.
+            CheckpointCorrupt: The file differs from the saved one.
+            SourceError: The file cannot be read.
         """
         for piece in self.pieces(name, file, size):
             for look in looks:
@@ -198,7 +198,7 @@ class Way:
             look.finish()
 
     def pieces(self, name: str, file: RangedFile, size: int) -> Iterator[memoryview]:
-        """The bytes of a file, in order. A piece is valid until the next one is asked for."""
+        """Yield the bytes of a file, in order. A piece is valid until the next one is requested."""
         coming: deque[tuple[Future[None], memoryview, int]] = deque()
         offsets = iter(range(0, size, PIECE))
         try:
@@ -218,13 +218,13 @@ class Way:
         finally:
             for future, _, _ in coming:
                 future.cancel()
-            for future, _, _ in coming:  # the file is closed next
+            for future, _, _ in coming:  # wait: the caller closes the file next
                 if not future.cancelled():
                     future.exception()
 
 
 class SourceError(Exception):
-    """What is copied cannot be read; not where it is copied to. Never reaches the user."""
+    """Error of a source that cannot be read, as opposed to the destination. It never reaches the user."""
 
     def __init__(self, name: str, error: OSError) -> None:
         super().__init__(name)

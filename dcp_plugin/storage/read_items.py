@@ -1,7 +1,7 @@
-"""Carries out the batches of a load (:mod:`~dcp_plugin.storage.batches`): several threads, also on one file.
+"""Execution of the batches of a load (:mod:`~dcp_plugin.storage.batches`) by several threads, also on one file.
 
-The work is shared out by bytes. Bytes are checked before they are copied; those read straight into the memory of a
-target are checked there.
+The threads share the work by bytes. Bytes are checked before they are copied; bytes that are read straight into the
+memory of a target are checked there.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ _HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
 
 
 def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
-    """Carry out all batches.
+    """Execute all batches.
 
     Raises:
-        CheckpointCorrupt: Naming file and key. Targets may be partly filled.
-        CheckpointNotFound: The same, if a file is missing because the checkpoint was deleted meanwhile.
-        CheckpointUnreadable: The same, if the file system failed.
+        CheckpointCorrupt: The message names file and key. Targets may be partly filled.
+        CheckpointNotFound: A file is missing because the checkpoint was deleted meanwhile. Targets may be partly
+            filled.
+        CheckpointUnreadable: The file system failed. Targets may be partly filled.
     """
     in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
     threads = max(1, min(max(io_threads, files.streams), len(in_order)))
-    work = [deque(in_order[at] for at in one) for one in stretches([batch.nbytes for batch in in_order], threads)]
+    work = [
+        deque(in_order[at] for at in stretch) for stretch in stretches([batch.nbytes for batch in in_order], threads)
+    ]
 
     def read_some(first: int) -> Count:
         try:
             return _read_batches(files, _taken(work, first))
         except BaseException:
-            for left in work:
-                left.clear()  # leaves nothing to read for the other threads
+            for queue in work:
+                queue.clear()  # so that the other threads stop reading
             raise
 
     if threads == 1:
@@ -58,7 +61,8 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
 
 
 def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
-    """What a thread does: its stretch from the front, and then the ends of the longest that are left."""
+    """Yield the batches of a thread: its stretch from the front, and then the last ones of the longest other
+    stretches."""
     with suppress(IndexError):
         while True:
             yield work[number].popleft()
@@ -68,7 +72,7 @@ def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
 
 
 def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
-    """What one thread does: it takes batches until there are none. It keeps the last file open for the next batch."""
+    """Read batches in one thread until none are left. The last file stays open for the next batch."""
     rings, count = Rings(), Count()
     name, file = "", None
     try:
@@ -99,11 +103,11 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
 
 
 _Named = tuple[str, Location]
-"""A key, and where its item is."""
+"""Key and location of an item."""
 
 
 def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
-    """Group the items of each file that one read brings, in the order of the file."""
+    """Yield groups of items of one file that one read fetches, in the order of the file."""
     group: list[_Named] = []
     for key, location in sorted(items, key=lambda item: (item[1].file, item[1].offset)):
         first = group[0][1] if group else location
@@ -116,13 +120,13 @@ def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
 
 
 def check_items(files: Readable, items: list[_Named], smallest_block: int) -> list[str]:
-    """Check items of one file that lie near each other. Return a line for each that is wrong."""
+    """Check items of one file that are near each other. Return a message for each damaged item."""
     begin, end = items[0][1].offset, max(location.offset + location.length for _, location in items)
     window: memoryview | None = None
     if len(items) > 1 and end - begin <= _WINDOW:
-        with suppress(OSError, CheckpointCorrupt):  # the check of the item says what is wrong
-            whole = Location(items[0][1].file, begin, end - begin, None, 0)
-            window = memoryview(b"".join(bytes(piece) for _, piece in _pieces(files, items[0][0], whole)))
+        with suppress(OSError, CheckpointCorrupt):  # the check of the item reports the error
+            span = Location(items[0][1].file, begin, end - begin, None, 0)
+            window = memoryview(b"".join(bytes(piece) for _, piece in _pieces(files, items[0][0], span)))
     errors = []
     for key, location in items:
         at = location.offset - begin
@@ -141,13 +145,13 @@ def check_item(
     smallest_block: int,
     pieces: Iterable[tuple[int, memoryview]] | None = None,
 ) -> None:
-    """Read one item completely, frame included, and compare what has a checksum.
+    """Read one item completely, including its frame, and compare the bytes that have a checksum.
 
     Args:
-        pieces: The bytes, and where in the item they are; read if None.
+        pieces: The bytes, and their positions in the item; read from the file if None.
 
     Raises:
-        CheckpointCorrupt: Naming file and key.
+        CheckpointCorrupt: A checksum differs; the message names file and key.
     """
     pieces = _pieces(files, key, location) if pieces is None else pieces
     if location.checksums is None:
@@ -169,7 +173,7 @@ def check_item(
 
 
 def _pieces(files: Readable, key: str, location: Location) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of an item, and where in the item they are."""
+    """Yield the bytes of an item, with their positions in the item."""
     memory = memoryview(bytearray(min(location.length, BLOCK)))
     with files.open(location.file) as file:
         done = 0
@@ -184,10 +188,10 @@ def _pieces(files: Readable, key: str, location: Location) -> Iterator[tuple[int
 def recognise(
     files: Readable, wanted: Iterable[tuple[StoredChunk, torch.dtype]], known: dict[tuple[str, int], StoredChunk]
 ) -> int:
-    """Find the payloads in items of a stock checkpoint, and note them in ``known`` by file and offset.
+    """Find the payloads in items of a stock checkpoint, and record them in ``known`` by file and offset.
 
-    The beginning of an item holds the pickle that says dtype, shape and strides, so if it is the one that we would
-    write, the payload is where we would put it. Items of other versions of torch stay unknown.
+    The beginning of an item holds the pickle with dtype, shape and strides. If it equals the one that this package
+    writes, the payload is at the same place too. Items of other versions of torch stay unknown.
 
     Returns:
         The number of bytes that were read.
@@ -205,7 +209,7 @@ def recognise(
 
     def look(groups: list[list[_Head]]) -> int:
         count = 0
-        with suppress(OSError), files.open(groups[0][0][0]) as file:  # the read of the payload will say what is wrong
+        with suppress(OSError), files.open(groups[0][0][0]) as file:  # the read of the payload reports the error
             for group in groups:
                 (name, begin, _), (_, last, length) = group[0], group[-1]
                 memory = memoryview(bytearray(last + length - begin))
@@ -214,8 +218,8 @@ def recognise(
                     chunk, around = frames[name, offset]
                     if memory[offset - begin : offset - begin + length] == around.head:
                         size = around.payload_length
-                        where = replace(chunk.location, payload_offset=length, payload_length=size)
-                        known[name, offset] = replace(chunk, location=where)
+                        location = replace(chunk.location, payload_offset=length, payload_length=size)
+                        known[name, offset] = replace(chunk, location=location)
         return count
 
     if len(work) < 2 or not files.streams:
@@ -225,11 +229,11 @@ def recognise(
 
 
 _Head = tuple[str, int, int]
-"""The beginning of an item: file, offset, and number of bytes."""
+"""Beginning of an item: file, offset, and number of bytes."""
 
 
 def _near_each_other(heads: list[_Head]) -> Iterator[list[list[_Head]]]:
-    """Those that one request reads."""
+    """Yield groups of heads that one request reads."""
     group: list[_Head] = []
     for head in heads:
         if group and not (

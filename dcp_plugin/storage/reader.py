@@ -1,13 +1,13 @@
-"""Reads a checkpoint: the index or the stock metadata, then the byte ranges that a plan asks for.
+"""Reader of a checkpoint: it reads the index or the stock metadata, then the byte ranges of a plan.
 
-A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it with
-any planner, on our checkpoints and on stock ones.
+It is a DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
+with any planner, on our checkpoints and on stock ones.
 
-What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), neighbours of these batches
-(:mod:`~dcp_plugin.storage.batches`), and these are carried out by :mod:`~dcp_plugin.storage.read_items`. Stock items
-whose layout is the one we would have written are read like our own; others go through
-``torch.load(weights_only=True)``. What there is to read, :mod:`~dcp_plugin.storage.open` finds out; whoever wrote it,
-the rest is the same. The planner is only called from the caller's thread.
+The items of a plan become fetches (:mod:`~dcp_plugin.storage.fetch`), neighbouring fetches become batches
+(:mod:`~dcp_plugin.storage.batches`), and :mod:`~dcp_plugin.storage.read_items` executes these. Stock items whose layout
+is the one that we would have written are read like our own; others go through ``torch.load(weights_only=True)``.
+:mod:`~dcp_plugin.storage.open` determines the contents of the checkpoint; after that, all is the same for all tools.
+The planner is only called from the caller's thread.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory, size
 from dcp_plugin.types import Shape
 
 _MOST_FRAME = 1 << 20
-"""More than anything around a tensor's payload takes, whichever version of torch wrote it."""
+"""Bytes that exceed the length of any frame of a tensor's payload, in all versions of torch."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A planner's read and where it is; a value has no chunk."""
+    """Read item of a planner and its location; a value has no chunk."""
 
     item: ReadItem
     location: Location
@@ -75,11 +75,11 @@ class ShardedReader(StorageReader):
     Args:
         path: The checkpoint: a directory, or a file of another tool.
         io_threads: Threads that read, per rank.
-        verify: Compare what is read with the checksums.
+        verify: Compare the bytes with the checksums.
         check_files: Compare the sizes of all data files with the index when the checkpoint is opened.
-        base: Where the checkpoint is that has what this one leaves out, if it was moved.
+        base: Path of the checkpoint that has the bytes that this one leaves out, if it was moved.
         complete: Open the base too. Otherwise the index lacks the keys that the base has.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         files: The files of the checkpoint, if those at the path are not to be read. :meth:`close` closes them.
 
     Raises:
@@ -116,16 +116,16 @@ class ShardedReader(StorageReader):
         self._complete = complete
         self._opened: OpenCheckpoint | None = None
         self.load_id = str(uuid.uuid4())
-        """Tells one load from any other."""
+        """Identifier that differs for every load."""
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
-        """Bytes of data files that were read, to the last one: checksum blocks and gaps included."""
+        """Bytes read from data files, including checksum blocks and gaps."""
         self.unchecked_bytes = 0
-        """Of these, bytes whose block was read in part only, so that its checksum could not be compared."""
+        """Bytes among these whose block was read only in part, so that its checksum could not be compared."""
 
     @property
     def opened(self) -> OpenCheckpoint:
-        """The checkpoint; opened when it is first needed."""
+        """Open checkpoint; opened at the first use."""
         if self._opened is None:
             if self.files is not None:
                 self._opened = open_files(self.path, self.files, self._base, self._complete)
@@ -137,7 +137,7 @@ class ShardedReader(StorageReader):
         return self._opened
 
     def close(self) -> None:
-        """Let go of the files. The index stays; what is not read by now cannot be read any more."""
+        """Close the files. The index stays usable; unread data can no longer be read."""
         if self._opened is not None:
             self._opened.close()
 
@@ -153,39 +153,42 @@ class ShardedReader(StorageReader):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for the same checkpoint, wherever it is: a hash of its table of contents."""
+        """Hash of the table of contents: equal for the same checkpoint, wherever it is stored."""
         return self.opened.fingerprint
 
     @property
     def save(self) -> tuple[str, str]:
-        """Equal on ranks that read the same save: a hash of what it has, and what tells saves of the same apart."""
+        """Identity that is equal on ranks that read the same save: a hash of the content, and the ids of saves of
+        it."""
         return self.opened.identity, self.opened.save_ids
 
     @property
     def summary(self) -> Summary | None:
-        """What ``dcp_plugin.json`` says; None for a checkpoint of another tool."""
+        """Content of ``dcp_plugin.json``; None for a checkpoint of another tool."""
         return self.opened.summary
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
+        """Kind of each name, ``module`` or ``optimizer``, if the checkpoint records it."""
         return self.opened.kinds
 
     def hold_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
-        """Open the files of a plan and of some keys, so that they can be read even if the checkpoint is deleted
-        meanwhile. They are checked if not all were when the checkpoint was opened.
+        """Pin the files of a plan and of some keys, so that they can be read even if the checkpoint is deleted
+        meanwhile.
+
+        The files are checked unless all were checked when the checkpoint was opened.
 
         Raises:
-            CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
-            CheckpointNotFound: It was deleted meanwhile.
+            CheckpointCorrupt: A file is missing, truncated or a redirected link.
+            CheckpointNotFound: The checkpoint was deleted meanwhile.
         """
         if self._check_files:
-            names = set(self.index.files)  # those of the plan would have to be found out, and that takes longer
+            names = set(self.index.files)  # finding only those of the plan would take longer
         else:
             entries = (self.index[key] for key in keys)
-            more = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
-            found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in more))
-            names = {*(location.file for location in found), *self._files_of(plan.chunks)}
+            more = (chunk for entry in entries if isinstance(entry, StoredTensor) for chunk in entry.chunks)
+            locations = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in more))
+            names = {*(location.file for location in locations), *self._files_of(plan.chunks)}
             check_files(self.opened, names)
         try:
             self.opened.files.keep(names)
@@ -207,20 +210,21 @@ class ShardedReader(StorageReader):
         self._layouts = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP asks for at the start of each load. The checkpoint may be another one than in the load before."""
+        """Return the metadata that DCP requests at the start of each load, of the checkpoint that is at the path
+        now."""
         self._forget()
         save_id = self.summary.save_id if self.summary else None
         noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
         return metadata_of(self.index, replace(noted, load_id=self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the index is read when it is first needed."""
+        """Do nothing: the index is read at its first use."""
 
     def prepare_local_plan(self, plan: stock.LoadPlan) -> stock.LoadPlan:
         return replace(plan, storage_data=self.save)
 
     def prepare_global_plan(self, plans: list[stock.LoadPlan]) -> list[stock.LoadPlan]:
-        """On one rank: each has opened the checkpoint for itself."""
+        """Check on one rank that all ranks have opened the same save: each has opened the checkpoint for itself."""
         saves = [plan.storage_data for plan in plans]
         other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
         if other is not None:
@@ -250,11 +254,11 @@ class ShardedReader(StorageReader):
         """Read the items and chunks of a plan.
 
         Raises:
-            CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: Naming file and key. Targets may be partly
-                filled.
+            CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: The message names file and key. Targets may be
+                partly filled.
         """
         reads = [self._find(item) for item in plan.items]
-        with suppress(OSError):  # the read of the key will say what is wrong
+        with suppress(OSError):  # the read of the key reports the error
             self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
         self._recognise(reads)
         values: dict[tuple[str, int], bytearray] = {}
@@ -274,7 +278,7 @@ class ShardedReader(StorageReader):
                     fetches += self._fetches_of_tensor(read, read.chunk, target)
         finish_device_work(target for _, target in targets)
         self._read(fetches, plan.chunks)
-        for read, chunk, target in wholes:  # here, and one at a time: their classes have code of their own
+        for read, chunk, target in wholes:  # one at a time in this thread: their classes may run code of their own
             self._fill(read, chunk, target)
         for read in reads:
             if read.chunk is None:
@@ -283,14 +287,14 @@ class ShardedReader(StorageReader):
             planner.commit_tensor(item, target)
 
     def check(self, items: list[tuple[str, Location]]) -> list[str]:
-        """Read items of one file completely, by key. Return a line for each that is wrong."""
+        """Read items of one file completely, by key. Return a message for each damaged item."""
         return read_items.check_items(self.opened.files, items, self.index.smallest_block)
 
     def item(self, key: str) -> bytes:
-        """All bytes of a value, or of a tensor that is one item, checked.
+        """Return all bytes of a value, or of a tensor that is one item, after checking them.
 
         Raises:
-            CheckpointMismatch: It is in several items.
+            CheckpointMismatch: The key has several items.
         """
         if key in self.index.values_here:
             return self._value_here(key)
@@ -298,14 +302,14 @@ class ShardedReader(StorageReader):
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         if len(places) != 1:
             raise CheckpointMismatch(f"{self.path}: {key} is stored in {len(places)} parts, and is no object without")
-        where = replace(places[0], payload_offset=0, payload_length=places[0].length)
-        found, memory = fetch.of_value(key, where, self._block(where))
-        self._read([found])
-        return bytes(self._plain(memory, where))
+        location = replace(places[0], payload_offset=0, payload_length=places[0].length)
+        fetch_of_item, memory = fetch.of_value(key, location, self._block(location))
+        self._read([fetch_of_item])
+        return bytes(self._plain(memory, location))
 
     @staticmethod
     def _resolve(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
-        """The target of a read; other planners than ours hand over whatever the state has."""
+        """Return the target of a read; planners of other packages hand over any tensor of the state."""
         target = planner.resolve_tensor(item)
         if is_stored_whole(target):
             return target
@@ -318,10 +322,10 @@ class ShardedReader(StorageReader):
 
     def _read(self, fetches: list[Fetch], chunks: Sequence[WholeChunk] = ()) -> None:
         files = self.opened.files
-        if files.streams:  # each call is a request, which costs more than objects do: neighbours are read together
+        if files.streams:  # each call is a request, which costs more than objects: neighbours are read together
             fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
-        found = [*batches_of(fetches, files), *batches_of_chunks(chunks, self.index, files, self._verify)]
-        count = read_items.read(files, found, self._io_threads)
+        batches = [*batches_of(fetches, files), *batches_of_chunks(chunks, self.index, files, self._verify)]
+        count = read_items.read(files, batches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
@@ -330,7 +334,7 @@ class ShardedReader(StorageReader):
         return {self.index.file_names[number] for number in set(map(int, numbers))}
 
     def _find(self, item: ReadItem) -> _Read:
-        """The stored chunk that a read is about; planners tell its offset and a hint at its position."""
+        """Return the stored chunk of a read item; planners give its offset and a hint at its position."""
         entry = self.index[item.storage_index.fqn]
         if isinstance(entry, StoredValue):
             return _Read(item, entry.location)
@@ -368,15 +372,15 @@ class ShardedReader(StorageReader):
         return encode(value)
 
     def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:
-        """Values that are equal share an item, which is read once."""
+        """Yield the fetch of a value, unless it is already read: equal values share an item."""
         location = read.location
         if (location.file, location.offset) in values:
             return
         if location.payload_offset is None:
             location = replace(location, payload_offset=0, payload_length=location.length)
-        found, memory = fetch.of_value(read.item.storage_index.fqn, location, self._block(location))
+        fetch_of_value, memory = fetch.of_value(read.item.storage_index.fqn, location, self._block(location))
         values[location.file, location.offset] = memory
-        yield found
+        yield fetch_of_value
 
     def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
         key = read.item.storage_index.fqn
@@ -401,16 +405,16 @@ class ShardedReader(StorageReader):
         return fetch.of_box(chunk.key, stored, target.dtype, (corner, sizes), target, self._block(stored.location))
 
     def _block(self, location: Location) -> int | None:
-        """Bytes per checksum of an item; None if nothing is checked."""
+        """Return the bytes per checksum of an item; None if no checksum is compared."""
         if not self._verify or location.checksums is None:
             return None
         return block_size(location.payload_length, self.index.smallest_block)
 
     def _fill(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
-        """Fill a target without memory of its own: through a tensor that has, or from an item that torch.save made."""
-        known = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
+        """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""
+        recognised = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         key = read.item.storage_index.fqn
-        if known.location.payload_offset is None and key not in self.index.strides:
+        if recognised.location.payload_offset is None and key not in self.index.strides:
             self._read(list(self._fetches_of_tensor(read, chunk, target)))
             return
         memory = torch.empty(read.box[1], dtype=read.dtype)
@@ -424,33 +428,34 @@ class ShardedReader(StorageReader):
             raise CheckpointMismatch(f"{self.path}: {key} is {error}") from error
 
     def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
-        """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
+        """Return an item without its stream transforms; of an item that expands beyond ``limit``, only the first
+        bytes."""
         transforms = self.index.transforms.get((location.file, location.offset), ())
         try:
             return undo_transforms(item, transforms, limit) if transforms else item
-        except Exception as error:  # each transform has its own
+        except Exception as error:  # each transform raises its own types
             raise CheckpointCorrupt(
                 f"{self.path}: byte {location.offset} of {location.file} on is no {'+'.join(transforms)}: {error}"
             ) from error
 
     def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
-        """A tensor of unknown layout, through torch."""
+        """Load a tensor of unknown layout through torch."""
         key = read.item.storage_index.fqn
-        where = f"the item of {key} in {chunk.location.file}"
+        label = f"the item of {key} in {chunk.location.file}"
         largest = prod(chunk.sizes) * read.dtype.itemsize + size_of(target) + _MOST_FRAME
         try:
             stored = decode(self._plain(item, chunk.location, largest), target)
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(f"{self.path}: {key} is {error}") from error
         except Exception as error:
-            raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+            raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
         if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
-            raise CheckpointCorrupt(f"{where} is not the tensor that the metadata describes")
+            raise CheckpointCorrupt(f"{label} is not the tensor that the metadata describes")
         if read.box[1] != chunk.sizes:
             try:
                 with torch.no_grad():
                     stored = stored[tuple(slice(at, at + size) for at, size in zip(*read.box, strict=True))]
-            except Exception as error:  # whatever the class does
+            except Exception as error:  # the class may raise any type
                 raise CheckpointMismatch(
                     f"{self.path}: {key} is stored whole, as a {type(stored).__name__}, of which no part can be taken "
                     f"({error}): load it as it was distributed when it was saved"

@@ -1,12 +1,13 @@
-"""Writes the items of one rank into its data files: one thread per file, each from front to back.
+"""Writer of the items of one rank into its data files: one thread per file, each from front to back.
 
-The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor memory
-to the file piece by piece, checksummed while it is in the processor's cache. A large payload begins at a page of the
-file: if its memory does too, as in the copy of an asynchronous save, the device reads it from there.
-Small items are put together in memory, since what a call costs is most of their time.
+The layout of a file follows from the sizes of its items, before any byte is written. A payload goes from tensor memory
+to the file piece by piece, and each piece is checksummed while it is in the processor's cache. A large payload begins
+at a page of the file: if its memory does too, as in the copy of an asynchronous save, the device reads directly from
+that memory. Small items are collected in memory, since the cost of a call would be most of their time.
 
-Items that are expected not to change are hashed and lie in files of their own, so that the next checkpoint can link
-these. They are cut in the order of the items, so that neighbours, which often start to change together, share a file.
+Items that are expected not to change are hashed and written to separate files, so that the next checkpoint can link
+these. The files are cut in the order of the items, so that neighbours, which often start to change together, share a
+file.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from dcp_plugin.types import Shape
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor whose bytes come while they are written: it need not be in memory."""
+    """Tensor whose bytes are produced while they are written: it need not be in memory."""
 
     dtype: torch.dtype
     shape: Shape
     pieces: Callable[[], Iterator[memoryview]]
-    """Its bytes in row-major order. Each piece is used before the next is asked for."""
+    """Function that yields its bytes in row-major order. Each piece is used before the next is requested."""
 
     @property
     def nbytes(self) -> int:
@@ -55,20 +56,20 @@ Data = torch.Tensor | WholeItem | bytes
 
 _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
-_STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
+_STABLE_FILE = 256 << 20  # one changed tensor causes its file to be written again; every file costs a sync
 _MOST_STABLE_FILES = 32
 _SMALL = 64 << 10
 _TOGETHER = 512 << 10
-_IN_PLACE_PIECE = 8 << 20  # as a system call for each is all that is done with it
+_IN_PLACE_PIECE = 8 << 20  # large, because a system call is the only work per piece
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where and how this rank writes."""
+    """Place and manner of this rank's writing."""
 
     medium: Medium
     directory: Where
-    """Of the reservation."""
+    """Directory of the reservation."""
     rank: int
     token: str
     """Part of the names of files that may be linked later, see :func:`free_name`."""
@@ -83,24 +84,24 @@ def write(
     stable: Collection[int] = (),
     taken: Collection[str] = (),
 ) -> Places:
-    """Write and sync the items; where each of them is. A tensor has memory, see :mod:`dcp_plugin.tensors.kinds`.
+    """Write and sync the items; return the place of each. A tensor has memory, see :mod:`dcp_plugin.tensors.kinds`.
 
     Args:
         checkpoint: The name for progress events.
-        stable: The positions of those to be hashed and kept apart.
-        taken: Names of files that are there already.
+        stable: The positions of the items to be hashed and written to separate files.
+        taken: Names of files that already exist.
 
     Raises:
         OSError, SaveFailed: The files could not be written.
     """
     finish_device_work(data for data in items if isinstance(data, torch.Tensor))
-    whole = [_Item.of(data) for data in items]
-    lengths = [item.length for item in whole]
+    wrapped = [_Item.of(data) for data in items]
+    lengths = [item.length for item in wrapped]
     buckets = _files_of(lengths, frozenset(stable), to.io_threads)
     names: list[str] = []
     for _ in buckets:
         names.append(free_name(to.rank, {*taken, *names}, to.token))
-    contents = [[whole[slot] for slot in bucket] for bucket in buckets]
+    contents = [[wrapped[slot] for slot in bucket] for bucket in buckets]
     layouts = [_layout(content) for content in contents]
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
 
@@ -118,14 +119,15 @@ def write(
 
 
 def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
-    """A name for a data file of this rank: the wanted one if it may be linked under it, else the first that is free.
+    """Return a name for a data file of this rank: the wanted one if it can be used, otherwise the first free one.
 
     Args:
-        token: The save's, for the name of a file that may be linked into other checkpoints: stock writes
-            ``__{rank}_{n}.distcp`` in place, which would change these too, and new names are to be no other save's.
-            Empty for a name like stock's.
-        wanted: The name in the last checkpoint. A file keeps its name where it can, so that tools which copy a run see
-            what is the same. Not if it is another rank's, which may link a file of that name itself, or as stock's.
+        token: The save's token, for the name of a file that may be linked into other checkpoints: stock writes
+            ``__{rank}_{n}.distcp`` in place, which would change these too, and no other save may use a new name. Empty
+            for a name like stock's.
+        wanted: The name in the last checkpoint. A file keeps its name if possible, so that tools that copy a run
+            recognise unchanged files. The name is not kept if it is another rank's, which may link a file of that name
+            itself, or has the form of stock's.
     """
     if re.fullmatch(rf"__{rank}_\d+-[0-9a-f]+{DATA_SUFFIX}", wanted) and wanted not in taken:
         return wanted
@@ -137,18 +139,18 @@ def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -
 
 
 def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
-    """Which items go to which file: the stable ones and the others apart, the largest files first."""
+    """Return the items of each file: the stable ones and the others in separate files, the largest files first."""
     files = []
     changing = [slot for slot in range(len(lengths)) if slot not in stable]
     for slots, share in ((changing, _buckets), (sorted(stable), _runs)):
         files += [[slots[at] for at in bucket] for bucket in share([lengths[slot] for slot in slots], threads)]
-    if stable:  # more files than threads
+    if stable:  # there may be more files than threads
         files.sort(key=lambda bucket: sum(lengths[slot] for slot in bucket), reverse=True)
     return files
 
 
 def _runs(lengths: list[int], threads: int) -> list[list[int]]:
-    """Items in their order, cut into files of about the same size."""
+    """Return the items in their order, cut into files of about the same size."""
     total = sum(lengths)
     if total < _WORTH_A_FILE or not lengths:
         return [list(range(len(lengths)))] if lengths else []
@@ -157,7 +159,8 @@ def _runs(lengths: list[int], threads: int) -> list[list[int]]:
 
 
 def _buckets(lengths: list[int], count: int) -> list[list[int]]:
-    """Items spread over files by size; in each file they keep their order, so that neighbours are read together."""
+    """Return the items spread over files by size; in each file they keep their order, so that neighbours stay
+    together."""
     total = sum(lengths)
     if count == 1 or total < _WORTH_A_FILE or total < _WORTH_A_THREAD * len(lengths):
         return [list(range(len(lengths)))] if lengths else []
@@ -171,15 +174,15 @@ def _buckets(lengths: list[int], count: int) -> list[list[int]]:
 
 
 _Layout = tuple[list[int], int]
-"""Where each item of a file begins, and the size of the file."""
+"""Position of each item in a file, and the size of the file."""
 
 
 class _Item(NamedTuple):
     data: Data | Streamed
     around: Frame | None
-    """None for what is written as it is."""
+    """Frame of a tensor; None for data that is written without one."""
     length: int
-    """With what is around it."""
+    """Length of the data with its frame."""
 
     @classmethod
     def of(cls, data: Data | Streamed) -> _Item:
@@ -220,7 +223,7 @@ def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout,
 
 
 class _Done:
-    """Where the items of a file are, in the order in which they were written: columns of :class:`Places`."""
+    """Places of the written items of a file, in the order of writing: columns of :class:`Places`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -233,10 +236,10 @@ class _Done:
     def add(
         self, place: tuple[int, int, int, int], frame_crc: int, crcs: Sequence[int], hashed: bytes | None = None
     ) -> None:
-        """One more.
+        """Add one item.
 
         Args:
-            place: Offset, length, payload offset (-1 if that is not known), payload length.
+            place: Offset, length, payload offset (-1 if unknown), payload length.
         """
         self._place.append(place)
         self._frame_crc.append(frame_crc)
@@ -258,17 +261,17 @@ class _Done:
 
 
 class _SmallItems:
-    """Puts small items together, with what is around and between them, to be written by one call."""
+    """Collector of small items, with their frames and the gaps between them, to be written by one call."""
 
     def __init__(self, file: NewFile, done: _Done, checksum: bool) -> None:
         self._file, self._done, self._checksum = file, done, checksum
         self._memory = bytearray()
         self._address = 0
         self._begin = self._end = 0
-        """Of what is put together, in the file."""
+        """Positions in the file of the first and last collected byte."""
 
     def add(self, item: _Item, start: int) -> bool:
-        """Append an item that begins at ``start`` of the file; False if it is not simply bytes in memory."""
+        """Append an item that begins at ``start`` of the file; return False if it is not plain bytes in memory."""
         data, around, length = item
         if isinstance(data, torch.Tensor):
             if not is_plain_memory(data):
@@ -315,7 +318,7 @@ class _SmallItems:
         return self._memory
 
     def flush(self) -> None:
-        """Write what is put together."""
+        """Write the collected items."""
         if self._end > self._begin:
             self._file.write(self._view[: self._end - self._begin])
         self._begin = self._end
@@ -352,7 +355,7 @@ def _write_item(
             running_hash.update(piece)
         file.write(piece, kept)
     crcs = running.ends if checksum else []
-    if around is None:  # torch.save puts the payloads of an opaque one somewhere inside
+    if around is None:  # torch.save puts the payloads of an opaque item at unknown places inside
         done.add((offset, length, -1 if opaque else 0, length), 0, crcs)
         return
     tail = around.tail(running.crc)
@@ -363,7 +366,7 @@ def _write_item(
 
 
 class _Meter:
-    """Counts what all threads of one save have written, and tells the world."""
+    """Counter of the bytes that all threads of one save have written; it emits their progress as events."""
 
     def __init__(self, path: Where, total: int) -> None:
         self._path, self._total, self._written = path, total, 0

@@ -1,12 +1,12 @@
-"""Writes a checkpoint: data files on every rank, then the metadata and the commit on the coordinator.
+"""Writer of a checkpoint: data files on every rank, then the metadata and the commit on the coordinator.
 
-- :class:`PartWriter` writes one rank's part of a save and returns where each item is.
-- :class:`Publication` is the checkpoint in the making on the coordinator: reserved, then published or discarded.
-- :class:`ShardedWriter` is a DCP ``StorageWriter`` made of the two:
-  ``torch.distributed.checkpoint.save(sd, storage_writer=ShardedWriter(path))`` works with any planner, and gives the
-  same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`.
+- :class:`PartWriter` writes one rank's part of a save and returns the place of each item.
+- :class:`Publication` is the unpublished checkpoint on the coordinator: reserved, then published or discarded.
+- :class:`ShardedWriter` is a DCP ``StorageWriter`` made of the two: ``torch.distributed.checkpoint.save(sd,
+  storage_writer=ShardedWriter(path))`` works with any planner, and writes the same checkpoint, committed by the same
+  rule, as :func:`dcp_plugin.save`.
 
-Two items on one rank that are the same memory or the same bytes (tied weights, equal values) are written once.
+Two items on one rank that have the same memory or the same bytes (tied weights, equal values) are written once.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ logger = logging.getLogger("dcp_plugin")
 
 @dataclass(frozen=True)
 class RankDirectory:
-    """What the coordinator tells each rank with its plan: who it is and where this save's files go."""
+    """Message of the coordinator to each rank, with its plan: the rank and the directory of this save's files."""
 
     rank: int
     directory: Where
 
     @property
     def token(self) -> str:
-        """The reservation's: unique to this save, and the same on all ranks."""
+        """Token of the reservation: unique to this save, and the same on all ranks."""
         return self.directory.stem
 
     @property
     def prefix(self) -> str:
-        """Of file names. Stock's own writer asks for it if a planner's cache has our plan for it."""
+        """Prefix of file names. Stock's own writer reads it if a planner's cache returns our plan to it."""
         return f"__{self.rank}_"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,12 +73,12 @@ class RankDirectory:
 
 
 def _received(rank: int, directory: Where) -> RankDirectory:
-    """A destination that has come from the coordinator, noted for :meth:`ShardedWriter.write_data`.
+    """Record a destination received from the coordinator, for :meth:`ShardedWriter.write_data`, and return it.
 
-    It comes with the plan, but the planner need not hand that on: one that caches plans (``enable_plan_caching``) gives
-    the writer the plan of an earlier save, with the directory of that save. Nothing else that DCP calls on every rank
-    hears from the coordinator, and the process group is not told to a writer that would ask there itself. The thread
-    that receives a plan is the one that writes.
+    It arrives with the plan, but the planner need not pass that on: a planner that caches plans
+    (``enable_plan_caching``) gives the writer the plan of an earlier save, with the directory of that save. No other
+    call of DCP on every rank carries data from the coordinator, and the writer does not know the process group, so it
+    cannot communicate itself. The thread that receives a plan is the thread that writes.
     """
     _of_this_thread.destination = RankDirectory(rank, directory)
     return _of_this_thread.destination
@@ -93,21 +93,21 @@ _of_this_thread = _OfThisThread()
 
 @dataclass(frozen=True)
 class PartWriter:
-    """Writes one rank's part of a save into its data files, and syncs them."""
+    """Writer of one rank's part of a save into its data files, which it syncs."""
 
     path: Where
-    """The checkpoint's final path, for events and errors."""
+    """Final path of the checkpoint, for events and errors."""
     medium: Medium
     io_threads: int
     checksum: bool
     reuse: Reuse | None
-    """What this rank knows of the run's last checkpoint; without it everything is written."""
+    """This rank's knowledge of the run's last checkpoint; if None, everything is written."""
 
     def write(self, items: Sequence[NewItem], to: RankDirectory, frozen: Collection[str] = ()) -> WrittenPart:
-        """Link what is unchanged and write the rest.
+        """Link the unchanged items and write the others.
 
         Args:
-            frozen: Keys of tensors that the training does not mean to change.
+            frozen: Keys of tensors that the training is not meant to change.
 
         Raises:
             SaveFailed: The files could not be written.
@@ -115,33 +115,37 @@ class PartWriter:
         self.medium.join(to.directory, self.path)
         unique, first = _without_duplicates(items)
         try:
-            places, nbytes, found = self._write(unique, to, frozen)
+            places, nbytes, findings = self._write(unique, to, frozen)
             self.medium.flush(to.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. {self.medium.advice}") from error
         if len(unique) < len(items):
             places = places.take(np.array(first))
-        return WrittenPart(places, nbytes, len(found.linked), found.bytes, found.why_not)
+        return WrittenPart(places, nbytes, len(findings.linked), findings.bytes, findings.why_not)
 
     def _write(self, items: list[NewItem], to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
-        reuse, found = self.reuse, NOTHING
+        reuse, findings = self.reuse, NOTHING
         token = to.token if reuse is not None or self.medium.keeps_names else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
             candidates = [_candidate(item, frozen) for item in items]
-            found = reuse.examine(candidates, into)
-        left = [slot for slot in range(len(items)) if slot not in found.linked]
-        stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        places = write_items.write([items[slot].data for slot in left], into, self.path, stable, found.names)
+            findings = reuse.examine(candidates, into)
+        new_slots = [slot for slot in range(len(items)) if slot not in findings.linked]
+        stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
+        places = write_items.write([items[slot].data for slot in new_slots], into, self.path, stable, findings.names)
         nbytes = places.nbytes
         if reuse is not None:
-            kept = ((candidates[left[at]], places.location(at)) for at in stable)
-            reuse.wrote({one.item: where for one, where in kept if one is not None}, self.medium, to.directory)
-        if found.linked:
-            places = Places.joined([Places.of(list(found.linked.values())), places])
-            places = places.take(np.argsort([*found.linked, *left], kind="stable"))
-        return places, nbytes, found
+            kept = ((candidates[new_slots[at]], places.location(at)) for at in stable)
+            reuse.wrote(
+                {candidate.item: location for candidate, location in kept if candidate is not None},
+                self.medium,
+                to.directory,
+            )
+        if findings.linked:
+            places = Places.joined([Places.of(list(findings.linked.values())), places])
+            places = places.take(np.argsort([*findings.linked, *new_slots], kind="stable"))
+        return places, nbytes, findings
 
 
 def _candidate(item: NewItem, frozen_keys: Collection[str]) -> Candidate | None:
@@ -156,7 +160,7 @@ def _candidate(item: NewItem, frozen_keys: Collection[str]) -> Candidate | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint says of itself beside its index: in its summary, and to stock readers.
+    """Facts that a checkpoint records about itself in addition to its index: in its summary, and for stock readers.
 
     All but ``views`` and ``aliases`` are fields of :class:`~dcp_plugin.format.summary.Summary`.
     """
@@ -164,9 +168,9 @@ class Facts:
     step: int | None = None
     world_size: int = 1
     views: Views = field(default_factory=dict)
-    """More tables of contents, see :mod:`dcp_plugin.format.metadata`."""
+    """Additional tables of contents, see :mod:`dcp_plugin.format.metadata`."""
     aliases: Aliases = field(default_factory=dict)
-    """More keys for stock readers, see there too."""
+    """Additional keys for stock readers, see :mod:`dcp_plugin.format.metadata`."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     optimizers: Mapping[str, str] = field(default_factory=dict)
     layouts: Sequence[str] = ()
@@ -176,13 +180,16 @@ class Facts:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take defaults for fields that are newer than the keeper's journal that this comes from."""
+        """Take the defaults of fields that are newer than the keeper's journal that the state comes from."""
         vars(self).update(vars(Facts()) | state)
 
 
 class Publication:
-    """One checkpoint in the making. The coordinator reserves its directory, then publishes or discards it; on other
-    ranks nothing is reserved, and to discard does nothing."""
+    """One unpublished checkpoint.
+
+    The coordinator reserves its directory, then publishes or discards it. On other ranks nothing is reserved, and
+    :meth:`discard` has no effect.
+    """
 
     def __init__(self, path: Where, medium: Medium) -> None:
         self.path = path
@@ -195,7 +202,7 @@ class Publication:
 
     @property
     def directory(self) -> Where | None:
-        """Where the files of this save go; None if nothing is reserved."""
+        """Directory for the files of this save; None if none is reserved."""
         return self._reservation.directory if self._reservation else None
 
     @property
@@ -203,7 +210,7 @@ class Publication:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def reserve(self, among_other_files: bool = False) -> Where:
-        """The directory that this save writes into, made if there is none yet.
+        """Return the directory that this save writes into, and make it at the first call.
 
         See :meth:`dcp_plugin.media.Medium.reserve`.
         """
@@ -213,23 +220,23 @@ class Publication:
         return directory
 
     def file_sizes(self) -> dict[str, int]:
-        """Bytes of the data files of all ranks, by name."""
+        """Return the sizes in bytes of the data files of all ranks, by name."""
         self._written = files = self.medium.open(self.reserve())
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts, time: float | None = None) -> Summary:
-        """Write the metadata and make the directory the checkpoint at ``path``, in place of one that is there.
+        """Write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
 
         Args:
-            time: When it was saved, in seconds since the epoch; by default now.
+            time: Time of the save, in seconds since the epoch; by default now.
 
         Returns:
-            What ``dcp_plugin.json`` says.
+            The content of ``dcp_plugin.json``.
 
         Raises:
-            SaveFailed: The file system failed; what was at ``path`` is untouched.
-            DurabilityUnknown: The checkpoint is there, but a loss of power may undo that.
-            UnsafeCheckpoint: The ``planner_data`` of somebody else's planner needs code to be restored.
+            SaveFailed: The file system failed; ``path`` keeps its earlier content.
+            DurabilityUnknown: The checkpoint is published, but a loss of power may undo that.
+            UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
         """
         assert self._reservation is not None, "the coordinator has reserved it"
         names = (self._written or self.medium.open(self._reservation.directory)).names()
@@ -251,10 +258,10 @@ class Publication:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
     def discard(self, all_ended: bool = True) -> None:
-        """Delete what this save has written so far, unless it is published.
+        """Delete the files that this save has written, unless it is published.
 
         Args:
-            all_ended: No rank writes to it any more.
+            all_ended: True if no rank writes to it any more.
         """
         if self._reservation is not None:
             self.medium.discard(self._reservation, all_ended)
@@ -262,23 +269,26 @@ class Publication:
 
 
 def later_than_beside(medium: Medium, path: Where) -> float:
-    """Now; but later than all beside it, even if the clock was set back or another host's clock is ahead."""
+    """Return the present time, but later than all checkpoints in the same folder, even if clocks differ or went
+    back."""
     return max(time.time(), newest_time(medium, path.parent) + 0.001)
 
 
 def compose(
     path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, attached: Collection[str], saved: float
 ) -> tuple[dict[str, bytes], Summary]:
-    """The files that make a checkpoint of data files, in the order in which they are to be written.
+    """Return the files that turn data files into a checkpoint, in the order in which they are to be written, and the
+    summary.
 
     Args:
-        path: Of the checkpoint, for errors.
-        index: Of all data files. ``index.beside`` says what is in ``attached``; more is added.
-        attached: What has been put beside the data files.
-        saved: When it was saved, in seconds since the epoch.
+        path: Path of the checkpoint, for errors.
+        index: The index of all data files. ``index.beside`` has the comparisons of ``attached``; those of views are
+            added.
+        attached: The names of extra files and folders next to the data files.
+        saved: Time of the save, in seconds since the epoch.
 
     Raises:
-        UnsafeCheckpoint: The ``planner_data`` of somebody else's planner needs code to be restored.
+        UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
     """
     views = dcp_metadata.encoded_views(facts.views, index, meta)
     index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
@@ -318,25 +328,25 @@ def compose(
 class ShardedWriter(StorageWriter):
     """Writer of one checkpoint directory, for ``torch.distributed.checkpoint.save``.
 
-    Our own saves call its two parts, :class:`PartWriter` and :class:`Publication`, without it: their plan has no items
-    of DCP (:class:`~dcp_plugin.planning.save.PlanExchange`), and their ranks return columns, not a result per item.
+    Our own saves call its two parts, :class:`PartWriter` and :class:`Publication`, directly: their plan has no items of
+    DCP (:class:`~dcp_plugin.planning.save.PlanExchange`), and their ranks return columns, not a result per item.
 
     Args:
-        path: The final directory. It appears when the save is complete, and replaces a checkpoint that is there.
+        path: The final directory. It appears when the save is complete, and replaces an existing checkpoint.
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
-        direct_io: Whether to write past the page cache; ``"auto"``: files that are large for the memory there is.
+        direct_io: Write past the page cache; ``"auto"``: for files that are large compared with the memory.
         checksum: Whether to compute CRC32 checksums.
-        views: More tables of contents, see :mod:`dcp_plugin.format.metadata`.
-        reuse: What this rank knows of the run's last checkpoint; without it everything is written.
-        aliases: More keys for stock readers, see there too.
-        overwrite: Whether a checkpoint that is there already is replaced; otherwise that is a ``RuntimeError``.
+        views: Additional tables of contents, see :mod:`dcp_plugin.format.metadata`.
+        reuse: This rank's knowledge of the run's last checkpoint; if None, everything is written.
+        aliases: Additional keys for stock readers, see :mod:`dcp_plugin.format.metadata`.
+        overwrite: Replace an existing checkpoint; if False, an existing one raises ``RuntimeError``.
         kinds: For the summary: which names of the state are a ``"module"`` and which an ``"optimizer"``.
         layouts: For the summary: how the tensors are distributed, in words.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Raises:
-        SaveFailed: From any method: the checkpoint was not committed; what was at ``path`` is untouched.
+        SaveFailed: From any method: the checkpoint was not committed; ``path`` keeps its earlier content.
 
     Example:
         >>> import dcp_plugin, torch, torch.distributed.checkpoint as stock
@@ -365,8 +375,8 @@ class ShardedWriter(StorageWriter):
         self.bytes_written = 0
         """Bytes of this rank's data files."""
         self._storage_options, self._direct_io = storage_options, direct_io
-        where = as_path(path, storage_options)
-        self._publication = Publication(where, medium_of(where, direct_io))
+        location = as_path(path, storage_options)
+        self._publication = Publication(location, medium_of(location, direct_io))
         self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
         self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts=layouts)
 
@@ -379,8 +389,8 @@ class ShardedWriter(StorageWriter):
         return self._publication.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        where = as_path(checkpoint_id, self._storage_options) if checkpoint_id else self.path
-        self._publication = Publication(where, medium_of(where, self._direct_io))
+        location = as_path(checkpoint_id, self._storage_options) if checkpoint_id else self.path
+        self._publication = Publication(location, medium_of(location, self._direct_io))
         self._options = replace(self._options, medium=self._publication.medium)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -404,17 +414,18 @@ class ShardedWriter(StorageWriter):
         try:
             items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
             written = replace(self._options, path=self.path).write(items, self._destination(plan))
-        except CheckpointError as error:  # stock puts it behind the tracebacks of all ranks
+        except CheckpointError as error:  # logged, because stock shows it only after the tracebacks of all ranks
             logger.error("%s", error)
             raise
         self.bytes_written = written.nbytes
         done: Future[list[WriteResult]] = Future()
         located = zip(plan.items, map(written.places.location, range(len(plan.items))), strict=True)
-        done.set_result([WriteResult(item.index, where.length, where) for item, where in located])
+        done.set_result([WriteResult(item.index, location.length, location) for item, location in located])
         return done
 
     def _destination(self, plan: SavePlan) -> RankDirectory:
-        """Who this rank is in this save. A plan from a planner's cache has the directory of an earlier save."""
+        """Return the rank and directory of this save. A plan from a planner's cache has the directory of an earlier
+        save."""
         planned: RankDirectory = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
         directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
@@ -431,7 +442,7 @@ class ShardedWriter(StorageWriter):
         if paths is None:
             index.planner_data = (metadata.planner_data,)
         self._publication.publish(index, replace(self._facts, world_size=len(results)))
-        metadata.storage_data = {item: dcp_metadata.storage_info(where) for item, where in places.items()}
+        metadata.storage_data = {item: dcp_metadata.storage_info(location) for item, location in places.items()}
         metadata.storage_meta = self.storage_meta()
 
     @property
@@ -447,10 +458,10 @@ class ShardedWriter(StorageWriter):
 
 
 def _new_item(item: WriteItem, data: Any) -> NewItem:
-    """What any planner hands over for an item, as it is written.
+    """Return the data that any planner hands over for an item, in the form in which it is written.
 
     Raises:
-        CheckpointMismatch: A tensor has nothing to store.
+        CheckpointMismatch: A tensor has no memory to store.
     """
     key = item.index.fqn
     if item.type == WriteItemType.BYTE_IO:
@@ -469,9 +480,9 @@ def _new_item(item: WriteItem, data: Any) -> NewItem:
 
 
 def _without_duplicates(items: Sequence[NewItem]) -> tuple[list[NewItem], list[int]]:
-    """The items to write, each once; and the position among these that stands for each of ``items``.
+    """Return the items to write, each once, and for each of ``items`` its position among these.
 
-    The same are: equal bytes, and the same memory seen the same way.
+    Two items are the same if their bytes are equal, or if they are the same view of the same memory.
     """
     addresses = [item.data.data_ptr() if isinstance(item.data, torch.Tensor) else 0 for item in items]
     several = {0, *(address for address, count in Counter(addresses).items() if count > 1)}
@@ -482,7 +493,7 @@ def _without_duplicates(items: Sequence[NewItem]) -> tuple[list[NewItem], list[i
     first: list[int] = []
     for item, address in zip(items, addresses, strict=True):
         data = item.data
-        identity: Any = address  # which says it all if no other tensor begins there
+        identity: Any = address  # sufficient if no other tensor begins at this address
         if isinstance(data, bytes):
             identity = data
         elif address in several:
