@@ -93,7 +93,7 @@ def _beside(others: Victims, bucket: Bucket, tmp_path: Path, function: Callable[
     return others.run(acting, bucket.server.environment(), None, function, *args, below=tmp_path)
 
 
-@pytest.mark.parametrize("scene", IN_BUCKETS)
+@pytest.mark.parametrize("scene", sampling.sampled(IN_BUCKETS, one_of=2))
 def test_killed_at_a_request_the_next_save_goes_on(others: Victims, s3: Server, scene: str) -> None:
     """Of 62 moments in a row one, another one for each commit."""
     start = 1 + sampling.number(scene, 62)
