@@ -35,7 +35,7 @@ _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
 
 class Files(Protocol):
-    """The files of one checkpoint, read-only, as a medium opens them.
+    """Files of one checkpoint, read-only, as a medium opens them.
 
     Names are relative to the checkpoint and have ``/`` between folders.
     """

@@ -80,7 +80,7 @@ class KeyColumns:
 
     @functools.cached_property
     def shape_starts(self) -> Column:
-        """Position at which the shape of each key begins, and the end of the last. Chunks and boxes have the same."""
+        """Position at which the shape of each key begins, and the end of the last. The next two are alike."""
         return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
 
     @functools.cached_property
@@ -259,7 +259,9 @@ class Places:
     def take(self, order: Column) -> Places:
         """Return the items with these numbers, in this order."""
         blocks = self.blocks[order]
-        if len(self.blocks) and (self.blocks == self.blocks[0]).all():  # as in large plans: a row for each item
+        if (
+            len(self.blocks) and (self.blocks == self.blocks[0]).all()
+        ):  # usual in large plans: a row per item is faster to take
             crcs = self.block_crc.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
         else:
             crcs = self.block_crc[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]

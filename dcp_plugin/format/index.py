@@ -94,7 +94,7 @@ class StoredTensor:
     def stored_whole(self) -> bool:
         """Whether the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`).
 
-        The index of a stock checkpoint does not have this: only reading the item shows it.
+        It is False for a stock checkpoint, whose index does not record this: only reading the item shows it.
         """
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
@@ -192,6 +192,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     def under(self, prefix: str) -> list[str]:
         """Return the keys that start with ``prefix``, in the order of the index."""
         first = bisect_left(self._sorted, prefix)
+        # The prefix with its last character increased sorts right after all keys that start with the prefix.
         last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
         return sorted(self._sorted[first:last], key=self.slots.__getitem__)
 
@@ -423,13 +424,13 @@ def _overlapping(columns: dict[str, Column]) -> Column:
     return overlapping
 
 
-def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
+def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
     no_tensor = table.columns["dtype"] == NO_TENSOR
     counts = np.diff(table.chunk_starts)
     for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():
-        raise CheckpointCorrupt(f"{where}: {table.keys[slot]} is a value with {counts[slot]} items")
+        raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
-        raise CheckpointCorrupt(f"{where}: a value has dimensions")
+        raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
     itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
     itemsizes[: len(table.dtypes)] = [dtype.itemsize for dtype in table.torch_dtypes]
     for slots, chunks, boxes in table.by_ndim():
@@ -441,17 +442,19 @@ def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
         absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
         for slot in np.unique(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
             raise CheckpointCorrupt(
-                f"{where}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
+                f"{checkpoint}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
         volumes = product(sizes)
         total = totals(volumes, of, len(slots))
         wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(
-                f"{where}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
+                f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
                 f"{tuple(shape[slot])}: there are holes, or chunks overlap"
             )
         expected = volumes * itemsizes[table.columns["dtype"][slots]][of]
         misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
         for slot in of[misfit][:1].tolist():
-            raise CheckpointCorrupt(f"{where}: an item of {table.keys[slots[slot]]} has the wrong size for its shape")
+            raise CheckpointCorrupt(
+                f"{checkpoint}: an item of {table.keys[slots[slot]]} has the wrong size for its shape"
+            )

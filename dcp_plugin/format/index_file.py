@@ -101,14 +101,14 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
     return index
 
 
-def _decoded(data: bytes, where: str) -> CheckpointIndex:
-    with damage_in(where):
+def _decoded(data: bytes, name: str) -> CheckpointIndex:
+    with damage_in(name):
         columns = load_columns(data)  # validates the header
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = header.get("__metadata__", {})
-        check_index_version(about, where)
+        check_index_version(about, name)
         index = _checked(columns, about)
-        index.validate(posixpath.dirname(where))
+        index.validate(posixpath.dirname(name))
     return index
 
 

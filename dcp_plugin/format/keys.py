@@ -98,7 +98,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
 
 
 class _Leaf:
-    """Marks a leaf, which may be a dict, among the nodes of a tree."""
+    """Mark of a leaf, which may be a dict, among the nodes of a tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -88,7 +88,7 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
     """Return a path in stock's form, which has mapping keys as text and list indices as numbers."""
-    if {str, int}.issuperset(map(type, path)):  # as nearly all are
+    if {str, int}.issuperset(map(type, path)):  # true for nearly all paths
         return path
     return tuple(
         part if isinstance(part, (str, int)) else (part[1] if part[0] == "t" else str(part[1])) for part in path
@@ -114,7 +114,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
             before, behind = stored.around_chunks(slot)
             reference = key_of[4 * number : 4 * number + 4]
-            chunks_of_key = listed[start:end] if behind else b""  # a value has none
+            chunks_of_key = listed[start:end] if behind else b""  # only a tensor has bytes after its chunks
             state[slot] = (b"j", reference, before, chunks_of_key, behind)
         place: dict[str, _Fields] = {
             "relative_path": [files[index.columns["file"][chunks]]],
@@ -235,6 +235,7 @@ def _rows(count: int, record: _Fields) -> Column:
         numbers.append((len(template), dtype, piece))
         template += bytes(np.dtype(dtype).itemsize)
     rows = np.empty((count, len(template)), np.uint8)
+    # A structured view has one field at one offset of every row, so that numpy writes a column of numbers at once.
     fields = [
         (rows.view(np.dtype({"names": ["at"], "formats": [dtype], "offsets": [at], "itemsize": len(template)})), piece)
         for at, dtype, piece in numbers
@@ -306,8 +307,6 @@ def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> byt
     """Return a ``.metadata`` made by :func:`encode`, with other names of data files.
 
     Each name occurs once, as a definition; all other places refer to that definition.
-
-    Each name is there once, as a definition; all else refers to that.
 
     Raises:
         CheckpointMismatch: An early version of this package made the file in another way.

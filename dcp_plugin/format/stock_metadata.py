@@ -268,7 +268,7 @@ def _integers(values: list[Any]) -> Column:
 
 
 def _dtypes(properties: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """Return the names of all dtypes, and the number of each tensor's. Later versions' properties begin with it too."""
+    """Return the names of all dtypes, and the number of each tensor's. In all versions it is the first property."""
     if not _are(properties, _Properties) or any(
         len(record) != 1 or type(record[0]) is not tuple for record in properties
     ):
@@ -334,6 +334,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
 
 
 def _rows(slots: Column, offsets: Column) -> list[bytes]:
+    """Return each slot with its offsets as bytes, which are a key for a dict without a tuple of integers."""
     rows = np.ascontiguousarray(np.concatenate((slots[:, None], offsets), axis=1))
     rows_as_bytes: list[bytes] = rows.view(f"V{8 * rows.shape[1]}").ravel().tolist()
     return rows_as_bytes

@@ -138,6 +138,7 @@ class Summary:
                 raise NewerFormat.of(where, entries["format_version"], FORMAT_VERSION, saved_by)
             own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
             summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
+            # These conversions raise for values of other types.
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(

@@ -43,6 +43,7 @@ class Record:
 
     @property
     def header(self) -> bytes:
+        """Local header, padded in the extra field ``FB`` so that the data is aligned."""
         name, extra = (_ROOT + self.name).encode(), self._extra
         padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding

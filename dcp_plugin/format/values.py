@@ -95,7 +95,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
 
 
 def on_devices_of(target: Any, value: Any) -> Any:
-    """Return the value with its tensors on the devices of the target's, in lists and tuples that both have."""
+    """Return the value with its tensors on the devices of the target's tensors, in lists and tuples that match."""
     if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
         return value if target.is_meta else value.to(target.device)
     if type(value) is type(target) and type(value) in (list, tuple) and len(value) == len(target):

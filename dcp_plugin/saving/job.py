@@ -429,7 +429,7 @@ class SavePipeline:
 
 def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
     """Raise the error of a save that failed before publication, as an error of this package."""
-    if type(error) is CheckpointError:  # an error of another package on some rank, sent to all ranks
+    if type(error) is CheckpointError:  # some rank raised another type of error, and all ranks got this one
         raise SaveFailed(str(error)) from (error.__cause__ or error)
     if isinstance(error, CheckpointError):
         raise error

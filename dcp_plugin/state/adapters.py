@@ -1,4 +1,4 @@
-"""Objects of the user's ``state`` mapping: the state that each gives to a save, and needs from and takes in a load.
+"""Adapters of the objects in the user's ``state`` mapping, for saves and for loads.
 
 There is an adapter for modules, optimizers, objects with a ``state_dict`` (``Stateful``) and data. The class of an
 object selects its adapter; the names of the mapping are the first segments of the keys.
@@ -255,7 +255,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for adapter in adapters:
-        if isinstance(adapter, ValueAdapter) and adapter.is_leaf:  # a flat mapping as the state has thousands of these
+        if isinstance(adapter, ValueAdapter) and adapter.is_leaf:  # a state that is one flat mapping has thousands
             key = adapter.name
             if key in leaves:
                 raise CheckpointMismatch(f"two values of the state have the key {key!r}")

@@ -75,6 +75,7 @@ def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
     shapes = _replicated(module) if is_of_torch(optimizer) else {}
     if not shapes:
         return state
+    # Keys are ``state.<FQN>.<slot>``.
     fqn_of = {key: key[6:].rpartition(".")[0] for key in state if key.startswith("state.")}
     replicas = (key for key, fqn in fqn_of.items() if _is_replica(state[key], shapes.get(fqn)))
     return state | {key: _marked(state[key]) for key in replicas}

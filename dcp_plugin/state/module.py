@@ -7,8 +7,8 @@ FSDP1 is the only wrapper whose visible parameters do not hold the state: it kee
 made by communication and hold ShardedTensors (DTensors with a device mesh), and loads go through them as well. Both use
 the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
 
-- ``get_optimizer_state_dict`` steps an optimizer that has no state, on each rank without state, to invent it. A save
-  must not change any state, so FSDP is called directly.
+- ``get_optimizer_state_dict`` steps an optimizer on each rank where it has no state, to create the state. A save must
+  not change any state, so FSDP is called directly.
 - ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
 """
 

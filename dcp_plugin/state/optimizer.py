@@ -99,9 +99,8 @@ def _has_torch_layout(state: Any, optimizer: torch.optim.Optimizer) -> bool:
     if list(map(len, listed)) != [len(group["params"]) for group in live]:
         return False
     numbers = {number for in_group in listed for number in in_group}
-    return len(numbers) == len(
-        {id(p) for group in live for p in group["params"]}
-    )  # those of merged ones are not unique
+    # A state dict that merges those of several optimizers repeats their numbers.
+    return len(numbers) == len({id(p) for group in live for p in group["params"]})
 
 
 def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nested | OwnLayout:

@@ -135,7 +135,7 @@ def _check_gap(file: RangedFile, begin: int, end: int) -> None:
 
 
 def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
-    """Return the end of the item that begins at ``begin``. Raises CheckpointCorrupt if it is none, or has changed."""
+    """Return the end of the item that begins at ``begin``. Raises CheckpointCorrupt if it is missing or changed."""
     behind = _found_end(file, begin, end)
     if behind is not None and _is_unchanged(file, begin, behind):
         return behind

@@ -1,4 +1,4 @@
-"""Fetches: the reads of a plan, cut into pieces that need little memory, and the places of their bytes.
+"""Fetches: the reads of a plan with the targets of their bytes, cut into pieces that need little memory.
 
 Bytes that are contiguous in the file and in the target go straight into the target's memory, and so do runs that are
 consecutive there. All other bytes (another dtype, a device, a strided target) go in pieces through a block of host

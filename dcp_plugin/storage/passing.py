@@ -169,7 +169,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Way:
-    """Copy from one place to another with reading ahead.
+    """Copier of files that reads ahead.
 
     Args:
         readers: Threads that read ahead.

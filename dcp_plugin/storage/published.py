@@ -190,7 +190,7 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
 
 def check_metadata(files: Readable, summary: Summary) -> None:
     """Check that our ``.metadata`` is the saved one, to the last byte. Raises CheckpointCorrupt."""
-    if not summary.metadata_sha256:  # of an earlier version
+    if not summary.metadata_sha256:  # an earlier version made the checkpoint
         return
     with opened(files, METADATA) as file:
         digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()

@@ -158,8 +158,8 @@ class ShardedReader(StorageReader):
 
     @property
     def save(self) -> tuple[str, str]:
-        """Identity that is equal on ranks that read the same save: a hash of the content, and the ids of saves of
-        it."""
+        """Identity that is equal on ranks that read the same save: a hash of the content, and ids that
+        distinguish saves of the same content."""
         return self.opened.identity, self.opened.save_ids
 
     @property
@@ -248,7 +248,7 @@ class ShardedReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_path(checkpoint_id)
 
-    # Beyond the interface
+    # Methods in addition to those of StorageReader
 
     def read_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read the items and chunks of a plan.

@@ -65,7 +65,7 @@ _IN_PLACE_PIECE = 8 << 20  # large, because a system call is the only work per p
 
 @dataclass(frozen=True)
 class Destination:
-    """Place and manner of this rank's writing."""
+    """Directory and options with which this rank writes."""
 
     medium: Medium
     directory: Where
@@ -214,7 +214,7 @@ def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout,
                 continue
             if small is not None:
                 small.flush()
-            file.write(bytes(start - file.tell()))
+            file.write(bytes(start - file.tell()))  # zeros between the items
             _write_item(file, item, done, to.checksum, rings, RunningHash() if hashed else None)
         if small is not None:
             small.flush()
@@ -268,7 +268,7 @@ class _SmallItems:
         self._memory = bytearray()
         self._address = 0
         self._begin = self._end = 0
-        """Positions in the file of the first and last collected byte."""
+        """Range of the collected bytes in the file."""
 
     def add(self, item: _Item, start: int) -> bool:
         """Append an item that begins at ``start`` of the file; return False if it is not plain bytes in memory."""

@@ -144,6 +144,7 @@ class PartWriter:
             )
         if findings.linked:
             places = Places.joined([Places.of(list(findings.linked.values())), places])
+            # The argsort of a permutation is its inverse, which restores the order of the items.
             places = places.take(np.argsort([*findings.linked, *new_slots], kind="stable"))
         return places, nbytes, findings
 
@@ -185,7 +186,7 @@ class Facts:
 
 
 class Publication:
-    """One unpublished checkpoint.
+    """Checkpoint that is not yet published.
 
     The coordinator reserves its directory, then publishes or discards it. On other ranks nothing is reserved, and
     :meth:`discard` has no effect.

@@ -1,7 +1,7 @@
 """Reader of safetensors: one file, an index of several, or files with parts of the same tensors.
 
 Stock DCP's ``HuggingFaceStorageWriter(save_distributed=True)`` writes the last kind, a file for each rank. Each file's
-metadata note where its parts begin in the tensors; Hugging Face's own tools ignore the note.
+metadata record where its parts begin in the tensors; Hugging Face's own tools ignore this.
 
 A file consists of 8 bytes of length, a JSON header, and the tensors end to end. The header is checked before use: its
 size is bounded, its tensors have no holes and do not overlap, and the last one ends where the file does.

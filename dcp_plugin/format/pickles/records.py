@@ -103,8 +103,8 @@ def without_dictionaries(data: bytes, _: object = None) -> bytes:
     """Check the opcodes of a pickle, and return it with :class:`Pairs` in place of dictionaries.
 
     Raises:
-        ValueError: The pickle has an opcode that DCP's metadata does not need, leads out of the file, or bytes follow
-            it.
+        ValueError: An opcode is none that DCP's metadata needs, an operand reads past the end of the file, or bytes
+            follow the pickle.
     """
     if data[:1] != b"\x80" or data[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         raise ValueError("it does not begin like a pickle")
