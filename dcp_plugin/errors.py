@@ -1,15 +1,17 @@
-"""The exceptions of this package: each names the checkpoint, the key or the rank, and the way out.
+"""The exceptions of this package. Each message names the checkpoint, the key or the rank, and the remedy.
 
-All derive from :class:`CheckpointError`, itself an ``Exception`` (torch's own ``CheckpointException`` derives from
-``BaseException`` and slips through ``except Exception``). A failure on one rank is raised on every rank as the same
-class; its message then starts with the ranks it came from.
+All classes derive from :class:`CheckpointError`, which is an ``Exception``. (torch's ``CheckpointException`` derives
+from ``BaseException``, so ``except Exception`` does not catch it.) A failure on one rank is raised on every rank as the
+same class, and its message starts with the ranks that failed.
 
-The last line of a traceback says where the class is explained. It is a note (PEP 678) and no part of ``str(error)``:
-messages are compared, are put into other messages, go through one line of a logger, and travel between ranks.
+The last line of a traceback links to the explanation of the class. It is a note (PEP 678) and not part of
+``str(error)``, because messages are compared, are put into other messages, are logged in one line, and travel between
+ranks.
 
-What bytes of a checkpoint make Python, numpy or torch raise becomes one of them in :func:`damage_in`, and nowhere else.
+Damaged bytes of a checkpoint make Python, numpy or torch raise. :func:`damage_in` alone turns these exceptions into
+exceptions of this package.
 
-At the end is text for messages: lists cut to a readable length, and the name that a misspelled one may stand for.
+The end of the module has helpers for messages: lists cut to a readable length, and suggestions for misspelled names.
 """
 
 from __future__ import annotations
@@ -29,20 +31,21 @@ EXPLAINED = "https://dcp-plugin.readthedocs.io/en/latest/troubleshooting.html"
 
 
 def printable(text: str) -> str:
-    """Escape control characters but newline and tab, and the controls of bidirectional text, as JSON does.
+    """Escape control characters except newline and tab, and the controls of bidirectional text, as JSON does.
 
-    A checkpoint chooses the names in it. Names become parts of messages, and would steer the terminal.
+    The author of a checkpoint chooses its names. Names become parts of messages, and could control the terminal.
     """
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
-    """Escape what :func:`printable` does, and newlines and tabs: a name may not add a line to a table or a list."""
+    """Escape newlines and tabs in addition to :func:`printable`, so that a name cannot add a line to a table or
+    list."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class PrintableRecords(logging.Filter):
-    """Escapes the messages of a logger, but not those of its children."""
+    """Filter that escapes the messages of a logger, but not those of its children."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -55,42 +58,42 @@ logging.getLogger("dcp_plugin").addFilter(PrintableRecords())
 
 
 class CheckpointError(Exception):
-    """Base class of everything this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_message(arg) if isinstance(arg, str) else arg for arg in args))
         super().add_note(self._where_explained())
 
     def add_note(self, note: str, /) -> None:
-        """Add a note to what a traceback shows, before the line that says where the class is explained."""
+        """Add a note to the traceback, before the link to the explanation of the class."""
         super().add_note(note)
         last = self._where_explained()
-        self.__notes__ = [one for one in self.__notes__ if one != last] + [last]
+        self.__notes__ = [text for text in self.__notes__ if text != last] + [last]
 
     @classmethod
     def _where_explained(cls) -> str:
-        """For a class of others that derives from one of these, that one."""
-        ours = next(one for one in cls.__mro__ if one.__module__ == __name__)
-        return f"See {EXPLAINED}#{ours.__name__.lower()}"
+        """Return the link to the explanation of the class, or of its nearest base class in this package."""
+        public = next(base for base in cls.__mro__ if base.__module__ == __name__)
+        return f"See {EXPLAINED}#{public.__name__.lower()}"
 
 
 def _message(text: str) -> str:
-    """Escape a message. Only lists of ours go on in another line, which is indented; their items are one line each."""
+    """Escape a message. A newline before an indented line stays, since lists of this package use it for their items."""
     return _NEWLINE.sub(r"\\n", printable(text))
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
-    """There is no checkpoint at the path, or none that was committed.
+    """There is no checkpoint at the path, or no committed one.
 
-    A ``FileNotFoundError`` too, as what most stock tools raise for that, and a ``ValueError``, as what Accelerate and
-    the Trainer of transformers raise.
+    Most stock tools raise ``FileNotFoundError`` in this case, and Accelerate and the Trainer of transformers raise
+    ``ValueError``, so the class derives from both.
     """
 
 
 class CheckpointIncomplete(CheckpointError, ValueError):
     """The directory looks like a checkpoint, but its save was never committed.
 
-    A ``ValueError`` too, as what the Trainer of transformers raises for that.
+    The Trainer of transformers raises ``ValueError`` in this case, so the class derives from it.
     """
 
 
@@ -99,61 +102,68 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointUnreadable(CheckpointCorrupt):
-    """The checkpoint cannot be read, and its bytes may be intact: the file system failed (an I/O error, a lost mount),
+    """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
     or a newer version of this package has saved it.
 
-    A ``CheckpointCorrupt`` too: what was loaded into may be half filled. But nothing is known to be damaged.
+    The class derives from ``CheckpointCorrupt`` because in both cases the targets of a load may be partly filled.
     """
 
 
 class CheckpointMismatch(CheckpointError, RuntimeError):
     """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
 
-    A ``RuntimeError`` too, as what ``nn.Module.load_state_dict`` raises for that.
+    ``nn.Module.load_state_dict`` raises ``RuntimeError`` in this case, so the class derives from it.
     """
 
 
 class NotInCheckpoint(CheckpointMismatch, KeyError):
-    """What was asked for by its name is not in the checkpoint. A ``KeyError`` too, as what Fabric raises for that."""
+    """A key or object that was requested by name is not in the checkpoint.
 
-    __str__ = Exception.__str__  # KeyError shows a message in quotes, as if it were a key
+    Fabric raises ``KeyError`` in this case, so the class derives from it.
+    """
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes, like a key
 
 
 class UnsafeCheckpoint(CheckpointError):
-    """A value needs pickled code to be executed, and ``allow_pickle`` does not have its key.
+    """A value requires the execution of pickled code, and ``allow_pickle`` does not have its key.
 
-    Or tensors take far more memory than the files of the checkpoint hold, and have no target that the caller allocated.
+    Also raised if tensors need far more memory than the size of the checkpoint's files, and the caller has not
+    allocated targets for them.
     """
 
 
 class SaveFailed(CheckpointError):
-    """A save did not become a checkpoint. What was at its path before is untouched."""
+    """A save did not become a checkpoint. Anything at its path is unchanged."""
 
 
 class NoSharedMemory(SaveFailed):
-    """The memory that a keeper would share with the training cannot be had. The save goes another way where it can."""
+    """The memory that a keeper shares with the training cannot be allocated. The save uses another way if possible."""
 
 
 class DurabilityUnknown(CheckpointError):
     """The new checkpoint is at its path and can be loaded, but the last sync failed.
 
-    Only a loss of power would tell: then what was at the path before may be back. :class:`SaveFailed` always means that
-    the path is as it was.
+    After a loss of power, the path may have its earlier contents again. :class:`SaveFailed`, by contrast, always means
+    that the path is unchanged.
     """
 
 
 class RankFailure(CheckpointError):
-    """Another rank died, hung or left while the ranks had to agree on something."""
+    """Another rank died, hung or left while the ranks had to agree."""
 
 
 _NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
-"""Errors that mean damage. Opening a named pipe, a socket or a device of a checkpoint raises ``EINVAL``; a damaged
-index names files that cannot exist (``ENAMETOOLONG``)."""
+"""Error numbers that mean damage. Opening a named pipe, a socket or a device in place of a file raises ``EINVAL``. A
+damaged index may name files that cannot exist (``ENAMETOOLONG``)."""
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:
-    """Return the error to raise if a file of a checkpoint cannot be read. A file that is absent, or is no regular file,
-    is damage; any other error may pass. Where there is not even a bucket, there is no checkpoint."""
+    """Return the error to raise if a file of a checkpoint cannot be read.
+
+    A file that is absent or not a regular file is damage. A missing bucket means that there is no checkpoint. Any other
+    error may be temporary.
+    """
     is_damage = isinstance(error, FileNotFoundError) or error.errno in _NO_FILE
     kind: type[CheckpointError] = CheckpointCorrupt if is_damage else CheckpointUnreadable
     if error.errno == errno.ENODEV:
@@ -163,10 +173,10 @@ def unreadable(what: str, error: OSError) -> CheckpointError:
 
 @contextmanager
 def damage_in(where: object) -> Iterator[None]:
-    """Around what reads a checkpoint: whatever its bytes lead to is raised as :class:`CheckpointCorrupt`.
+    """Raise any exception of the block, which reads a checkpoint, as :class:`CheckpointCorrupt` or a similar error.
 
     Args:
-        where: What the message calls the checkpoint, or a file of it.
+        where: Name of the checkpoint or its file, for the message.
     """
     try:
         yield
@@ -183,25 +193,26 @@ def damage_in(where: object) -> Iterator[None]:
 
 
 MAX_CANDIDATES = 20_000
-"""Keys that are searched for a suggestion: a checkpoint may have a million, and an error has to come at once."""
+"""Largest number of keys to search for a suggestion. A checkpoint may have a million, and the error must appear at
+once."""
 
 _MAX_LINES = 20
 _MOST_TEXT = 500
 
 
 def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
-    """The first items for a message, and how many more there are."""
+    """Return the first items as text for a message, and the number of further items."""
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(map(one_line, items[:limit])) + more
 
 
 def first(lines: list[str]) -> list[str]:
-    """The first lines for an error, and how many more there are."""
+    """Return the first lines for an error, and a line with the number of further lines."""
     more = len(lines) - _MAX_LINES
     return [*map(one_line, lines[:_MAX_LINES]), *([f"and {more} more like this"] if more > 0 else [])]
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:
-    """A hint at the stored key that a missing one may be a misspelling of; empty if none is similar."""
+    """Return a hint with the stored key that a missing key may misspell; empty if no key is similar."""
     near = difflib.get_close_matches(key, list(islice(stored, MAX_CANDIDATES)), n=1, cutoff=0.8)
     return f" (did you mean {near[0]}?)" if near else ""

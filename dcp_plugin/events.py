@@ -1,9 +1,9 @@
-"""Events of a save: what is written, how much of it, how long it took.
+"""Events of a save: start, bytes written, end, durations.
 
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
-so they cannot wait for the save, nor begin another one with the same checkpointer: both are refused. A subscriber that
-raises before the checkpoint is published makes the save fail; after that, its error is logged. The progress line for
-people (rank 0) is itself a subscriber.
+so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. A subscriber
+that raises before the checkpoint is published makes the save fail; later errors are logged. The progress line on rank 0
+is itself a subscriber.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SaveStarted:
 
 @dataclass(frozen=True)
 class BytesWritten:
-    """``written`` of this rank's ``total`` bytes are handed to the file system."""
+    """This rank has passed ``written`` of its ``total`` bytes to the file system."""
 
     path: Where
     written: int
@@ -44,7 +44,7 @@ class RankCost:
     """Seconds and bytes that one rank has spent on a save."""
 
     blocked_seconds: float | None
-    """How long its training waited; None if until the save was published."""
+    """Time for which the training waited; None if it waited until the save was published."""
     staging_seconds: float
     write_seconds: float
     bytes: int
@@ -53,54 +53,54 @@ class RankCost:
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """Facts about a save that rank 0 alone has."""
+    """Facts about a save that only rank 0 has."""
 
     save: str
-    """Identifies the save."""
+    """Identifier of the save."""
     run: str
-    """Identifies the run that saves."""
+    """Identifier of the run that saves."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[RankCost, ...] = ()
 
 
 @dataclass(frozen=True)
 class SaveFinished:
-    """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead."""
+    """The checkpoint is published. This rank wrote ``bytes`` and linked ``bytes_reused`` instead of writing them."""
 
     path: Where
     step: int | None
     bytes: int
     seconds: float
-    """From the call until it is published."""
+    """Time from the call until the checkpoint is published."""
     blocked_seconds: float
-    """What the caller waited."""
+    """Time for which the caller waited."""
     staging_seconds: float = 0.0
-    """What the copy to host memory took."""
+    """Time of the copy to host memory."""
     write_seconds: float = 0.0
-    """What planning, writing and publishing took."""
+    """Time of planning, writing and publishing."""
     rank: int = 0
     bytes_reused: int = 0
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: it is complete in ``local_dir``, and is not to go on to its path."""
+    """``"local"``: the save is complete in ``local_dir``, and will not be copied to its path."""
     local_seconds: float | None = None
-    """With ``local_dir``: from the call until it is complete there."""
+    """With ``local_dir``: time from the call until the save is complete there."""
     record: SaveRecord | None = field(default=None, repr=False, compare=False)
-    """On rank 0 of a save that no keeper writes."""
+    """Further facts; None except on rank 0 of a save that this process writes without a keeper."""
 
     @property
     def gb_per_second(self) -> float:
-        """Of this rank's writing."""
+        """Rate of this rank's writing."""
         return self.bytes / 1e9 / self.write_seconds if self.write_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class SavedLocally:
-    """The save is complete in ``local_dir`` of all nodes, with the copies that ``replicas`` asks for."""
+    """The save is complete in ``local_dir`` of all nodes, with the copies that ``replicas`` requires."""
 
     path: Where
     step: int | None
     seconds: float
-    """From the call."""
+    """Time since the call."""
     rank: int = 0
 
 
@@ -113,20 +113,20 @@ class SaveAborted:
     rank: int
     error: str
     record: SaveRecord | None = field(default=None, repr=False, compare=False)
-    """On rank 0 of a save that no keeper writes."""
+    """Further facts; None except on rank 0 of a save that this process writes without a keeper."""
 
 
 @dataclass(frozen=True)
 class IntervalProposed:
-    """Rank 0 proposes how often to save, by all that is known when the checkpoint is published."""
+    """Rank 0 proposes an interval between saves, based on all measurements at the publication of the checkpoint."""
 
     path: Where
     step: int | None
     seconds: float
-    """Of training between two saves."""
+    """Time of training between two saves."""
     steps: int | None
     cost_seconds: float
-    """What the training loses by one save."""
+    """Time that the training loses by one save."""
     mtbf_seconds: float
     """Mean seconds of training between two failures."""
 
@@ -135,15 +135,15 @@ Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted |
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
-"""Without a lock, which a process that is forked meanwhile would find locked for ever."""
+"""Subscribers of this process. There is no lock: a process forked while it is held would find it locked for ever."""
 _here = threading.local()
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call ``callback`` with every event of this process from now on, in the thread where it happens.
+    """Call ``callback`` with every later event of this process, in the thread where the event happens.
 
     Returns:
-        A function that ends it.
+        A function that ends the subscription.
 
     Example:
         >>> import dcp_plugin
@@ -164,18 +164,19 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Tell all subscribers, also if one of them raises; then raise that."""
+    """Call all subscribers, even if one raises, and then raise the first error."""
     call_each(tuple(_subscribers), event)
 
 
 def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
-    """Call all of them with ``event``, also if one raises; then raise the first error.
+    """Call all callbacks with ``event``, even if one raises, and then raise the first error.
 
-    While they run, :func:`is_telling` is true in this thread.
+    During the calls, :func:`is_telling` is true in this thread.
 
     Raises:
-        CheckpointError: One has raised SystemExit, or the like, in a thread of ours: that would end this thread alone,
-            and the other ranks would wait for it. In the main thread it is raised as it is, Ctrl-C for one.
+        CheckpointError: A callback raised SystemExit or a similar exception outside of the main thread. The original
+            exception would end only this thread, and the other ranks would wait for it. In the main thread it is raised
+            unchanged, for example after Ctrl-C.
     """
     failure: Exception | None = None
     outside, _here.telling = is_telling(), True
@@ -188,9 +189,9 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
             except BaseException as error:
                 if threading.current_thread() is threading.main_thread():
                     raise
-                told = CheckpointError(f"a subscriber raised {type(error).__name__}({error})")
-                told.__cause__ = error
-                failure = failure or told
+                failure_here = CheckpointError(f"a subscriber raised {type(error).__name__}({error})")
+                failure_here.__cause__ = error
+                failure = failure or failure_here
     finally:
         _here.telling = outside
     if failure is not None:
@@ -198,21 +199,21 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
 
 
 def is_telling() -> bool:
-    """Whether this thread runs a subscriber, or a callback of a save, now."""
+    """Return whether this thread is running a subscriber or a callback of a save."""
     return getattr(_here, "telling", False)
 
 
 NOTE_SECONDS = 10.0
-"""How often an asynchronous save says how far it is."""
+"""Interval between progress lines of an asynchronous save."""
 
 
 @contextmanager
 def progress(path: Where, wanted: bool, in_background: bool = False) -> Iterator[None]:
-    """While active, show on stderr how far the save to ``path`` is.
+    """Show the progress of the save to ``path`` on stderr during the block.
 
-    Once a save that blocks takes over a second, its line is drawn again every half second. In the background, where
-    whoever trains may draw a progress bar on the same terminal, it is a line of its own every ten seconds: that does
-    not garble the bar if its library is told (tqdm; rich takes over stderr while it draws).
+    A blocking save that takes over a second redraws its line every half second. During a background save, the training
+    may draw a progress bar on the same terminal. The save then writes a separate line every ten seconds, through tqdm
+    if it is loaded, so that the bar stays intact. (rich redirects stderr while it draws, which has the same effect.)
     """
     if not wanted:
         yield
@@ -233,8 +234,8 @@ def progress(path: Where, wanted: bool, in_background: bool = False) -> Iterator
             if in_background:
                 _write_line(f"saving {path.name} in the background: {done}")
             else:
-                left = (event.total - event.written) / rate if rate else 0.0
-                sys.stderr.write(f"\rsaving {path.name}: {done}, {left:.0f} s left ")
+                seconds_left = (event.total - event.written) / rate if rate else 0.0
+                sys.stderr.write(f"\rsaving {path.name}: {done}, {seconds_left:.0f} s left ")
                 sys.stderr.flush()
         elif isinstance(event, SaveFinished) and in_background and drawn:
             _write_line(f"saved {path.name} in {event.seconds:.0f} s")
@@ -251,7 +252,7 @@ def progress(path: Where, wanted: bool, in_background: bool = False) -> Iterator
 def _write_line(line: str) -> None:
     tqdm = sys.modules.get("tqdm")
     if tqdm is not None:
-        tqdm.tqdm.write(line, file=sys.stderr)  # takes the bars away, writes, and draws them again
+        tqdm.tqdm.write(line, file=sys.stderr)  # erases the bars, writes, and draws them again
     else:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -261,9 +262,9 @@ _NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "inter
 
 
 def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, object]:
-    """Return the fields of an event, its name and the time now, as values of JSON."""
+    """Return the fields of an event, its name and the current time, as values of JSON."""
     values: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
-    values |= {name: getattr(event, name) for one in fields(event) if (name := one.name) != "record"}
+    values |= {name: getattr(event, name) for item in fields(event) if (name := item.name) != "record"}
     values["path"] = str(event.path)
     if isinstance(event, SaveFinished):
         values["gb_per_second"] = event.gb_per_second
@@ -271,7 +272,7 @@ def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, o
 
 
 def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:
-    """Append how a save has ended, or what was proposed after it, to a file of JSON lines."""
+    """Append the end of a save, or a proposed interval, to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:  # one write, so that programs that share the file do not cut each other's lines
+    with path.open("a") as file:  # a single write, so that lines of programs that share the file do not mix
         file.write(json.dumps(as_json(event)) + "\n")

@@ -1,12 +1,12 @@
-"""Ranks meet before they make a group of their own, so that a rank that does not come is named, and in time.
+"""A meeting of all ranks before they make a separate group, which names a missing rank within the timeout.
 
-Making a group waits for each rank in turn, in torch's own ways: who is missing is not said, or only to the next rank,
-and what hangs with the rank that hosts the store hangs for ever. So each rank first puts its name down in the store of
-the default process group. The last one to come ends the meeting. So does the first one to have waited too long, with
-the names of the missing ranks: then nobody meets there any more, and a rank that comes later is told at once, instead
-of waiting for those that have left. However it ends, all ranks read the same, and count the same meetings.
+Torch waits for each rank in turn when it makes a group. It does not name the missing rank, or names it only to the next
+rank, and a hanging host of the store makes all ranks hang for ever. So each rank first records its name in the store of
+the default process group. The last rank that arrives ends the meeting. The first rank whose timeout is over also ends
+it, with the names of the missing ranks. A rank that arrives later reads these names and fails at once, instead of
+waiting for ranks that have left. In both cases all ranks read the same end, and their counts of meetings stay equal.
 
-A rank makes four short requests of the store. The names of the missing are looked for only when there are some.
+A rank makes four short requests to the store. It searches for missing names only if some ranks are missing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ T = TypeVar("T")
 _ALL = b"all"
 _MOST_NAMED = 8
 _ROUNDED = 0.1
-"""Seconds by which a store may come back too early."""
+"""Seconds by which a store may return before its timeout."""
 _GRACE = 3.0
-"""Seconds in which a rank that has waited long enough has to learn from the store who is missing."""
+"""Seconds after the timeout in which a rank may still read from the store which ranks are missing."""
 
 _WHY = "A rank that is missing died, hung, or raised elsewhere: its own log has the reason."
 _held: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""By default process group: how many meetings there have been. All ranks have the same."""
+"""Number of meetings by default process group, equal on all ranks."""
 
 
 def meet(timeout: float) -> None:
-    """Wait until all ranks of the default process group have called this. Collective.
+    """Wait until all ranks of the default process group have called this function. Collective.
 
     Args:
-        timeout: Seconds to wait for them.
+        timeout: Seconds to wait for the other ranks.
 
     Raises:
-        RankFailure: Some do not come, or have given up before this rank came; naming the missing ranks. Or the store of
-            the process group is gone, or does not answer.
+        RankFailure: Some ranks do not arrive, or have given up before this rank arrived; the message names the missing
+            ranks. Or the store of the process group is gone or does not answer.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
@@ -58,15 +58,16 @@ def meet(timeout: float) -> None:
 
 
 def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[], float] = lambda: 0.0) -> T:
-    """Make requests of the store of the default process group, and return what they return.
+    """Run requests to the store of the default process group in a thread, and return their result.
 
-    A thread makes them: requests of a store whose host hangs never return, and Ctrl-C comes only between two of them.
+    Without the thread, a request to a store whose host hangs would never return, and Ctrl-C would only act between two
+    requests.
 
     Args:
-        grace: Returns further seconds to wait when the timeout is over.
+        grace: Returns additional seconds to wait after the timeout.
 
     Raises:
-        RankFailure: The store is gone, or does not answer; or the requests raise it.
+        RankFailure: The store is gone or does not answer, or the requests raise a RankFailure.
     """
     rank = dist.get_rank()
     answers: list[T] = []
@@ -101,26 +102,27 @@ _HOST = "The process that hosts it, which is rank 0 unless a launcher does,"
 
 
 class _Meeting:
-    """One meeting, as one rank attends it."""
+    """One rank's part in a meeting."""
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
         self._store, self._key, self._size, self._timeout = store, key, size, timeout
-        self._call = current_call("save or load")  # here, since the thread that attends has no current call
+        self._call = current_call("save or load")  # set here, since the thread that runs attend() has no current call
         self.rank = rank
         self.has_come = False
-        """Whether the store has answered this rank."""
+        """True if the store has answered this rank."""
 
     def attend(self) -> None:
-        """
+        """Record this rank in the store, and wait for the end of the meeting.
+
         Raises:
-            RankFailure: Some do not come, or have given up.
+            RankFailure: Some ranks do not arrive, or have given up.
         """
         deadline = time.monotonic() + self._timeout
         store, end = self._store, f"{self._key}/end"
         store.set(self._name_of(self.rank), "here")
         come = store.add(f"{self._key}/come", 1)
         self.has_come = True
-        if come > self._size:  # the store has outlived an earlier process group: its meetings say nothing about ours
+        if come > self._size:  # the store is older than this process group and has counts of earlier meetings
             return
         if come == self._size:
             store.compare_set(end, "", _ALL.decode())
@@ -129,30 +131,30 @@ class _Meeting:
         if not self._has_ended(deadline):
             missing = self._missing(self._size - store.add(f"{self._key}/come", 0))
             if missing:
-                store.compare_set(end, "", missing)  # whose end is the first is the end of all
-            else:  # the last one comes in this moment
+                store.compare_set(end, "", missing)  # the first end that a rank sets is valid for all ranks
+            else:  # the last rank is arriving at this moment
                 store.wait([end], timedelta(seconds=_GRACE / 2))
-        said = store.get(end)
-        if not said:  # that of a fake process group
+        text = store.get(end)
+        if not text:  # the store of a fake process group
             raise RuntimeError("it keeps nothing")
-        if said != _ALL:
+        if text != _ALL:
             raise RankFailure(
-                f"rank {self.rank} could not meet the other ranks: {self._call.still_waiting(said.decode())} They have "
-                f"waited {self._timeout:g} s for {said.decode()}. {_WHY}"
+                f"rank {self.rank} could not meet the other ranks: {self._call.still_waiting(text.decode())} They have "
+                f"waited {self._timeout:g} s for {text.decode()}. {_WHY}"
             )
 
     def _has_ended(self, deadline: float) -> bool:
-        """Wait for the end of the meeting; False if it has not come at the deadline."""
+        """Wait for the end of the meeting until the deadline. Return whether it has ended."""
         try:
             self._store.wait([f"{self._key}/end"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        except RuntimeError:  # of its own class in some stores, and without a text that could be relied on in others
+        except RuntimeError:  # stores raise different classes with different texts at a timeout, so the clock decides
             if time.monotonic() < deadline - _ROUNDED:
                 raise
             return False
         return True
 
     def _report(self) -> None:
-        """Log the missing ranks, on the first rank that has come."""
+        """Log the missing ranks, on the lowest rank that has arrived."""
         if any(self._has(rank, rank + 1) for rank in range(self.rank)):
             return
         self._call.report(self._missing(self._size - self._store.add(f"{self._key}/come", 0)))
@@ -161,7 +163,7 @@ class _Meeting:
         return f"{self._key}/{rank}"
 
     def _missing(self, count: int) -> str:
-        """The missing ranks, for a message."""
+        """Return the missing ranks as text for a message."""
         names = [f"rank {rank}" for rank in _absent(self._has, 0, self._size)]
         more = count - len(names)
         return some(names) + (f", and {more} more" if len(names) == _MOST_NAMED and more > 0 else "")
@@ -171,14 +173,14 @@ class _Meeting:
 
 
 def _absent(has: Callable[[int, int], bool], first: int, last: int) -> list[int]:
-    """The first few of the ranks from ``first`` to before ``last`` that are not there.
+    """Return the first few absent ranks in ``range(first, last)``.
 
-    It asks for halves: twenty questions find the one that is missing among a thousand.
+    The search checks halves: twenty requests find one missing rank among a thousand.
     """
     if has(first, last):
         return []
     if last - first == 1:
         return [first]
     middle = (first + last) // 2
-    found = _absent(has, first, middle)
-    return found if len(found) >= _MOST_NAMED else (found + _absent(has, middle, last))[:_MOST_NAMED]
+    absent = _absent(has, first, middle)
+    return absent if len(absent) >= _MOST_NAMED else (absent + _absent(has, middle, last))[:_MOST_NAMED]

@@ -1,6 +1,6 @@
-"""What the user asks of a partial load: which keys, under which names the checkpoint has them, what may be missing.
+"""The rules of a partial load: the keys to load, their names in the checkpoint, and the keys that may be missing.
 
-:mod:`dcp_plugin.loading.matching` applies it to a state and a checkpoint, before the first byte is overwritten.
+:mod:`dcp_plugin.loading.matching` applies the rules to a state and a checkpoint before the first byte is overwritten.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 Policy = Literal["error", "warn", "ignore"]
 
 PATTERN = "re:"
-"""Prefix of those keys of ``rename`` that are regular expressions."""
+"""Prefix that marks a key of ``rename`` as a regular expression."""
 
 
 @dataclass(frozen=True, eq=False)
 class Submodule:
-    """A module that is somewhere in the state, and the prefix of its keys in the checkpoint."""
+    """A module inside the state, and the prefix of its keys in the checkpoint."""
 
     module: nn.Module
     source: str
@@ -33,13 +33,13 @@ class Submodule:
 
 @dataclass(frozen=True)
 class PartialLoad:
-    """Load a part of a checkpoint; only the bytes of what is selected are read, and the rest keeps its values.
+    """Rules for loading a part of a checkpoint. Only bytes of selected keys are read; other targets keep their values.
 
-    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``; a ``*`` goes across dots. A
-    glob or a rename that matches nothing is an error, and so is a rename to a prefix that the checkpoint does not have.
+    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``; a ``*`` also matches dots. A
+    glob or a rename that matches no key is an error, and so is a rename to a prefix that the checkpoint does not have.
 
     Raises:
-        ValueError: A pattern is no pattern, a policy no policy, or nothing could be selected.
+        ValueError: A pattern or a policy is invalid, or ``include`` is empty.
 
     Example:
         >>> import tempfile, torch, dcp_plugin
@@ -51,34 +51,35 @@ class PartialLoad:
     """
 
     include: tuple[str, ...] = ("*",)
-    """What to load: globs, or a single one."""
+    """Keys to load: globs, or a single glob."""
 
     exclude: tuple[str, ...] = ()
-    """What to leave out of that."""
+    """Keys to leave out of ``include``: globs, or a single glob."""
 
     rename: Mapping[str, str] = field(default_factory=dict, hash=False)
-    r"""Prefix of the target's keys -> prefix in the checkpoint, ``{"model.pretrain.": "model."}``. Plain text, so write
-    the dots; the longest prefix that fits a key decides, alone.
+    r"""Prefix of the target's keys -> prefix in the checkpoint, ``{"model.pretrain.": "model."}``. Prefixes are plain
+    text and include the final dot. Only the longest prefix that fits a key applies.
 
-    With a regular expression: ``{r"re:model\.h\.(\d+)\.(.*)": r"model.layers.\1.\2"}``. It has to match the *whole* key
-    of a target, and gives the whole key in the checkpoint, with ``\1`` or ``\g<name>`` for groups. It goes before
-    prefixes; of several that match a key, the first given.
+    With a regular expression: ``{r"re:model\.h\.(\d+)\.(.*)": r"model.layers.\1.\2"}``. It must match the *complete*
+    key of a target. The replacement is the complete key in the checkpoint, with ``\1`` or ``\g<name>`` for groups.
+    Regular expressions take precedence over prefixes; if several match a key, the first one applies.
 
     An optimizer follows its module, parameter by parameter, unless a prefix names the optimizer's own keys
     (``optim.state.`` …). Regular expressions are for modules and data."""
 
     missing: Policy = "error"
-    """About selected keys that the checkpoint does not have. ``strict=False`` of a load makes ``"error"`` ``"ignore"``;
-    parameters that only the optimizer's checkpoint lacks are a warning at most, because trainable parts change."""
+    """Policy for selected keys that the checkpoint does not have. ``strict=False`` of a load turns ``"error"`` into
+    ``"ignore"``. Parameters that only the stored optimizer lacks are at most a warning, because the set of trained
+    parameters may change."""
 
     unexpected: Policy = "error"
-    """About keys of the checkpoint that would be selected if the target had them."""
+    """Policy for keys of the checkpoint that would be selected if the target had them."""
 
     cast: bool = False
-    """Whether values may be converted to the target's dtype. Otherwise another dtype is an error."""
+    """Allow conversion to the target's dtype. Without it, a different dtype is an error."""
 
     of: Submodule | None = None
-    """Set by :meth:`submodule`; decides about include and rename."""
+    """Sub-module to load, set by :meth:`submodule`. It determines ``include`` and ``rename``."""
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -103,25 +104,25 @@ class PartialLoad:
         unexpected: Policy = "error",
         cast: bool = False,
     ) -> PartialLoad:
-        """Load a module that is a part of a module of the state, and nothing else.
+        """Make the rules for loading only one module, which is a part of a module of the state.
 
-        It is found by identity, through any wrapper; as it was before wrapping, or its wrapper. How it is sharded
-        makes no difference: with its parent, alone, or not at all.
+        The module is found by identity, through any wrapper; ``module`` may be the module itself or its wrapper. It may
+        be sharded with its parent, alone, or not at all.
 
         Args:
-            module: The part, ``model.pretrain``.
-            source: What its keys start with in the checkpoint: ``"model."`` if it was saved alone as ``model``, ``""``
-                for bare names.
+            module: The part, such as ``model.pretrain``.
+            source: Prefix of its keys in the checkpoint: ``"model."`` if it was saved alone as ``model``, ``""`` for
+                bare names.
             exclude: Globs over the target's keys.
-            missing: About keys of the module that the checkpoint does not have.
-            unexpected: About keys of the checkpoint below ``source`` that the module does not have.
-            cast: Whether values may be converted to the module's dtype.
+            missing: Policy for keys of the module that the checkpoint does not have.
+            unexpected: Policy for keys of the checkpoint below ``source`` that the module does not have.
+            cast: Allow conversion to the module's dtype.
 
         Returns:
-            The partial load; the load fails with a ``CheckpointMismatch`` if the module is not in its state.
+            The partial load. A load with it raises ``CheckpointMismatch`` if the module is not in the state.
 
         Raises:
-            ValueError: ``module`` is no module, or a glob or policy is none.
+            ValueError: ``module`` is not a module, or a glob or policy is invalid.
 
         Example:
             >>> import torch, dcp_plugin
@@ -141,7 +142,7 @@ class PartialLoad:
         )
 
     def located(self, prefix: str) -> PartialLoad:
-        """The same, once it is known what the keys of the sub-module start with in the target."""
+        """Return the rules with the prefix of the sub-module's keys in the target filled in."""
         assert self.of is not None
         return replace(self, include=(f"{glob.escape(prefix)}*",), rename={prefix: self.of.source})
 
@@ -149,7 +150,7 @@ class PartialLoad:
         return _matches(key, self.include) and not _matches(key, self.exclude)
 
     def idle(self, keys: Iterable[str]) -> list[str]:
-        """Return the globs that match none of these keys. ``*`` is never one of them, even where there are no keys."""
+        """Return the globs that match none of these keys. The result never has ``*``, even if ``keys`` is empty."""
         keys = list(keys)
         globs = (glob for glob in (*self.include, *self.exclude) if glob != "*")
         return [glob for glob in globs if not any(fnmatchcase(key, glob) for key in keys)]
@@ -170,13 +171,13 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
 def _renames(given: Any) -> dict[str, str]:
     if not isinstance(given, Mapping):
         raise ValueError(f"PartialLoad: rename is a {type(given).__name__}; it maps prefixes to prefixes")
-    renames = {here: given[here] for here in given}
-    for here, there in renames.items():
-        if not isinstance(here, str) or not isinstance(there, str):
-            raise ValueError(f"PartialLoad: rename maps {here!r} to {there!r}; both have to be text")
-        if here.startswith(PATTERN):
+    renames = {target: given[target] for target in given}
+    for target, source in renames.items():
+        if not isinstance(target, str) or not isinstance(source, str):
+            raise ValueError(f"PartialLoad: rename maps {target!r} to {source!r}; both have to be text")
+        if target.startswith(PATTERN):
             try:
-                re.compile(here.removeprefix(PATTERN)).sub(there, "")  # looks at the groups of the replacement, too
+                re.compile(target.removeprefix(PATTERN)).sub(source, "")  # also checks the groups of the replacement
             except (re.error, IndexError) as error:
-                raise ValueError(f"PartialLoad: rename {here!r} -> {there!r}: {error}") from error
+                raise ValueError(f"PartialLoad: rename {target!r} -> {source!r}: {error}") from error
     return renames

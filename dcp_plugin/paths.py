@@ -1,7 +1,7 @@
-"""Where a checkpoint is: a path of a file system, or the URL of an object store.
+"""The location of a checkpoint: a path of a file system, or the URL of an object store.
 
-Every path that a person can give comes through :func:`as_path`. What it returns names things alike (``parent``,
-``name``, ``/``); what is there, a medium says (:mod:`dcp_plugin.media`).
+:func:`as_path` converts every path from the user. Both kinds of its result have the same names (``parent``, ``name``,
+``/``). A medium provides access to the location (:mod:`dcp_plugin.media`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ PathLike = str | os.PathLike[str]
 StorageOptions = Mapping[str, Any]
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+):/+(?P<rest>.*)", re.DOTALL)
-"""A URL, also when ``pathlib`` has made one slash of two. One letter is a drive."""
+"""Pattern of a URL, including a URL in which ``pathlib`` has merged the slashes. A scheme of one letter is a drive."""
 _MADE_RELATIVE = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "memory")
-"""Of object stores; besides, ``file://`` is a path. ``s3a`` and ``gcs`` are other names of the first two."""
+"""Schemes of object stores. ``s3a`` and ``gcs`` are other names of the first two; a ``file://`` URL is a path."""
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "adl": "abfs"}
 
 
 class StoreOptions:
-    """How a store is reached, in plain dicts and lists, whatever was given.
+    """Options for access to a store, which may include secrets, in plain dicts and lists.
 
-    Values are not shown: ``repr`` has the names alone, and so has what a logger makes of it. A pickle has nothing of
-    it, but for that with which a process is started. It is no ``Mapping``, so that no state dict is made of it either:
-    what is stored somewhere has no secrets in it.
+    ``repr`` has only the names of options, so logs have no values. A pickle has no options at all, except the pickle
+    with which a process is started. The class is no ``Mapping``, so that no state dict is made of it. Thus no secret is
+    stored anywhere.
 
     Example:
         >>> StoreOptions({"region": "eu-west-1"})["region"]
@@ -77,19 +77,19 @@ class StoreOptions:
 
 
 def _in_plain_containers(value: Any) -> Any:
-    """With dicts and lists in place of those of Hydra, which obstore does not take."""
+    """Replace Hydra's containers, which obstore does not accept, by dicts and lists."""
     if isinstance(value, Mapping):
-        return {str(name): _in_plain_containers(one) for name, one in value.items()}
+        return {str(name): _in_plain_containers(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_in_plain_containers(one) for one in value]
+        return [_in_plain_containers(item) for item in value]
     return value
 
 
 class ObjectPath(str):
-    """The URL of an object, or of what has its name as a prefix: a ``str`` with the names that ``pathlib`` has.
+    """The URL of an object or of a prefix of objects: a ``str`` with the attributes of ``pathlib`` paths.
 
-    Two are equal if their texts are. ``options`` are how the store is reached (credentials, endpoint): they are no part
-    of the text, and are neither pickled nor shown.
+    Two paths are equal if their texts are equal. ``options`` has the access to the store (credentials, endpoint). It is
+    not part of the text, and is never pickled or shown.
 
     Example:
         >>> path = ObjectPath("s3://bucket/run") / "step-1"
@@ -115,8 +115,8 @@ class ObjectPath(str):
     @property
     def store(self) -> str:
         """Scheme and bucket: ``s3://bucket``."""
-        scheme, _, rest = self.partition("://")
-        return f"{scheme}://{rest.partition('/')[0]}"
+        scheme, _, location = self.partition("://")
+        return f"{scheme}://{location.partition('/')[0]}"
 
     @property
     def key(self) -> str:
@@ -142,11 +142,11 @@ class ObjectPath(str):
 
     @property
     def parents(self) -> list[ObjectPath]:
-        found, path = [], self
+        above, path = [], self
         while path.key:
             path = path.parent
-            found.append(path)
-        return found
+            above.append(path)
+        return above
 
     def with_name(self, name: str) -> ObjectPath:
         return self.parent / name
@@ -166,14 +166,14 @@ Where = Path | ObjectPath
 
 
 def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
-    """An absolute path, links kept, or a URL.
+    """Convert a path to an absolute path, with links kept, or to a URL.
 
     Args:
-        options: How the store of a URL is reached.
+        options: Options for access to the store of a URL.
 
     Raises:
-        TypeError: It is no path at all.
-        ValueError: It is a URL of something else than an object store.
+        TypeError: ``path`` has a type other than text or ``os.PathLike``.
+        ValueError: ``path`` is a URL, but not of an object store.
     """
     if isinstance(path, ObjectPath) and options is None:
         return path
@@ -184,7 +184,7 @@ def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
 
 
 def is_path(value: Any) -> bool:
-    """Whether :func:`as_path` takes it."""
+    """Return whether :func:`as_path` accepts a value."""
     try:
         as_path(value)
     except (TypeError, ValueError):
@@ -193,39 +193,42 @@ def is_path(value: Any) -> bool:
 
 
 def is_url(path: PathLike) -> bool:
-    """Whether a path that came from :func:`as_path` or :func:`text_of` is a URL."""
+    """Return whether a result of :func:`as_path` or :func:`text_of` is a URL."""
     return isinstance(path, str) and path.partition("://")[0] in SCHEMES
 
 
 def text_of(path: PathLike) -> str:
-    """A path as it was given, ``~`` being the home directory, that of a ``file://`` URL; or a URL in its usual form.
-    Raises as :func:`as_path` does."""
+    """Return the text of a path, with ``~`` expanded; the path of a ``file://`` URL; or any other URL in normal form.
+
+    Raises:
+        TypeError, ValueError: See :func:`as_path`.
+    """
     try:
         text = os.fspath(path)
     except TypeError as error:
         none = "None: dcp_plugin.latest() gives that where there is no checkpoint"
-        what = none if path is None else type(path).__name__
-        raise TypeError(f"a path is a str or a pathlib.Path, not {what}") from error
+        type_name = none if path is None else type(path).__name__
+        raise TypeError(f"a path is a str or a pathlib.Path, not {type_name}") from error
     if ":/" not in text:
         return os.path.expanduser(text)
-    # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.
+    # Code that makes a path absolute, as ModelCheckpoint does, puts the working directory in front of the URL.
     below = text.removeprefix(os.path.join(os.getcwd(), ""))
-    found = _URL.fullmatch(below)
-    if found is None:
+    match = _URL.fullmatch(below)
+    if match is None:
         if "://" in text:
             raise ValueError(f"{text} has a URL in it, and is none. Give the URL alone.")
         return os.path.expanduser(text)
-    scheme = found["scheme"].lower()
+    scheme = match["scheme"].lower()
     scheme = _OTHER_NAMES.get(scheme, scheme)
     if scheme == "file":
         return below[len("file:") :].removeprefix("//")
     if scheme not in SCHEMES:
         raise ValueError(
             f"{text} is a URL of an unknown kind: checkpoints are in a directory, or at one of "
-            f"{', '.join(f'{one}://' for one in SCHEMES)}. (A directory that is called like this is given with ./ "
+            f"{', '.join(f'{known}://' for known in SCHEMES)}. (A directory that is called like this is given with ./ "
             "before it.)"
         )
-    return _normal(scheme, found["rest"], text)
+    return _normal(scheme, match["rest"], text)
 
 
 def _normal(scheme: str, rest: str, given: str) -> str:
@@ -247,14 +250,14 @@ def _normal(scheme: str, rest: str, given: str) -> str:
 
 
 def as_local(path: PathLike, what: str, instead: str) -> str:
-    """A path of a file system, as it was given; for what cannot be in an object store.
+    """Return the text of a path, which must be on a file system.
 
     Args:
-        what: What is to be there.
-        instead: What to do.
+        what: Name of the file or directory, for the message.
+        instead: Advice for the message.
 
     Raises:
-        ValueError: It is a URL.
+        ValueError: ``path`` is a URL.
     """
     text = text_of(path)
     if is_url(text):
@@ -263,12 +266,12 @@ def as_local(path: PathLike, what: str, instead: str) -> str:
 
 
 def local_path(path: PathLike, what: str, instead: str) -> Path:
-    """:func:`as_local`, absolute, links kept."""
+    """Return the absolute path with links kept. Arguments and errors are those of :func:`as_local`."""
     return Path(os.path.abspath(as_local(path, what, instead)))
 
 
 def resolved(path: Where) -> Where:
-    """Where a path leads: the same for all that name the same thing. A URL is what it names."""
+    """Resolve all links of a path, so that all names of a location give equal results. Return a URL unchanged."""
     return path if isinstance(path, ObjectPath) else Path(os.path.realpath(path))
 
 
@@ -278,23 +281,23 @@ def is_link(path: Where) -> TypeGuard[Path]:
 
 
 def public(path: Where | None) -> Path | str | None:
-    """Return a path as users get it: a plain ``str`` for a URL."""
+    """Return a path in the form for users: a plain ``str`` for a URL."""
     return str(path) if isinstance(path, ObjectPath) else path
 
 
 def uri_of(path: Where) -> str:
-    """Return the URL of a path as people read it: ``Path.as_uri`` makes ``epoch%3D3`` of ``epoch=3``."""
+    """Return the URL of a path in readable form. ``Path.as_uri`` would turn ``epoch=3`` into ``epoch%3D3``."""
     return str(path) if isinstance(path, ObjectPath) else f"file://{path}"
 
 
-def are_on_same_medium(one: Where, other: Where) -> bool:
+def are_on_same_medium(first: Where, second: Where) -> bool:
     """Return whether two paths are on the file system, or in the same bucket."""
-    stores = {path.store if isinstance(path, ObjectPath) else "" for path in (one, other)}
+    stores = {path.store if isinstance(path, ObjectPath) else "" for path in (first, second)}
     return len(stores) == 1
 
 
 def relative_to(path: Where, start: Where) -> str:
-    """How to come from ``start`` to ``path``; its whole text if no way leads there."""
+    """Return the relative path from ``start`` to ``path``; the full text of ``path`` if there is none."""
     if isinstance(path, ObjectPath) and isinstance(start, ObjectPath) and path.store == start.store:
         return posixpath.relpath(f"/{path.key}", f"/{start.key}")
     if isinstance(path, ObjectPath) or isinstance(start, ObjectPath):

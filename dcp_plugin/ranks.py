@@ -1,14 +1,15 @@
-"""Ranks that act together: every rank gets the result, or every rank raises.
+"""Work that ranks do together: every rank gets the result, or every rank raises.
 
-The rule of this module: work that may fail on one rank alone is never followed by a bare collective. It runs inside
-one of the methods of :class:`Ranks`, which turn an exception on any rank into the same exception on all. Break the
-rule and the ranks that succeeded wait in a collective that the failed one never joins.
+The rule of this module: a bare collective never follows work that may fail on one rank alone. Such work runs inside a
+method of :class:`Ranks`, which turns an exception on any rank into the same exception on all ranks. Without this rule,
+the other ranks would wait in a collective that the failed rank never joins.
 
-A rank that dies or hangs is noticed by the timeout of the group; :class:`RankFailure` then says during which step.
-The group is gloo and ours alone, so that a background save never meets the trainer's collectives.
+The timeout of the group detects a rank that died or hangs; :class:`RankFailure` then names the step. The group is a
+separate gloo group, so that a background save cannot interfere with the trainer's collectives.
 
-Before ranks exchange anything, rank 0 compares 8 bytes of each that stand for the call that the rank makes
-(:class:`~dcp_plugin.calls.Call`). Ranks in different calls get a :class:`CheckpointMismatch` that names both.
+Before ranks exchange anything, each rank sends rank 0 a digest of 8 bytes for its call
+(:class:`~dcp_plugin.calls.Call`). If the digests differ, all ranks raise a :class:`CheckpointMismatch` that names two
+different calls.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _ABSENT = -1
-"""The length of a message that has not come."""
+"""Length in the header of a rank that has not arrived."""
 _MAX_TEXT = 4096
-"""Bytes of the message about ranks in different calls."""
+"""Size of the message about ranks in different calls, in bytes."""
 _CUT = 0.01
-"""Seconds added to what is left of a timeout: gloo cuts it to milliseconds, and would give up before it is over."""
+"""Seconds added to the remaining timeout. gloo truncates a timeout to milliseconds and would give up too early."""
 _making_group = threading.Lock()
-"""Held while a group is made. Two threads that make one at the same time would mix up torch's counts of groups."""
+"""Lock for making a group. Two threads that make groups at the same time would confuse torch's count of groups."""
 
 
 def pack(value: Any, level: int = 1) -> bytes:
-    """A value that is large and repeats itself, compressed for its way to other ranks.
+    """Compress a large, repetitive value in order to send it to other ranks.
 
     Args:
-        level: Of zlib, from 1 (fast) to 9 (small).
+        level: Level of zlib, from 1 (fast) to 9 (small).
     """
     return zlib.compress(pickle.dumps(value), level)
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse of :func:`pack`, for bytes that another rank of this job has sent: it unpickles."""
+    """Invert :func:`pack`. This unpickles, so ``data`` must come from another rank of this job."""
     return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way to other ranks. Only our own classes arrive as themselves, others as text."""
+    """An exception that travels to other ranks. Exceptions of this package keep their class; others arrive as text."""
 
     kind: str
     text: str
@@ -69,8 +70,8 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         if isinstance(error, CheckpointError):
-            known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-            return cls(known.__name__, str(error))
+            public_kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+            return cls(public_kind.__name__, str(error))
         return cls("", f"{type(error).__name__}: {error}")
 
     def to_error(self, step: str) -> CheckpointError:
@@ -80,10 +81,10 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """What a stage has returned on this rank, or why it failed here.
+    """Result of a stage on this rank: its value, or its failure.
 
-    A rank that raised alone would leave the others waiting. So a failure travels on as a value, past the stages that
-    need what is missing, until :meth:`get` raises it inside a method of :class:`Ranks`, on all ranks together.
+    A rank that raised alone would leave the other ranks waiting. So a failure is kept as a value, and later stages are
+    skipped. :meth:`get` raises it inside a method of :class:`Ranks`, on all ranks together.
     """
 
     value: T | None
@@ -97,17 +98,17 @@ class Attempt(Generic[T]):
             return cls(None, error)
 
     def get(self) -> T:
-        """What the stage returned.
+        """Return the value of the stage.
 
         Raises:
-            Exception: What the stage raised.
+            Exception: The exception that the stage raised.
         """
         if self.failure is not None:
             raise self.failure
         return cast(T, self.value)
 
     def then(self, stage: Callable[[T], R]) -> Attempt[R]:
-        """What the next stage makes of it; the same failure if there is nothing to make it of."""
+        """Run the next stage on the value. Return its result, or the failure of this attempt."""
         return Attempt.of(lambda: stage(self.get())) if self.failure is None else Attempt(None, self.failure)
 
 
@@ -124,18 +125,18 @@ class Ranks:
         self._world = dist.group.WORLD if group is not None else None
         self._timeout = timeout
         self.launch: Launch | None = None
-        """The launch that this process is one rank of, if the ranks of it have no process group."""
+        """The launch of this process, if its processes are several and have no process group; else None."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
     def of_default_group(cls, timeout: float) -> Ranks:
-        """All ranks of the default process group, in a new gloo group; this process alone if there is none.
+        """Put all ranks of the default process group into a new gloo group; without one, return this process alone.
 
         Collective.
 
         Raises:
-            RankFailure: Ranks do not come within the timeout; naming them.
+            RankFailure: Ranks do not join within the timeout. The message names them.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls._alone()
@@ -151,7 +152,7 @@ class Ranks:
 
     @classmethod
     def _alone(cls) -> Ranks:
-        """This process alone. Warns if its launcher has started several."""
+        """Return this process alone. Warn if its launcher has started several processes."""
         ranks = cls()
         ranks.launch = this_launch()
         if ranks.launch is not None:
@@ -160,7 +161,7 @@ class Ranks:
 
     @property
     def usable(self) -> bool:
-        """False once a rank failed, once closed, and when the default process group it was made from has changed."""
+        """False after a failure of a rank, after :meth:`close`, and if the default process group has changed."""
         exists = dist.is_available() and dist.is_initialized()
         if self._group is None:
             return self._world is None and not (exists and dist.get_world_size() > 1)
@@ -168,17 +169,17 @@ class Ranks:
 
     @property
     def holds_group(self) -> bool:
-        """Whether there is a group to leave: not for this process alone, nor once the default group is gone."""
+        """True if there is a group to leave. False for this process alone, and if the default group is gone."""
         return self._group is not None and self.usable
 
     def close(self) -> None:
-        """Leave the group. Ranks that wait in it fail now and not at their timeout."""
+        """Leave the group. Ranks that wait in it fail now instead of at their timeout."""
         if self.holds_group:
             dist.destroy_process_group(self._group)
         self._group = None
 
     def from_zero(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0 once all ranks have come; every rank returns its result or raises its exception."""
+        """Run ``work`` on rank 0 after all ranks have joined. Every rank returns its result or raises its exception."""
         if self._world is None:
             return work()
         self._gather(step, None)
@@ -188,36 +189,37 @@ class Ranks:
     def combine(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Run ``work`` on every rank, then ``combine`` on rank 0 over all results in the order of ranks.
 
-        Every rank returns what ``combine`` returned, or raises what any of them raised.
+        Every rank returns the result of ``combine``, or raises if any rank or ``combine`` raised.
         """
         if self._world is None:
             return combine([work()])
-        mine, outcome = self._run(step, work, combine)
-        return cast(R, self._unwrap(step, self._broadcast(step, outcome), mine))
+        own_result, outcome = self._run(step, work, combine)
+        return cast(R, self._unwrap(step, self._broadcast(step, outcome), own_result))
 
     def scatter(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
-        """Like :meth:`combine`, but rank ``i`` returns item ``i`` of the list that ``combine`` returned."""
+        """Do the same as :meth:`combine`, but return on rank ``i`` item ``i`` of the list that ``combine`` returned."""
         if self._world is None:
             return combine([work()])[0]
-        mine, outcome = self._run(step, work, combine)
+        own_result, outcome = self._run(step, work, combine)
         parts = [outcome] * self.size if isinstance(outcome, _Failure) else outcome
         box: list[Any] = [None]
         self._collective(step, lambda: dist.scatter_object_list(box, parts, src=0, group=self._group))
-        return cast(R, self._unwrap(step, box[0], mine))
+        return cast(R, self._unwrap(step, box[0], own_result))
 
     def agree(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank. Each returns its own result, unless ``work`` failed anywhere."""
+        """Run ``work`` on every rank. Each rank returns its own result; if ``work`` fails on a rank, all ranks
+        raise."""
         if self._world is None:
             return work()
-        mine: list[T] = []  # stays on this rank: it may be large, or not travel at all
-        failure, outcome = self._run(step, lambda: mine.append(work()), lambda results: None)
+        own_result: list[T] = []  # stays on this rank: the result may be large or impossible to pickle
+        failure, outcome = self._run(step, lambda: own_result.append(work()), lambda results: None)
         self._unwrap(step, self._broadcast(step, outcome), failure)
-        return mine[0]
+        return own_result[0]
 
     def all_come_to(self, step: str, within: float) -> bool:
-        """Whether every rank calls this within so many seconds. If not, the group is of no further use.
+        """Return whether every rank calls this within ``within`` seconds. If not, the group is closed.
 
-        A rank that is in the middle of another step, such as a save, counts as absent; its step fails.
+        A rank in the middle of another step, such as a save, counts as absent; its collective fails.
         """
         timeout, self._timeout = self._timeout, min(self._timeout, within)
         try:
@@ -230,15 +232,19 @@ class Ranks:
         return True
 
     def exchange(self, step: str, messages: Sequence[tuple[int, torch.Tensor]], group: Sequence[int]) -> None:
-        """Among some ranks: each sends what it is the sender of to all others, and has theirs filled in. All have the
-        same list of senders and sizes."""
-        others = [rank for rank in group if rank != self.rank]
+        """Broadcast messages among some ranks. Each rank sends its own messages to all others and receives theirs.
+
+        Args:
+            messages: Sender and memory of each message. Senders and sizes must be equal on all ranks of the group.
+            group: The ranks that take part.
+        """
+        peers = [rank for rank in group if rank != self.rank]
 
         def pass_on() -> None:
             under_way = []
             for tag, (sender, message) in enumerate(messages):
                 if sender == self.rank:
-                    under_way += [dist.isend(message, group=self._group, group_dst=to, tag=tag) for to in others]
+                    under_way += [dist.isend(message, group=self._group, group_dst=to, tag=tag) for to in peers]
                 else:
                     under_way.append(dist.irecv(message, group=self._group, group_src=sender, tag=tag))
             for work in under_way:
@@ -248,16 +254,16 @@ class Ranks:
         self._collective(step, pass_on)
 
     def _run(self, step: str, work: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
-        """This rank's result or exception; and on rank 0 what ``combine`` made of all, or the failure."""
+        """Return this rank's result or exception, and on rank 0 the result of ``combine`` or the failure."""
         try:
-            mine = work()
+            own_result = work()
         except Exception as error:
-            mine = error
-        results = self._gather(step, _Failure.of(mine) if isinstance(mine, Exception) else mine)
+            own_result = error
+        results = self._gather(step, _Failure.of(own_result) if isinstance(own_result, Exception) else own_result)
         if results is None:
-            return mine, None
+            return own_result, None
         failed = {rank: result for rank, result in enumerate(results) if isinstance(result, _Failure)}
-        return mine, _merge(failed) if failed else self._attempt(lambda: combine(results))
+        return own_result, _merge(failed) if failed else self._attempt(lambda: combine(results))
 
     @staticmethod
     def _attempt(work: Callable[[], Any]) -> Any:
@@ -267,20 +273,23 @@ class Ranks:
             return _Failure.of(error)
 
     @staticmethod
-    def _unwrap(step: str, outcome: Any, mine: Any = None) -> Any:
+    def _unwrap(step: str, outcome: Any, own_result: Any = None) -> Any:
         if isinstance(outcome, _Failure):
-            told_already = isinstance(mine, CheckpointError) and str(mine) in outcome.text
-            raise outcome.to_error(step) from (mine if isinstance(mine, Exception) and not told_already else None)
+            is_included = isinstance(own_result, CheckpointError) and str(own_result) in outcome.text
+            raise outcome.to_error(step) from (
+                own_result if isinstance(own_result, Exception) and not is_included else None
+            )
         return outcome
 
-    # The collectives. An exception inside one means that a rank is gone, never that its work failed.
+    # The collectives. An exception inside a collective means that a rank is gone, never that its work failed.
 
     def _gather(self, step: str, value: Any) -> list[Any] | None:
-        """The values of all ranks, on rank 0.
+        """Return the values of all ranks on rank 0, and None on other ranks.
 
         Raises:
-            CheckpointMismatch: Ranks make different calls; on all ranks, naming both. The group is closed.
-            RankFailure: A rank died, or did not come within the timeout.
+            CheckpointMismatch: Ranks make different calls. All ranks raise it, the message names two calls, and the
+                group is closed.
+            RankFailure: A rank died, or did not join within the timeout.
         """
         call = current_call(step)
         digest = call.digest(step)
@@ -291,21 +300,22 @@ class Ranks:
         return self._collective(step, lambda: self._send_to_zero(data, lengths))
 
     def _meet(self, call: Call, digest: int, length: int) -> tuple[bool, list[int]]:
-        """Wait until all ranks have come to a call.
+        """Wait until all ranks have joined a call.
 
         Args:
-            digest: 8 bytes that stand for the call.
-            length: Bytes of the message that this rank has for rank 0.
+            digest: 8 bytes that identify the call.
+            length: Size of this rank's message for rank 0, in bytes.
 
         Returns:
-            Whether the digests of all ranks are equal; and, on rank 0, the lengths of all.
+            True if the digests of all ranks are equal; and, on rank 0, the lengths of all ranks.
         """
         header, answer = torch.tensor([digest, length]), torch.zeros(1, dtype=torch.int64)
         headers = torch.full((self.size, 2), _ABSENT)
         if self.rank == 0:
             headers[0] = header
             arriving = self._receive({rank: headers[rank] for rank in self._others})
-            # gloo fills the headers while this thread waits, so they tell another thread which ranks are missing.
+            # gloo fills the headers while this thread waits, so the reporting thread can read from them which ranks
+            # are missing.
             with call.reporting(lambda: _absent(headers)):
                 self._wait_for(arriving, call, lambda: _absent(headers))
             is_same = bool((headers[:, 0] == digest).all())
@@ -315,18 +325,18 @@ class Ranks:
             return is_same, headers[:, 1].tolist()
         sent = dist.isend(header, group=self._group, group_dst=0)
         answered = dist.irecv(answer, group=self._group, group_src=0)
-        with call.reporting(lambda: "rank 0" if self.rank == 1 else ""):  # one rank is enough to report rank 0
+        with call.reporting(lambda: "rank 0" if self.rank == 1 else ""):  # only one rank reports that rank 0 is missing
             self._wait_for({0: sent}, call, lambda: "rank 0")
             self._wait_for({0: answered}, call, lambda: "rank 0")
         return bool(answer.item()), []
 
     @property
     def _others(self) -> range:
-        """The ranks that rank 0 hears from."""
+        """The ranks other than rank 0."""
         return range(1, self.size)
 
     def _receive(self, messages: Mapping[int, torch.Tensor]) -> dict[int, dist.Work]:
-        """Begin to receive messages from some ranks. An error names the rank."""
+        """Start to receive messages from some ranks. An error names the rank."""
         arriving: dict[int, dist.Work] = {}
         for rank, message in messages.items():
             with _naming(rank):
@@ -334,27 +344,32 @@ class Ranks:
         return arriving
 
     def _wait_for(self, works: Mapping[int, dist.Work | None], call: Call, missing: Callable[[], str]) -> None:
-        """Wait for the messages of some ranks, for the timeout in all."""
+        """Wait for the messages of some ranks. The timeout applies to all of them together."""
         deadline = time.monotonic() + self._timeout
         for rank, work in works.items():
             try:
                 with _naming(rank):
-                    left = max(0.001, deadline - time.monotonic())
-                    cast(dist.Work, work).wait(timedelta(seconds=left + _CUT))
+                    remaining = max(0.001, deadline - time.monotonic())
+                    cast(dist.Work, work).wait(timedelta(seconds=remaining + _CUT))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise
                 raise RuntimeError(call.still_waiting(missing())) from error
 
     def _compare_calls(self, step: str, call: Call) -> None:
-        """Exchange the names of calls whose digests differ. Raises CheckpointMismatch unless they mean the same."""
-        mine = pickle.dumps((call.what, call.keys, step))
+        """Exchange the descriptions of calls whose digests differ.
+
+        Raises:
+            CheckpointMismatch: The calls differ. Equal calls may have different digests, through links to the same
+                path.
+        """
+        own_call = pickle.dumps((call.what, call.keys, step))
         text = bytearray(_MAX_TEXT)
         message = torch.frombuffer(text, dtype=torch.uint8)
 
         def compare() -> None:
-            _, lengths = self._meet(call, 0, len(mine))
-            calls = self._send_to_zero(mine, lengths)
+            _, lengths = self._meet(call, 0, len(own_call))
+            calls = self._send_to_zero(own_call, lengths)
             if calls is None:
                 dist.recv(message, group=self._group, group_src=0)
                 return
@@ -369,11 +384,11 @@ class Ranks:
             raise CheckpointMismatch(difference)
 
     def _send_to_zero(self, data: bytes, lengths: list[int]) -> list[Any] | None:
-        """A gather in which each rank sends as many bytes as it has. ``gather_object`` makes all ranks send as many as
-        the longest, and tells all of them how long everybody's are.
+        """Gather messages of different lengths on rank 0. ``gather_object`` would pad all messages to the longest, and
+        first exchange all lengths between all ranks.
 
         Args:
-            lengths: On rank 0: of the messages of all ranks. An empty one stands for None.
+            lengths: On rank 0, the lengths of all messages. An empty message represents None.
         """
         if self.rank > 0:
             if data:
@@ -393,10 +408,10 @@ class Ranks:
         return box[0]
 
     def _collective(self, step: str, call: Callable[[], T]) -> T:
-        """Run collectives of the group, whose failure closes the group.
+        """Run collectives of the group. A failure closes the group.
 
-        Their names in c10d have at most 15 characters (``broadcast_``, ``scatter_``). Two worker threads of one gloo
-        group that finish operations with longer names at the same moment free one buffer twice
+        Use only collectives whose name in c10d has at most 15 characters (``broadcast_``, ``scatter_``). If two worker
+        threads of a gloo group finish operations with longer names at the same moment, they free a buffer twice
         (``ProcessGroupGloo::runLoop``), and the process dies of SIGSEGV.
 
         Raises:
@@ -412,14 +427,14 @@ class Ranks:
 
 
 def _absent(headers: torch.Tensor) -> str:
-    """The ranks whose header has not come, for a message."""
+    """Return the ranks whose header has not arrived, as text for a message."""
     lengths = headers[:, 1].tolist()
     return some([f"rank {rank}" for rank, length in enumerate(lengths) if length == _ABSENT])
 
 
 @contextmanager
 def _naming(rank: int) -> Iterator[None]:
-    """Name the rank in an error of gloo, which names an address."""
+    """Add the rank to an error of gloo, which names only an address."""
     try:
         yield
     except RuntimeError as error:
@@ -440,44 +455,45 @@ def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure
 
 
 def _difference(calls: list[tuple[str, tuple[str, ...], str]]) -> str:
-    """A message that names the first rank whose call is not that of rank 0; empty if all make the same call.
+    """Return a message about the first rank whose call differs from that of rank 0; empty if all calls are equal.
 
     Args:
-        calls: Of each rank: the call in words, its keys, and the step that the rank has come to.
+        calls: For each rank, the call in words, its keys, and the current step.
     """
-    what, keys, step = calls[0]
+    call, keys, step = calls[0]
     for rank, (other, other_keys, other_step) in enumerate(calls):
         is_same = keys == other_keys or bool(set(keys) & set(other_keys))
         if is_same and verb_of(step) == verb_of(other_step):
             continue
         if is_same:
-            what, other = f"{what} and has to {step}", f"{other} and has to {other_step}"
+            call, other = f"{call} and has to {step}", f"{other} and has to {other_step}"
         return (
-            f"rank {rank} {other[:1000]} and rank 0 {what[:1000]}: all ranks have to make the same calls in the same "
+            f"rank {rank} {other[:1000]} and rank 0 {call[:1000]}: all ranks have to make the same calls in the same "
             f"order, with the same path and step. Have rank 0 choose these, and tell the others."
         )
     return ""
 
 
 def _merge(failed: dict[int, _Failure]) -> _Failure:
-    """One failure for all: of our class if they share one. Names at most eight ranks."""
+    """Merge the failures of several ranks into one, of their common class if they have one. Name at most eight
+    ranks."""
     kinds = {failure.kind for failure in failed.values()}
     ranks_by_text = _by_text({rank: [failure.text] for rank, failure in failed.items()})
-    said = [f"{_name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
-    if len(said) == 1 and len(failed) > 1:
-        said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {next(iter(ranks_by_text))}"]
-    text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more" if len(said) > 8 else "")
+    messages = [f"{_name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    if len(messages) == 1 and len(failed) > 1:
+        messages = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {next(iter(ranks_by_text))}"]
+    text = "; ".join(messages[:8]) + (f"; and {len(messages) - 8} more" if len(messages) > 8 else "")
     return _Failure(_common(kinds), text)
 
 
 def said_by_ranks(lines: list[list[str]]) -> list[str]:
-    """The lines of all ranks, each once. A line that not all ranks have names those that have it."""
+    """Return the lines of all ranks without duplicates. A line that only some ranks have starts with their names."""
     ranks_by_text = _by_text(dict(enumerate(lines)))
     return [text if len(ranks) == len(lines) else f"{_name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
 
 
 def _by_text(lines: dict[int, list[str]]) -> dict[str, list[int]]:
-    """The ranks that have each line."""
+    """Return the ranks that have each line."""
     ranks: dict[str, list[int]] = {}
     for rank, texts in lines.items():
         for text in dict.fromkeys(texts):
@@ -486,7 +502,7 @@ def _by_text(lines: dict[int, list[str]]) -> dict[str, list[int]]:
 
 
 def _name_of(ranks: list[int]) -> str:
-    """Ranks in words: ``"rank 1"``, ``"ranks 0-3, 8"``; at most eight spans of them."""
+    """Return the ranks in words, with at most eight spans: ``"rank 1"``, ``"ranks 0-3, 8"``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:
@@ -498,34 +514,36 @@ def _name_of(ranks: list[int]) -> str:
 
 
 def _common(kinds: set[str]) -> str:
-    """The class that several failures share, by name; empty if not all are of ours, or they share no more than that."""
+    """Return the name of the class that all failures share. Empty if they share only ``CheckpointError``, or if a class
+    is not from this package."""
     classes = [cast(type[Exception], getattr(errors, kind, Exception)) for kind in kinds]
     shared = next(base for base in classes[0].__mro__ if all(issubclass(other, base) for other in classes))
     return shared.__name__ if issubclass(shared, CheckpointError) and shared is not CheckpointError else ""
 
 
 class RankGroups:
-    """The groups of one checkpointer: the group of saves, and one in which calls talk while saves are in flight.
+    """The groups of one checkpointer: the group of saves, and a second group for calls while saves are in flight.
 
     Args:
-        all_told: What has to be the same on every rank: names and values of a configuration.
-        timeout: Of each group, in seconds.
-        solo: Whether this process is alone, and there are no groups.
-        aside: Whether calls talk while saves are in flight.
+        all_told: Returns the settings that must be equal on every rank, by name.
+        timeout: Timeout of each group, in seconds.
+        solo: True if this process acts alone, without groups.
+        aside: True if calls communicate while saves are in flight, which requires the second group.
     """
 
     def __init__(self, all_told: Callable[[], dict[str, Any]], timeout: float, solo: bool, aside: bool) -> None:
         self._all_told, self._timeout, self._solo, self._needs_aside = all_told, timeout, solo, aside
-        self.known: Ranks | None = None  # the group of saves, as it was at its last use
+        self.known: Ranks | None = None  # the group of saves; None before the first use
         self._aside: Ranks | None = None
 
     @property
     def held(self) -> int:
-        """How many groups there are to leave."""
+        """Number of groups to leave."""
         return sum(ranks is not None and ranks.holds_group for ranks in (self.known, self._aside))
 
     def main(self) -> Ranks:
-        """The group of saves; made at the first use, and again after a failure or a new default group. Collective."""
+        """Return the group of saves. It is made at the first use, and again after a failure or with a new default
+        group. Collective."""
         if self._solo:
             return Ranks()
         if self.known is None or not self.known.usable:
@@ -539,7 +557,7 @@ class RankGroups:
         return self.known
 
     def front(self) -> Ranks:
-        """The group in which the calling thread may talk while saves are in flight. Collective."""
+        """Return the group in which the calling thread may communicate while saves are in flight. Collective."""
         main = self.known if self.known is not None and self._needs_aside else self.main()
         if self._solo or not self._needs_aside:
             return main
@@ -548,16 +566,23 @@ class RankGroups:
         return self._aside
 
     def close(self) -> None:
-        """Leave both."""
+        """Leave both groups."""
         for ranks in (self.known, self._aside):
             if ranks is not None:
                 ranks.close()
         self.known = self._aside = None
 
 
-def _refuse_differences(said: list[dict[str, Any]]) -> None:
-    """Ranks that are told different things would wait for each other in different places."""
-    for rank, other in enumerate(said):
-        differ = [f"{name}={said[0][name]!r} and {value!r}" for name, value in other.items() if value != said[0][name]]
+def _refuse_differences(settings: list[dict[str, Any]]) -> None:
+    """Check that all ranks have the same settings. With different settings, ranks would wait for each other in
+    different collectives.
+
+    Raises:
+        CheckpointMismatch: Settings differ. The message names the first rank that differs from rank 0.
+    """
+    for rank, other in enumerate(settings):
+        differ = [
+            f"{name}={settings[0][name]!r} and {value!r}" for name, value in other.items() if value != settings[0][name]
+        ]
         if differ:
             raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")

@@ -1,8 +1,8 @@
-"""Places besides its path where a checkpoint may be, and the one seam between the core and the keeper.
+"""Sources: places other than its path where a checkpoint may be. The core knows the keeper only through this module.
 
-A load, the catalogue and the integrations ask a :class:`Source` first and read from the path what the source lacks.
-The package of the keeper registers its source and its writer here when it is imported. The configuration alone decides
-whether :func:`keeper_of` imports it. So a plain save and load import no part of the keeper.
+A load, the catalogue and the integrations first ask a :class:`Source`, and read from the path only the bytes that the
+source lacks. The package of the keeper registers its source and its writer here when it is imported. The configuration
+decides whether :func:`keeper_of` imports it, so a plain save and load import no part of the keeper.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _KEEPER = "dcp_plugin.keeper.registration"
 
 
 class SourceFiles(Readable, Protocol):
-    """Files of one checkpoint of ours that a source has. What the source lacks is read from the path.
+    """Files of one checkpoint of this package in a source. Bytes that the source lacks are read from the path.
 
-    They can be read again after :meth:`close`, until the source's block ends.
+    The files can be read again after :meth:`close`, until the source's block ends.
     """
 
     bytes_from: Counter[str]
     """Bytes read so far, by the name of the place."""
     problems: list[str]
-    """Parts that are not believed or cannot be read, with the reason."""
+    """Parts that are unreliable or cannot be read, with the reason."""
     is_at_path: bool
-    """Whether the path has the complete checkpoint, too."""
+    """True if the path has the complete checkpoint as well."""
 
     def all_names(self) -> list[str]:
         """Return every file, with ``/`` between folders."""
 
 
 class Source:
-    """Where checkpoints are found besides their paths. This one has nothing: every checkpoint is at its path."""
+    """A place other than the path where a checkpoint may be. This base class has none: all checkpoints are at their
+    paths."""
 
     def settle(self, root: Where, ranks: Ranks) -> None:
-        """Wait until what an earlier training has handed over is complete. Collective."""
+        """Wait until the saves that an earlier training handed over are complete. Collective."""
 
     @contextmanager
     def open(self, path: Where, ranks: Ranks, below: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
@@ -55,7 +56,7 @@ class Source:
         This rank serves other ranks until the block ends, so all ranks leave it together.
 
         Args:
-            below: Opens the files at the path. Ranges of bytes that the source lacks are read from these.
+            below: Opens the files at the path, from which byte ranges that the source lacks are read.
         """
         yield None
 
@@ -63,12 +64,12 @@ class Source:
         """Return the saves at or below ``root`` that are complete, but not at their paths.
 
         Args:
-            ranks: All that load together; collective. None: this host alone decides.
+            ranks: All ranks that load together; the call is then collective. None if this host decides alone.
         """
         return []
 
     def newest_time(self, path: Where) -> float | None:
-        """Return when the newest save to ``path`` was made of which this node has a part; None if it has none."""
+        """Return the time of the newest save to ``path`` of which this node has a part; None if there is none."""
         return None
 
     def quarantine(self, path: Where, ranks: Ranks) -> bool:
@@ -81,7 +82,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Keeper:
-    """What the package of the keeper provides."""
+    """Constructors that the package of the keeper provides."""
 
     source: Callable[[CheckpointConfig], Source]
     writer: Callable[..., Any]
@@ -97,7 +98,7 @@ def register(keeper: Keeper) -> None:
 
 
 def keeper_of(config: CheckpointConfig) -> Keeper | None:
-    """Return the keeper that a configuration asks for; None if this process writes its saves itself."""
+    """Return the keeper that a configuration requires; None if this process writes its saves itself."""
     if not config.has_keeper:
         return None
     importlib.import_module(_KEEPER)
@@ -105,6 +106,6 @@ def keeper_of(config: CheckpointConfig) -> Keeper | None:
 
 
 def source_of(config: CheckpointConfig) -> Source:
-    """Return where the checkpoints of a configuration are found besides their paths."""
+    """Return the source of a configuration."""
     keeper = keeper_of(config)
     return Source() if keeper is None else keeper.source(config)

@@ -1,4 +1,5 @@
-"""``dcp_plugin.resume_or_init``: starts a run from its newest checkpoint, from a pre-trained one, or from nothing."""
+"""``dcp_plugin.resume_or_init``: start of a run from its newest checkpoint, a pre-trained checkpoint, or no
+checkpoint."""
 
 from __future__ import annotations
 
@@ -30,31 +31,33 @@ def resume_or_init(
     config: CheckpointConfig | None = None,
     **overrides: Any,
 ) -> Restart:
-    """Load the run's own newest checkpoint into ``state``; else the pre-trained weights ``init_from``. Collective.
+    """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
 
-    A resume restores: mappings, lists and ``Stateful`` objects are handed what they had at the save, tensors of any
-    shape and number. One warning names the tensors that the target has and the checkpoint lacks.
+    A resume restores: mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape
+    and number. A warning names the tensors that the target has and the checkpoint lacks.
 
     Args:
-        state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
-        root: Where this run's checkpoints are; it need not exist yet. Only rank 0 looks there.
-        resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see
-            :func:`~dcp_plugin.resolve_resume`. If the newest turns out to be damaged while it is loaded, ``"auto"``
-            sets it aside and loads the one before; ``"must"`` and a path raise.
-        init_from: A checkpoint to take the model's weights from if there is none of this run.
-        partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted. Not for a resume.
-        strict: Whether keys that do not fit are errors.
-        checkpointer: The one that saves, to load with its settings and process group; else ``config`` and
-            ``overrides`` are those of a new one.
+        state: The state to fill, see :meth:`Checkpointer.load`. A resume loads all of it, a warm start only its
+            modules.
+        root: Directory of this run's checkpoints; it need not exist yet. Only rank 0 reads it.
+        resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see :func:`~dcp_plugin.resolve_resume`.
+            If the newest checkpoint proves to be damaged during the load, ``"auto"`` quarantines it and loads the
+            checkpoint before it; ``"must"`` and a path raise.
+        init_from: A checkpoint with the model's weights, used if the run has no checkpoint.
+        partial: Rules for the modules' keys that ``init_from`` fills; all keys by default. Not used for a resume.
+        strict: If true, keys that do not fit are errors.
+        checkpointer: The checkpointer that saves, whose settings and process group the load uses. Without it, a
+            temporary checkpointer is made from ``config`` and ``overrides``.
 
     Returns:
-        How the run starts: ``"resumed"``, ``"warm-started"`` or ``"fresh"``, from where, and what was loaded.
+        The start of the run: ``"resumed"``, ``"warm-started"`` or ``"fresh"``, the source, and the report of the load.
 
     Raises:
-        ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
-        CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
-        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried, but with
-            ``"auto"`` an older checkpoint of the run in place of one that is damaged.
+        ValueError: ``partial`` is given without ``init_from``, or a checkpointer together with settings.
+        CheckpointNotFound: ``resume="must"`` and the run has no checkpoint; or ``init_from`` is needed and is not
+            there.
+        CheckpointError: The chosen checkpoint cannot be loaded; raised on every rank. No other checkpoint is tried,
+            except that ``"auto"`` tries an older checkpoint of the run if the newest is damaged.
         RankFailure: A rank died, or did not answer within the timeout.
 
     Example:
@@ -66,7 +69,7 @@ def resume_or_init(
         >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
         'resumed at step 1: loaded 3 items from ...run/step-1'
     """
-    StartOptions(resume, init_from, partial, strict)  # before anything else, what is wrong with these
+    StartOptions(resume, init_from, partial, strict)  # raises errors in the arguments before any other work
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
