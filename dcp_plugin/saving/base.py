@@ -335,7 +335,7 @@ def _fits(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
     """Return whether the stored numbers equal the value's numbers, without rounding to its dtype.
 
-    Only then can the stored tensor stand for the value, whatever dtype a later load has.
+    The stored tensor can then stand for the value, whatever dtype a later load has.
     """
     stored, here = index.table.dtype_of(index.slots[key]), value.dtype
     if stored is None or stored == here:

@@ -379,7 +379,7 @@ class SavePipeline:
                 logger.warning("could not delete old checkpoints beside %s: %s", path, error)
 
     def facts(self, request: SaveRequest, staged: StagedState, world_size: int) -> Facts:
-        """Return the facts that the checkpoint records about itself. Only rank 0 calls it."""
+        """Return the facts that the checkpoint records about itself. Rank 0 alone calls it."""
         return Facts(
             step=request.step,
             world_size=world_size,
@@ -437,7 +437,7 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
-    """Reserve the directory in which a checkpoint is made. Only rank 0 calls it."""
+    """Reserve the directory in which a checkpoint is made. Rank 0 alone calls it."""
     bases.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: if two processes reserve at the same time, at least one sees the other.

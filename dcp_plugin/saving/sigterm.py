@@ -5,8 +5,8 @@ signal ends the process. Children that inherit the handler (workers of a DataLoa
 no saves of their own to wait for.
 
 The handler interrupts the main thread anywhere: in the middle of ``save``, or while the thread holds a lock that the
-save needs (of a log, of a progress bar). So the handler does not wait. A thread waits and then raises the signal again,
-and the training continues until then. A second signal meanwhile has no effect: torchrun and SLURM both send one.
+save needs (of a log, of a progress bar). The handler therefore does not wait. A thread waits and then raises the signal
+again, and the training continues until then. A second signal meanwhile has no effect: torchrun and SLURM both send one.
 """
 
 from __future__ import annotations
