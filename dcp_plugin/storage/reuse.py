@@ -144,7 +144,7 @@ class Reuse:
         finish_device_work(candidate.data for candidate in asked.values())
         previous = {slot: self._known.get(candidate.item, _Known()) for slot, candidate in asked.items()}
         items = {slot: candidate.item for slot, candidate in asked.items()}
-        certain = [slot for slot, candidate in previous.items() if candidate.hash is not None]
+        certain = [slot for slot, record in previous.items() if record.hash is not None]
         with _Verification({slot: previous[slot] for slot in certain}, items, to.io_threads) as verification:
             hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
             same = {slot: previous[slot] for slot in certain if hashes[slot] == previous[slot].hash}
