@@ -1,4 +1,4 @@
-"""``dcp_plugin.save`` and ``load``: one call, no object to keep."""
+"""``dcp_plugin.save`` and ``load``: functions for a single save or load, without a Checkpointer to keep."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def save(
     """Save ``state`` as the checkpoint ``path``, and return when it is published. Collective.
 
     Args:
-        state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
-        path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
-        step: Recorded in the checkpoint. The same on all ranks.
+        state: Names -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
+        path: A directory that all ranks share. The complete save replaces an existing checkpoint at this path.
+        step: Step to record in the checkpoint, equal on all ranks.
         config: Defaults to ``CheckpointConfig()``.
-        metrics: Numbers by name, or tensors of one element, such as the validation loss. Those of rank 0 are recorded
-            in the checkpoint.
+        metrics: Names -> numbers or tensors of one element, such as the validation loss. The checkpoint records those
+            of rank 0.
         overrides: Fields of the configuration.
 
     Raises:
-        ValueError: ``async_save`` is set: that needs a :class:`Checkpointer` that lives longer than this call.
-        CheckpointError: As :meth:`Checkpointer.save`, on every rank. What was at ``path`` is untouched.
+        ValueError: ``async_save`` is set, which needs a :class:`Checkpointer` that exists longer than this call.
+        CheckpointError: See :meth:`Checkpointer.save`; raised on every rank. Anything at ``path`` is unchanged.
 
     Example:
         >>> import dcp_plugin, torch
@@ -62,22 +62,23 @@ def load(
 ) -> LoadReport:
     """Fill ``state`` from the checkpoint ``path``, in place. Collective.
 
-    The target says which tensors are loaded, see :meth:`Checkpointer.load`. To restore what a run itself has saved,
-    whatever its objects have now, use :func:`resume_or_init`.
+    The target determines the loaded tensors, see :meth:`Checkpointer.load`. To give a run's objects the state of their
+    last save, independent of their current tensors, use :func:`resume_or_init`.
 
     Args:
-        state: As for :func:`save`. Modules and optimizers may be wrapped and sharded in another way than at the save.
+        state: The state to fill, see :func:`save`. Modules and optimizers may be wrapped and sharded differently than
+            at the save.
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
-        partial: Which keys of ``state`` to load, and from where. Without it, all.
-        strict: Whether missing and unexpected keys are errors.
+        partial: Rules for the keys of ``state`` to load and their names in the checkpoint; all keys by default.
+        strict: If true, missing and unexpected keys are errors.
         config: Defaults to ``CheckpointConfig()``.
         overrides: Fields of the configuration.
 
     Returns:
-        What was loaded, missing, unexpected and converted.
+        A report with the loaded, missing, unexpected and converted keys.
 
     Raises:
-        CheckpointError: As :meth:`Checkpointer.load`, on every rank. If anything does not fit, nothing is overwritten.
+        CheckpointError: See :meth:`Checkpointer.load`; raised on every rank. On a misfit, nothing is overwritten.
 
     Example:
         >>> import dcp_plugin, torch

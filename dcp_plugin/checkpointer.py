@@ -1,8 +1,8 @@
-"""The class that every integration talks to: :class:`Checkpointer` saves and loads live objects.
+""":class:`Checkpointer`, the interface of all integrations for saving and loading live objects.
 
 A save is a pipeline of stages (:mod:`~dcp_plugin.saving.job`): gather the state, stage it on the host, plan, write,
-publish. With ``async_save`` everything after staging runs in a thread (:mod:`~dcp_plugin.saving.queue`). A load is
-:mod:`~dcp_plugin.loading.load`. Every step of either that can fail on one rank ends in an all-or-none collective.
+publish. With ``async_save`` the stages after staging run in a thread (:mod:`~dcp_plugin.saving.queue`). The stages of a
+load are in :mod:`~dcp_plugin.loading.load`. Every stage that can fail on one rank ends in an all-or-none collective.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ logger = logging.getLogger("dcp_plugin")
 
 
 class Checkpointer:
-    """Saves and loads, with one configuration, one process group and one host copy for all its saves.
+    """Interface for saves and loads with one configuration, one process group and one host copy.
 
-    One thread at a time may call it: a second one, and a subscriber of events that would wait for the save in flight,
-    get a :class:`CheckpointError` and change nothing. Threads that save side by side need a Checkpointer each.
+    Only one thread at a time may call it. A second thread, or a subscriber of events that would wait for the save in
+    flight, gets a :class:`CheckpointError`, and nothing changes. Threads that save concurrently need separate
+    Checkpointers.
 
     Args:
         config: Defaults to ``CheckpointConfig()``.
-        solo: This process alone saves and loads; no collectives.
+        solo: If true, this process saves and loads alone, without collectives.
         overrides: Fields of the configuration.
 
     Raises:
@@ -68,8 +69,8 @@ class Checkpointer:
     """
 
     _compares_ranks = True
-    """Whether the first save warns of data that differs between ranks. A framework in which the values of rank 0 count
-    by rule has a subclass."""
+    """True if the first save warns of data that differs between ranks. Frameworks in which the values of rank 0 apply
+    by definition have a subclass that sets it to False."""
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
@@ -82,19 +83,21 @@ class Checkpointer:
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
         self._source = source_of(self.config)
         self.pace = Pace(self.config, lambda: self._queue.is_saving)
-        """For integrations: measures steps, and what saves cost."""
+        """Measurement of steps and of the cost of saves, for integrations."""
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Warn when a Checkpointer is dropped while it holds resources, unless the program ends. The group is not left
-        here: the other ranks need not be at the same point."""
-        if _program_ends() or not hasattr(self, "_writer"):  # a setting was refused, and nothing made
+        """Warn if a Checkpointer is dropped while it holds resources, unless the program ends.
+
+        The process group is not closed here, because other ranks may be at a different point of the program.
+        """
+        if _program_ends() or not hasattr(self, "_writer"):  # without _writer, the constructor has raised
             return
         if self._queue.is_inherited:
             return
         held = ["a process group"] * self._groups.held + self._writer.holdings()
         if held:
-            said = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
-            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
+            message = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
     def save(
         self,
@@ -112,36 +115,37 @@ class Checkpointer:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
         Args:
-            state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
-            path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
-            step: Recorded in the checkpoint. The same on all ranks.
-            files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
-                being made. What it puts there is published with the checkpoint, and belongs to it. It may still
-                change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
-            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
-            owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
-                ``staging="lazy"``: what is theirs may be copied later, too.
-            aliases: More keys for stock loaders, see there too.
-            kinds: Which names of ``state`` are state dicts of a ``"module"`` or an ``"optimizer"``, so that a load
-                finds them under other names, as it does those of live objects. With it, all of ``state`` is data: an
-                object in one of its mappings is a value, which is not asked for its state.
-            durable: With ``local_dir``: bring this save to its path, whatever ``durable_every`` says.
-            metrics: Numbers by name, or tensors of one element: what this checkpoint has reached. Those of rank 0 are
-                recorded in it, see :attr:`dcp_plugin.CheckpointInfo.metrics`.
+            state: Names -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
+            path: A directory that all ranks share. The complete save replaces an existing checkpoint at this path.
+            step: Step to record in the checkpoint, equal on all ranks.
+            files: Called on every rank before any other work, with the directory in which the checkpoint is made. The
+                files that it adds are published with the checkpoint and belong to it. It may still change ``state``.
+                With it, ``path`` may be a directory with other files, which stay.
+            views: Further tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
+            owners: Modules and optimizers whose state dicts are in ``state`` without the objects. With
+                ``staging="lazy"``, their tensors may be copied later as well.
+            aliases: Further keys for stock loaders, see :mod:`dcp_plugin.format.metadata`.
+            kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
+                them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
+                value, and its ``state_dict`` is not called.
+            durable: With ``local_dir``: copy this save to its path, independent of ``durable_every``.
+            metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
+                :attr:`dcp_plugin.CheckpointInfo.metrics`.
 
         Returns:
-            A handle; the save is complete already unless the configuration says ``async_save``.
+            A handle. Without ``async_save``, the save is already complete.
 
         Raises:
-            SaveFailed: On every rank, naming the ranks where it went wrong. What was at ``path`` is untouched. Also
-                raised for an earlier background save that failed.
-            DurabilityUnknown: On every rank. The new checkpoint is there, but a loss of power may undo that.
-            UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
-            CheckpointMismatch: Ranks save to different paths or different steps, or some do not save; on every rank,
-                naming two of them.
+            SaveFailed: The save failed, or an earlier background save failed; raised on every rank. The message names
+                the ranks that failed. Anything at ``path`` is unchanged.
+            DurabilityUnknown: The new checkpoint is at its path, but a loss of power may undo that; raised on every
+                rank.
+            UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved. The message names all keys.
+            CheckpointMismatch: Ranks save to different paths or different steps, or some ranks do not save; raised on
+                every rank. The message names two of them.
             RankFailure: A rank died, or did not answer within the timeout.
-            CheckpointError: On this rank alone: another call of this checkpointer is under way, of another thread or
-                one that this one comes from; or this comes from a subscriber, while a save is in flight.
+            CheckpointError: Another call of this checkpointer is under way, in another thread or as the caller of this
+                one; or a subscriber makes this call while a save is in flight. Raised on this rank alone.
         """
         began = time.monotonic()
         handle = SaveHandle(as_path(path, self.config.storage_options), step)
@@ -149,7 +153,7 @@ class Checkpointer:
         call = Call.save(handle.path, step)
         with self._queue.beginning(handle), together(call):
             if self.config.finish_on_sigterm:
-                from dcp_plugin.saving import sigterm  # few configurations ask for it
+                from dcp_plugin.saving import sigterm  # imported late, since few configurations use it
 
                 sigterm.watch(self._queue, self.config.timeout)
             may_skip = self.config.async_save and self.config.when_busy == "skip"
@@ -169,40 +173,45 @@ class Checkpointer:
     ) -> LoadReport:
         """Fill ``state`` from a checkpoint, in place. Collective.
 
-        Modules and optimizers may be wrapped and distributed in another way than those that were saved. The target says
-        which tensors are loaded: those of mappings, lists and ``Stateful`` objects have to be in the checkpoint with
-        their shapes, as in a module. Plain values are replaced in the mapping that holds them, and those that only the
-        checkpoint has are added. An empty mapping or None receives everything that is stored under its name.
+        Modules and optimizers may be wrapped and distributed differently than at the save. The target determines the
+        loaded tensors: the checkpoint must have the tensors of mappings, lists and ``Stateful`` objects with their
+        shapes, like those of a module. Plain values are replaced in their mapping, and values that only the checkpoint
+        has are added. An empty mapping or None receives all entries that are stored under its name.
 
-        Tensors that only the checkpoint has: a mapping or list does not read them. A ``Stateful`` is handed those that
-        no rank's target has, and its own ``load_state_dict`` judges them; with ``strict=False`` or
-        ``unexpected="ignore"`` they are not read. One warning names the tensors that are not read. To hand every object
-        what it had at the save, whatever it has now, use :func:`~dcp_plugin.resume_or_init`.
+        For tensors that only the checkpoint has, the following holds. A mapping or list does not read them. A
+        ``Stateful`` gets the tensors that no rank's target has, and its ``load_state_dict`` judges them; with
+        ``strict=False`` or ``unexpected="ignore"`` they are not read. A warning names the tensors that are not read. To
+        give every object the state of its save, independent of its current tensors, use
+        :func:`~dcp_plugin.resume_or_init`.
 
-        Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
-        fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
+        All checks that are possible in advance run before the first byte is overwritten. If reading then fails (a bad
+        disk, a checksum that differs), modules and existing optimizer state are partly loaded.
 
-        Another process may overwrite or delete the checkpoint meanwhile: all ranks load the old one or the new one, as
-        a whole. Of one with more than 256 files, some may be missed then: that is a ``CheckpointNotFound``, half-way.
+        If another process overwrites or deletes the checkpoint meanwhile, all ranks load the complete old checkpoint or
+        the complete new one. With more than 256 files, some of the old ones may be missing in this case; the load then
+        raises ``CheckpointNotFound`` after a part is loaded.
 
-        Parameters and buffers are filled in their own memory. Where a module has a ``load_state_dict``, a
-        ``_load_from_state_dict``, load hooks or extra state of its own, these run in the order of
-        ``nn.Module.load_state_dict``, with what that would hand them; what they ask for is read one submodule after
-        the other, and what they then find missing or unexpected is raised when all is loaded.
+        Parameters and buffers are filled in place. If a module overrides ``load_state_dict`` or
+        ``_load_from_state_dict``, or has load hooks or extra state, this code runs in the order and with the arguments
+        of ``nn.Module.load_state_dict``. The tensors that it needs are read one submodule after the other. Keys that it
+        reports as missing or unexpected raise an error after everything is loaded.
 
         Args:
-            partial: Which keys of ``state`` to load, and from where; the others keep their values. The same on all
-                ranks. Without one, everything is loaded, and converted to the dtypes of ``state``.
-            strict: Whether missing and unexpected keys of modules and optimizers, missing keys of anything else, and
-                other shapes in a ``Stateful`` are errors. A key is unexpected if no rank takes it. ``False`` goes
-                before ``partial``'s ``"error"``; its ``"warn"`` still warns.
+            partial: Rules for the keys of ``state`` to load and their names in the checkpoint, equal on all ranks.
+                Other targets keep their values. Without rules, everything is loaded and converted to the dtypes of
+                ``state``.
+            strict: If true, these are errors: missing and unexpected keys of modules and optimizers, missing keys of
+                other objects, and different shapes in a ``Stateful``. A key is unexpected if no rank takes it.
+                ``False`` takes precedence over the policy ``"error"`` of ``partial``; its policy ``"warn"`` still
+                warns.
 
         Raises:
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank. If an
-                automatic resume has chosen ``path``, and it is damaged, it is set aside for the next one.
-            CheckpointUnreadable: On every rank: the file system failed to read.
-            CheckpointMismatch: Naming all keys that do not fit, and what would make them; or ranks that load
-                different checkpoints, or different parts.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be
+                loaded; raised on every rank. If an automatic resume has chosen ``path`` and the checkpoint is damaged,
+                it is quarantined, so that the next resume ignores it.
+            CheckpointUnreadable: The file system failed to read; raised on every rank.
+            CheckpointMismatch: Keys do not fit; the message names all of them, with a remedy. Or ranks load different
+                checkpoints or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
         return _load(self, state, path, partial, strict, LoadMode.FILL)
@@ -215,27 +224,28 @@ class Checkpointer:
         strict: bool = True,
         files: SourceFiles | None = None,
     ) -> LoadReport:
-        """:meth:`load` for integrations, which restore what the run itself has saved. Collective.
+        """Load a checkpoint of the same run, for integrations. Collective.
 
-        Mappings, lists and ``Stateful`` objects are handed what they had at the save: tensors of any shape, also those
-        that they do not have now. One warning names tensors that the target has and the checkpoint lacks. A rank is not
-        handed what another rank's target has as a shard, or in a module or optimizer.
+        Mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape, including
+        tensors that they do not have now. A warning names the tensors that the target has and the checkpoint lacks. A
+        rank gets no tensor that another rank's target has as a shard, or in a module or optimizer.
 
-        Args and errors as in :meth:`load`; ``files`` are those of :meth:`shown`, where this rank restores alone.
+        Arguments and errors are those of :meth:`load`. ``files`` are the files of :meth:`shown` if this rank restores
+        alone.
         """
         return _load(self, state, path, partial, strict, LoadMode.RESTORE, files)
 
     @contextmanager
     def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
-        """Open the files of a checkpoint that only a source has, for integrations that examine it before they load it.
+        """Open the files of a checkpoint that only a source has, for integrations that examine it before a load.
 
         All ranks leave the block together. Collective.
 
         Returns:
-            The files, as long as the block runs; None if the checkpoint is to be read at its path.
+            The files, valid during the block; None if the checkpoint can be read at its path.
 
         Raises:
-            RankFailure: As :meth:`load`.
+            RankFailure: See :meth:`load`.
         """
         if not self.config.has_local_tier:
             yield None
@@ -250,12 +260,12 @@ class Checkpointer:
                     yield None
                     return
                 yield files
-                ranks.agree(f"end to look at {where}", lambda: None)  # no rank needs this node's files any more
+                ranks.agree(f"end to look at {where}", lambda: None)  # afterwards no rank reads this node's files
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
-        """Return the saves at or below ``root`` that a load finds on the nodes, but not at their paths. Collective.
+        """Return the saves at or below ``root`` that are only on the nodes, where a load finds them. Collective.
 
-        First, keepers of an earlier training finish the saves that were handed over to them.
+        Before the search, keepers of an earlier training finish the saves that they have received.
 
         Raises:
             RankFailure: A rank died, or did not answer within the timeout.
@@ -267,23 +277,24 @@ class Checkpointer:
         return tuple(self._source.states(where, ranks))
 
     def set_local_aside(self, path: Where) -> bool:
-        """Exclude the nodes' saves to a path from all later starts; return whether any node has one. Collective."""
+        """Exclude the nodes' saves to a path from all later starts. Return whether any node has such a save.
+        Collective."""
         return self._source.quarantine(path, self.ranks)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint, with what nodes have of it in ``local_dir``, after the save in flight if that is writing
-        it. Call it on one rank: with ``local_dir``, on rank 0.
+        """Delete a checkpoint and its parts in ``local_dir`` of the nodes. If a save in flight is writing it, wait for
+        that save first. Call this on one rank; with ``local_dir``, on rank 0.
 
         Args:
-            path: A checkpoint of this package or of another tool, complete or torn, or a link to one: then the link
-                alone goes.
+            path: A checkpoint of this package or of another tool, complete or torn, or a link to a checkpoint. Of a
+                link, only the link is deleted.
 
         Raises:
-            CheckpointError: There is something else at ``path``, or it is the working directory, a directory above
-                that, or a whole bucket: nothing is deleted. Or the file system failed; or a subscriber of that save's
-                events calls it.
+            CheckpointError: ``path`` is not a checkpoint, or it is the working directory, a directory above that, or a
+                complete bucket; nothing is deleted. Or the file system failed, or a subscriber of that save's events
+                makes this call.
         """
-        from dcp_plugin.runs import retention  # few programs delete by themselves
+        from dcp_plugin.runs import retention  # imported late, since few programs delete checkpoints explicitly
 
         where = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
@@ -299,8 +310,9 @@ class Checkpointer:
         """Wait until no save is in flight.
 
         Raises:
-            SaveFailed: A save that was in flight failed, on every rank; raised once.
-            CheckpointError: Another thread is in a call of this checkpointer, or a subscriber waits for its own save.
+            SaveFailed: A save that was in flight failed; raised on every rank, once per failure.
+            CheckpointError: Another thread is in a call of this checkpointer, or a subscriber waits for the save that
+                called it.
         """
         began = time.monotonic()
         with self._queue.call("wait"):
@@ -310,12 +322,12 @@ class Checkpointer:
             Attempt(None, first_untold(ended)).get()
 
     def wait_until_kept(self) -> None:
-        """Wait until what was saved survives this training: with ``local_dir``, until it is complete there, and while
-        it is on its way to its path. Integrations wait for no more before they go on.
+        """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete
+        there; their copies to their paths may still be under way. Integrations wait for this before they continue.
 
         Raises:
-            SaveFailed: As :meth:`wait`; not with ``local_dir``, where a save that fails is told in the log, and raised
-                by :meth:`wait`: ranks hear of it at different times, and the training is to go on.
+            SaveFailed: See :meth:`wait`. With ``local_dir`` a failure is only logged here, and :meth:`wait` raises it:
+                ranks learn of it at different times, and the training must continue.
         """
         if not self.config.has_local_tier:
             self.wait()
@@ -325,32 +337,32 @@ class Checkpointer:
             take_off_hooks()
 
     def bring_newest(self) -> None:
-        """Bring the newest save to its path, if it is in ``local_dir`` alone; :meth:`close` does, too. Not with
-        ``durable_every=None``.
+        """Copy the newest save to its path if only ``local_dir`` has it. :meth:`close` does the same. With
+        ``durable_every=None``, do nothing.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: See :meth:`wait`.
         """
         with self._queue.call("bring the newest save to its path"):
             self.wait()
             self._writer.bring_newest()
 
     def due(self, step: int) -> bool:
-        """Whether to save now, by ``save_interval``: the same answer on every rank. Collective: after each step.
+        """Return whether ``save_interval`` requires a save now, equal on every rank. Collective: call after each step.
 
-        Rank 0 decides. Most calls only compare two numbers; about ten in an interval, and one a minute at least, are a
-        broadcast. A save that is called without being due counts, too. While one is in flight, none is due. With
-        ``"auto"`` the first is due after a minute; what it costs tells when the next one is. Without ``save_interval``
-        none is ever due, and nothing is sent.
+        Rank 0 decides. Most calls only compare two numbers. About ten calls in an interval, and at least one per
+        minute, broadcast the decision. A save that was not due also restarts the interval. No save is due while another
+        is in flight. With ``"auto"`` the first save is due after a minute, and its cost determines the next one.
+        Without ``save_interval`` no save is ever due, and no message is sent.
 
-        From the first call on, steps are measured, and rank 0 keeps a small file beside the checkpoints, in which the
-        next run sees how this one has ended: call :meth:`close` at the end.
+        The first call starts the measurement of steps. Rank 0 keeps a small file next to the checkpoints, from which
+        the next run learns how this run ended. Therefore call :meth:`close` at the end.
 
         Args:
-            step: Any number that changes from step to step; asked again for the same one, the answer is the same.
+            step: Any number that changes from step to step. A repeated call for the same step returns the same answer.
 
         Raises:
-            CheckpointMismatch: Ranks ask for different steps; on those that differ from rank 0.
+            CheckpointMismatch: Ranks pass different steps; raised on ranks that differ from rank 0.
             RankFailure: A rank died, or did not answer within the timeout.
 
         Example:
@@ -365,50 +377,52 @@ class Checkpointer:
         return self.pace.due(step, self._groups.front)
 
     def step_ended(self) -> None:
-        """Measure a step, for :meth:`proposed_interval`, where nobody asks whether a save is due."""
+        """Measure a step for :meth:`proposed_interval`, in a loop that does not call :meth:`due`."""
         self.pace.step_ended()
 
     def proposed_interval(self) -> SaveInterval | None:
-        """How often to save: the cheapest interval, by what is known now; None before the first save.
+        """Return the cheapest interval between saves, based on current measurements; None before the first save.
 
-        Each rank has measured itself, and rank 0 alone knows of earlier failures: ask there. Steps are measured by
-        :meth:`due`; without it, what a save costs is what its call took.
+        Call this on rank 0: each rank measures only itself, and only rank 0 knows of earlier failures. :meth:`due`
+        measures steps; without it, the cost of a save is the duration of its call.
         """
         return self.pace.proposal
 
     @property
     def ranks(self) -> Ranks:
-        """The group in which an integration lets all ranks agree on something. Collective."""
+        """The group in which an integration lets all ranks agree. Collective."""
         return self._groups.front()
 
     def all_ranks_come_to(self, step: str, within: float) -> bool:
-        """Whether every rank calls this, in a situation in which some may not; True for a rank alone.
+        """Return whether every rank makes this call, for situations in which some ranks may not. True for a single
+        rank.
 
-        False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
+        The result is False after ``within`` seconds. It is False at once if the ranks have not met yet, or if an
+        earlier failure has closed their group.
         """
         ranks = self._groups.known
         return self._solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def close(self) -> None:
-        """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
+        """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.
 
-        A checkpointer belongs to the process that made it: in a process that is forked from that one, this does
-        nothing, and the other methods raise ``CheckpointError``.
+        A checkpointer belongs to the process that made it. In a forked process this does nothing, and the other methods
+        raise ``CheckpointError``.
 
-        A run that ends without this, or while an exception is handled, has failed, as far as :meth:`due` is concerned.
+        For :meth:`due`, a run counts as failed if it ends without this call, or makes it while an exception is handled.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: See :meth:`wait`.
         """
         if self._queue.is_inherited:
             return
-        clean = not isinstance(sys.exception(), Exception)  # else that is what ends the training
+        clean = not isinstance(sys.exception(), Exception)  # an exception in handling is what ends the training
         with self._queue.call("close"):
             try:
                 self.wait()
             finally:
                 if self.config.finish_on_sigterm:
-                    from dcp_plugin.saving import sigterm  # as in save
+                    from dcp_plugin.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
                 self.pace.ended(clean)
@@ -428,7 +442,7 @@ def _load(
 ) -> LoadReport:
     with checkpointer._queue.call(f"load {path}"), together(Call.load(path)):
         ranks = checkpointer._writer.meet()
-        wait_until_copied()  # another checkpointer may be copying what this load overwrites
+        wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
         where = as_path(path, checkpointer.config.storage_options)
         launches.refuse_another_rank(where, ranks.launch)
         opening = _open(checkpointer, where, ranks) if shown is None else nullcontext(shown)
@@ -440,6 +454,6 @@ def _load(
 
 
 def _open(checkpointer: Checkpointer, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
-    """Open the files that the source has of a checkpoint, after the saves in flight. Collective."""
+    """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective."""
     checkpointer._queue.wait_recoverable()
     return checkpointer._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))

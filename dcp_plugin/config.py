@@ -1,6 +1,6 @@
-"""The one configuration of every integration: plain Python, Lightning, Accelerate, Hydra and the command line.
+"""The configuration of every integration: plain Python, Lightning, Accelerate, Hydra and the command line.
 
-A field is documented once, here, as the text under its definition.
+Each field is documented only here, by the text under its definition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=type)
 
 
 def _refusing_typos(cls: C) -> C:
-    """A field that does not exist is refused with the nearest one."""
+    """Make the constructor of ``cls`` refuse unknown fields, with the nearest field as a suggestion."""
     init = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
@@ -36,11 +36,11 @@ def _refusing_typos(cls: C) -> C:
 @_refusing_typos
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are saved and loaded. Frozen: one may be shared by several integrations.
+    """Settings for saving and loading checkpoints. A configuration is frozen, so several integrations may share it.
 
     Raises:
-        ValueError: A value is out of range; the message says which and why.
-        TypeError: A value is of another type, as text from YAML or the environment may be; or a field does not exist.
+        ValueError: A value is out of range. The message names the field and the reason.
+        TypeError: A value has the wrong type, as text from YAML or the environment may have; or a field does not exist.
 
     Example:
         >>> import dcp_plugin
@@ -52,110 +52,111 @@ class CheckpointConfig:
     """
 
     async_save: bool = False
-    """Return from a save as soon as the state is copied to host memory, and write it in a background thread. The
-    host copy is as large as this rank's part of the state and is reused by the next save."""
+    """Return from a save when the state is copied to host memory, and write it in a background thread. The host copy is
+    as large as this rank's part of the state. The next save reuses its memory."""
 
     staging: Literal["blocking", "lazy"] = "blocking"
     """When a background save copies the state. ``"blocking"``: before ``save`` returns. ``"lazy"``: trained parameters
-    and optimizer state are copied while the next forward and backward run, and the optimizer's step waits for the copy;
-    everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
-    another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it, and later saves copy
-    before they return; call ``handle.wait_staged()`` first. A write through ``.data`` to a few rows of one tensor may
-    go unnoticed. Under Lightning the copy is complete before any callback or module hook that may write weights. Needs
-    ``async_save``.
+    and optimizer state are copied during the next forward and backward pass, and the optimizer's step waits for the
+    copy; all other state (buffers, values, averaged weights) is copied before ``save`` returns. If code other than a
+    ``torch.optim`` step or ``load_state_dict`` changes a tensor during the copy, that save fails with the tensor's
+    name, and later saves copy before they return. Such code must call ``handle.wait_staged()`` first. A write through
+    ``.data`` to a few rows of one tensor may stay undetected. Under Lightning the copy is complete before any callback
+    or module hook that may write weights. Needs ``async_save``.
     """
 
     when_busy: Literal["wait", "skip", "queue"] = "wait"
-    """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with
-    a warning, on every rank (``handle.skipped``). ``"queue"``: go on as soon as the state is copied, into a second host
-    copy; a third save waits for the first. Lightning, Accelerate and transformers take ``"wait"`` alone, since what
-    they delete and note down next depends on the save."""
+    """Action of a background save while the previous save is not on disk yet. ``"wait"``: wait for the previous save.
+    ``"skip"``: skip the new save with a warning, on every rank (``handle.skipped``). ``"queue"``: return when the state
+    is copied into a second host copy; a third save waits for the first. Lightning, Accelerate and transformers accept
+    only ``"wait"``, since they delete and record checkpoints after each save."""
 
     writer: Literal["thread", "process"] = "thread"
-    """Who writes what a save has staged. ``"thread"``: this process. ``"process"``: a *keeper*, one helper process per
-    node, which has the host copies in shared memory: what a save has returned for is published even if the whole
-    training is killed right after, and nothing that it does takes the interpreter's lock of the training. Linux only.
-    With ``local_dir`` it is always a keeper."""
+    """Writer of the staged data. ``"thread"``: a thread of this process. ``"process"``: a *keeper*, one helper process
+    per node, which has the host copies in shared memory. A save that has returned is published even if the complete
+    training is killed right after, and the keeper never takes the training's interpreter lock. Linux only. With
+    ``local_dir`` the writer is always a keeper."""
 
     local_dir: str | None = None
-    """A directory of each node, on a disk of its own or in memory (``/dev/shm/...``), that has the newest checkpoints:
-    each node the part of its ranks. A restart reads from there what survives, and the rest from ``path``. None: there
-    is no such tier. Ranks of one host with equal ``local_dir`` are one node."""
+    """A directory on each node, on a local disk or in memory (``/dev/shm/...``), that has the newest checkpoints. Each
+    node stores the part of its ranks. A restart reads the surviving parts from there, and all other parts from
+    ``path``. None: there is no local tier. Ranks on one host with equal ``local_dir`` form one node."""
 
     local_keep: int = 2
-    """How many of the newest checkpoints stay in ``local_dir``. One more has room there while it is written."""
+    """Number of the newest checkpoints to keep in ``local_dir``. While a save is written, it needs room for one
+    more."""
 
     replicas: int = 0
-    """How many other nodes hold a copy of each node's part in their ``local_dir``: so many may be lost with all they
-    have."""
+    """Number of other nodes that store a copy of each node's part in their ``local_dir``. That many nodes may be lost
+    with all their data."""
 
     durable_every: int | None = 1
-    """Which saves go on from ``local_dir`` to ``path``, in the background: each N-th of the run, counted over restarts.
-    ``close`` brings the newest there in any case. ``None``: none, for clusters without any storage that all nodes
-    share; then ``path`` is but the name of a checkpoint."""
+    """Copy each N-th save of the run from ``local_dir`` to ``path``, in the background. Saves are counted over
+    restarts. ``close`` copies the newest save in any case. ``None``: copy no save, for clusters without storage that
+    all nodes share; ``path`` is then only the checkpoint's name."""
 
     drain_bandwidth: float | None = None
-    """Bytes per second that each node reads from ``local_dir`` to bring them to ``path``, at most. None: no limit."""
+    """Largest rate at which each node reads from ``local_dir`` to copy to ``path``, in bytes per second. None: no
+    limit."""
 
     keeper_linger: float = 600.0
-    """Seconds that a keeper waits for a training that has died to come back, before it gives its memory back."""
+    """Seconds for which a keeper waits for a dead training to restart, before it frees its memory and ends."""
 
     finish_on_sigterm: bool = False
-    """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, then do what would have been done
-    without us; the training goes on meanwhile. For at most ``timeout`` seconds, so that a save that hangs does not keep
-    the process alive; the grace period has to be long enough for a save, since SIGKILL ends it. The handler is
-    installed by the first save, in the main thread, and given back by ``close``."""
+    """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, and then do what the process would have
+    done without this option. The training continues meanwhile. The wait takes at most ``timeout`` seconds, so that a
+    hanging save does not keep the process alive. The grace period must be long enough for a save, since SIGKILL ends
+    the save. The first save in the main thread installs the handler, and ``close`` removes it."""
 
     save_interval: float | Literal["auto"] | None = None
-    """Seconds of training between two saves, kept by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
-    the cheapest interval, by what saves cost the training and how often the job has failed so far, which a small file
-    beside the checkpoints tells. None: the caller alone decides when to save."""
+    """Seconds of training between two saves, applied by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
+    the cheapest interval, computed from the cost of saves for the training and from the past failures of the job, which
+    a small file next to the checkpoints records. None: only the caller decides when to save."""
 
     events: str | None = None
-    """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error; and one
-    per proposed interval."""
+    """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error) and
+    for each proposed interval."""
 
     io_threads: int = 2
-    """Threads per rank that write or read files. A rank writes as many data files per checkpoint at most, and more only
-    for what is not expected to change."""
+    """Threads per rank that write or read files. A rank writes at most as many data files per checkpoint, plus files
+    for tensors that are not expected to change."""
 
     direct_io: bool | Literal["auto"] = "auto"
-    """Write data files past the page cache (``O_DIRECT``). ``"auto"``: those above 1/32 of the available memory, where
-    the file system takes it, which is found out by trying; smaller ones stay in the page cache, where a restart on the
-    same host finds them. ``True``: all, and a file system that refuses is an error."""
+    """Bypass the page cache when writing data files (``O_DIRECT``). ``"auto"``: only for files above 1/32 of the
+    available memory, if a trial shows that the file system supports it; smaller files stay in the page cache, from
+    which a restart on the same host reads them. ``True``: for all files; a file system that refuses is an error."""
 
     checksum: bool = True
-    """Store CRC32 checksums of every item in the index, by blocks, so that parts can be checked too."""
+    """Store CRC32 checksums of every item in the index, by blocks, so that parts of an item can be checked as well."""
 
     verify_on_load: bool = True
-    """Check every block that a load reads against its checksum. Where only narrow columns of a stored tensor are
-    wanted, the blocks that lie partly in them are not: that would mean to read the columns of all other ranks."""
+    """Check every block that a load reads against its checksum. If only narrow columns of a stored tensor are wanted,
+    blocks that are only partly wanted are not checked, since the check would require the columns of all other ranks."""
 
     read_broadcast: bool | Literal["auto"] = "auto"
-    """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
-    from an object store, always; from a file system, what at least 8 hosts want, and what 2 to 7 hosts want if the
-    first 16 MiB show that it is faster. On one host it is not, however slow the storage: the page cache has what the
-    first rank has read."""
+    """If several ranks want the same bytes, let one rank read and broadcast them. ``"auto"``: always from an object
+    store; from a file system only bytes that at least 8 hosts want. On one host sharing never pays, however slow the
+    storage is, because the page cache has the bytes that the first rank has read."""
 
     reuse: bool = True
-    """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint
-    stays whole: it can be copied, loaded and deleted without the others."""
+    """Hard-link items that have not changed since the last checkpoint of the run instead of writing them again. Each
+    checkpoint stays complete: it can be copied, loaded and deleted without the others."""
 
     trainable_only: bool = False
-    """Leave frozen parameters out of checkpoints as long as the *base* has the same: the checkpoint that was loaded
-    before training, or the one named in ``base``. A load completes such a checkpoint from its base, which must
-    therefore be kept. Buffers, and frozen parameters that have changed, are always saved."""
+    """Leave frozen parameters out of checkpoints while the *base* has the same bytes. The base is the checkpoint that
+    was loaded before training, or the checkpoint named in ``base``. A load reads the missing parameters from the base,
+    so the base must be kept. Buffers, and frozen parameters that have changed, are always saved."""
 
     base: str | None = None
-    """The checkpoint that others build on. For a save with ``trainable_only``: the one that completes what is saved,
-    needed only if it was not loaded through the same checkpointer. With ``reuse``: what the first save links from. For
-    a load: where the base is, if it was moved."""
+    """The checkpoint on which others build. For a save with ``trainable_only``: the checkpoint with the frozen
+    parameters, needed only if it was not loaded through the same checkpointer. With ``reuse``: the checkpoint from
+    which the first save links. For a load: the new location of the base, if it was moved."""
 
     exclude: tuple[str, ...] = ()
-    """Keys (globs) that are not saved. One that matches nothing is an error at the first save."""
+    """Keys (globs) to leave out of saves. A pattern that matches no key is an error at the first save."""
 
     rng: bool = True
-    """The framework integrations save and restore the random number generators of every rank."""
+    """Save and restore the random number generators of every rank, in the framework integrations."""
 
     keep_last: int | None = None
     """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all."""
@@ -164,35 +165,36 @@ class CheckpointConfig:
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
 
     progress: bool | Literal["auto"] = "auto"
-    """Show a progress line on rank 0 for a save that blocks for longer than a second; for one in the background, a
-    line of its own every ten seconds, which leaves progress bars as they are. ``"auto"``: when stderr is a
-    terminal."""
+    """Show a progress line on rank 0 for a save that blocks for longer than a second. A background save writes a
+    separate line every ten seconds, which leaves progress bars intact. ``"auto"``: if stderr is a terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"
-    """Give what is stored also the keys under which stock code looks for it: an optimizer's param groups as a list;
-    through Lightning's sharded strategies everything, so that Lightning resumes without this package. A few bytes; the
-    tensors are shared. What converts a whole directory (``dcp_to_torch_save``) then finds them twice."""
+    """Store additional keys for stock code: an optimizer's param groups as a list and, through Lightning's sharded
+    strategies, the keys of everything, so that Lightning resumes without this package. The keys take a few bytes; the
+    tensors are shared. A tool that converts a complete directory (``dcp_to_torch_save``) converts shared tensors
+    twice."""
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
-    """How the object store of a URL is reached, as `obstore <https://developmentseed.org/obstore>`_ names it
-    (``{"endpoint": …, "region": …, "client_options": {…}}``), beyond what the environment and the machine's role say.
-    It is never shown, nor saved; nor is it in a pickle, but for that with which a process is started."""
+    """Options for access to the object store of a URL, with the names of `obstore
+    <https://developmentseed.org/obstore>`_ (``{"endpoint": …, "region": …, "client_options": {…}}``), in addition to
+    the environment and the machine's role. The options are never shown or saved. A pickle has them only if it is made
+    to start a process."""
 
     allow_pickle: tuple[str, ...] = ()
-    """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
-    checkpoint from somebody else."""
+    """Keys (globs) whose values may be stored as pickles and loaded by executing pickled code. Never allow this for a
+    checkpoint from an untrusted source."""
 
     def __post_init__(self) -> None:
         for name in ("allow_pickle", "exclude"):
             keys: object = getattr(self, name)
             if isinstance(keys, Iterable) and not isinstance(keys, str):
                 object.__setattr__(self, name, tuple(keys))
-        for one in fields(self):
-            wanted, fits = _TYPES.get(str(one.type), ("", lambda value: True))
-            value = getattr(self, one.name)
+        for item in fields(self):
+            wanted, fits = _TYPES.get(str(item.type), ("", lambda value: True))
+            value = getattr(self, item.name)
             if not fits(value):
-                given = repr(value) if one.repr else f"a {type(value).__name__}"
-                raise TypeError(f"{one.name} must be {wanted}, got {given}.")
+                shown = repr(value) if item.repr else f"a {type(value).__name__}"
+                raise TypeError(f"{item.name} must be {wanted}, got {shown}.")
         self._check_ranges()
         if self.base is not None:
             object.__setattr__(self, "base", text_of(self.base))
@@ -208,11 +210,11 @@ class CheckpointConfig:
     def _check_ranges(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-                raise ValueError(f"{name} must be {known}, got {getattr(self, name)!r}.")
+                options = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+                raise ValueError(f"{name} must be {options}, got {getattr(self, name)!r}.")
         if self.io_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
-        if not self.timeout > 0:  # nor is NaN
+        if not self.timeout > 0:  # refuses NaN as well, unlike timeout <= 0
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
         if isinstance(self.save_interval, (int, float)) and not self.save_interval > 0:
             raise ValueError(f"save_interval must be positive seconds, 'auto' or None, got {self.save_interval}.")
@@ -251,35 +253,36 @@ class CheckpointConfig:
 
     @property
     def has_keeper(self) -> bool:
-        """Whether saves are written by a keeper."""
+        """True if a keeper writes the saves."""
         return self.writer == "process" or self.has_local_tier
 
     @property
     def has_local_tier(self) -> bool:
-        """Whether a save is complete on the nodes before it is at its path, which it may never reach."""
+        """True if a save is first complete in ``local_dir`` of the nodes. Some saves are never copied to their
+        paths."""
         return self.local_dir is not None
 
     def without_local_tier(self) -> CheckpointConfig:
-        """Return the same with saves that go to their paths at once: for a rank that saves alone."""
+        """Return this configuration with saves directly to their paths, for a rank that saves alone."""
         return replace(self, local_dir=None, replicas=0, durable_every=1)
 
     @classmethod
     def merge(
         cls, config: CheckpointConfig | None, besides: tuple[str, ...] = (), /, **overrides: Any
     ) -> CheckpointConfig:
-        """``config`` (or the defaults) with the fields named in ``overrides`` replaced.
+        """Return ``config``, or the defaults, with the fields in ``overrides`` replaced.
 
-        ``async_save=False`` takes back what ``config`` says of staging.
+        The override ``async_save=False`` also resets ``staging``.
 
         Args:
             config: The configuration to change; the defaults if None.
-            besides: Further names that the caller takes beside the ``overrides``, for the error.
+            besides: Further arguments of the caller, which the error lists together with the fields.
 
         Returns:
             A new configuration; ``config`` itself is unchanged.
 
         Raises:
-            TypeError: An override is no field, or ``config`` is no configuration.
+            TypeError: An override is not a field, or ``config`` is not a configuration.
             ValueError: A value is out of range.
 
         Example:
@@ -297,26 +300,29 @@ class CheckpointConfig:
 
     @classmethod
     def refuse_unknown(cls, given: Iterable[str], besides: tuple[str, ...] = ()) -> None:
-        """Refuse names that are no field.
+        """Refuse names that are not fields.
 
         Raises:
-            TypeError: One of these is no field. The message names the nearest.
+            TypeError: A name is not a field. The message suggests the nearest field.
         """
-        known = [*besides, *(one.name for one in fields(cls))]
-        near = {name: difflib.get_close_matches(name, known, n=1) for name in given if name not in known}
-        if unknown := [f"{name!r} (did you mean {one[0]!r}?)" if one else repr(name) for name, one in near.items()]:
-            raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(known)}.")
+        settings = [*besides, *(item.name for item in fields(cls))]
+        near = {name: difflib.get_close_matches(name, settings, n=1) for name in given if name not in settings}
+        if unknown := [
+            f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name) for name, close in near.items()
+        ]:
+            raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(settings)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
-        """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
+        """Return the fields that determine where ranks wait for each other, and so must be equal on all ranks."""
         names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude", "has_keeper", "replicas")
         return {name: getattr(self, name) for name in (*names, "save_interval")}
 
     def that_waits(self, who: str) -> CheckpointConfig:
-        """This configuration, for an integration in which ``who`` deletes and records checkpoints after each save.
+        """Return this configuration, for an integration in which ``who`` deletes and records checkpoints after each
+        save.
 
         Raises:
-            ValueError: It would skip saves or let them wait in line.
+            ValueError: ``when_busy`` skips or queues saves.
         """
         if self.when_busy != "wait":
             raise ValueError(
@@ -327,16 +333,18 @@ class CheckpointConfig:
 
 
 def fields_in_signature(init: F) -> F:
-    """For tools that read signatures, such as jsonargparse (LightningCLI): the fields in place of ``**overrides``.
+    """Replace ``**overrides`` in the signature of ``init`` by the fields, for tools such as jsonargparse
+    (LightningCLI).
 
-    They pass on every default that they know, which would override the fields of a ``config``: it is left out.
+    The parameter ``config`` is left out. These tools pass every default explicitly, which would override the fields of
+    a ``config``.
     """
     hints = get_type_hints(CheckpointConfig)
-    known = signature(init, eval_str=True).parameters.values()
-    own = [one for one in known if one.name != "config" and one.kind != one.VAR_KEYWORD]
+    parameters = signature(init, eval_str=True).parameters.values()
+    own = [item for item in parameters if item.name != "config" and item.kind != item.VAR_KEYWORD]
     added = [
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
-        for one in fields(CheckpointConfig)
+        Parameter(item.name, Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
+        for item in fields(CheckpointConfig)
     ]
     init.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
     return init
@@ -378,4 +386,4 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
 }
-"""What a field must be, by its annotation. Choices are in :data:`_CHOICES`."""
+"""Description and check of a field's value, by the field's annotation. Choices are in :data:`_CHOICES`."""
