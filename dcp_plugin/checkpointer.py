@@ -252,15 +252,15 @@ class Checkpointer:
             return
         with self._queue.call(f"look at {path}"):
             ranks = self._writer.meet()
-            where = as_path(path, self.config.storage_options)
+            location = as_path(path, self.config.storage_options)
             if not self._writer.is_attached:
-                self._source.settle(where.parent, ranks)
-            with _open(self, where, ranks) as files:
+                self._source.settle(location.parent, ranks)
+            with _open(self, location, ranks) as files:
                 if files is None or files.is_at_path:
                     yield None
                     return
                 yield files
-                ranks.agree(f"end to look at {where}", lambda: None)  # afterwards no rank reads this node's files
+                ranks.agree(f"end to look at {location}", lambda: None)  # afterwards no rank reads this node's files
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """Return the saves at or below ``root`` that are only on the nodes, where a load finds them. Collective.
@@ -272,9 +272,9 @@ class Checkpointer:
         """
         if not self.config.has_keeper:
             return ()
-        ranks, where = self._writer.meet(), as_path(root, self.config.storage_options)
-        self._source.settle(where, ranks)
-        return tuple(self._source.states(where, ranks))
+        ranks, location = self._writer.meet(), as_path(root, self.config.storage_options)
+        self._source.settle(location, ranks)
+        return tuple(self._source.states(location, ranks))
 
     def set_local_aside(self, path: Where) -> bool:
         """Exclude the nodes' saves to a path from all later starts. Return whether any node has such a save.
@@ -296,15 +296,15 @@ class Checkpointer:
         """
         from dcp_plugin.runs import retention  # imported late, since few programs delete checkpoints explicitly
 
-        where = as_path(path, self.config.storage_options)
+        location = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
-            if handle.path == where:
+            if handle.path == location:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
-        retention.refuse_to_remove_other_things(where)
-        if not self._writer.forget(where):
-            self._source.forget(where)
-        retention.remove(where)
+        retention.refuse_to_remove_other_things(location)
+        if not self._writer.forget(location):
+            self._source.forget(location)
+        retention.remove(location)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -443,11 +443,11 @@ def _load(
     with checkpointer._queue.call(f"load {path}"), together(Call.load(path)):
         ranks = checkpointer._writer.meet()
         wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
-        where = as_path(path, checkpointer.config.storage_options)
-        launches.refuse_another_rank(where, ranks.launch)
-        opening = _open(checkpointer, where, ranks) if shown is None else nullcontext(shown)
-        with collector_paused(), setting_aside(ranks, where, mode is LoadMode.RESTORE), opening as files:
-            loading = Loading(ranks, checkpointer.config, where, partial, strict, files, mode)
+        location = as_path(path, checkpointer.config.storage_options)
+        launches.refuse_another_rank(location, ranks.launch)
+        opening = _open(checkpointer, location, ranks) if shown is None else nullcontext(shown)
+        with collector_paused(), setting_aside(ranks, location, mode is LoadMode.RESTORE), opening as files:
+            loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)
             report = loading.run(state)
         checkpointer._saving.loaded(state, report, loading.opened, ranks)
         return report

@@ -160,18 +160,18 @@ def _matches(key: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, glob) for glob in globs)
 
 
-def _texts(name: str, given: Any) -> tuple[str, ...]:
-    texts = (given,) if isinstance(given, str) else tuple(given)
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value)
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"PartialLoad: {name} has {text!r}, which is no glob")
     return texts
 
 
-def _renames(given: Any) -> dict[str, str]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"PartialLoad: rename is a {type(given).__name__}; it maps prefixes to prefixes")
-    renames = {target: given[target] for target in given}
+def _renames(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"PartialLoad: rename is a {type(value).__name__}; it maps prefixes to prefixes")
+    renames = {target: value[target] for target in value}
     for target, source in renames.items():
         if not isinstance(target, str) or not isinstance(source, str):
             raise ValueError(f"PartialLoad: rename maps {target!r} to {source!r}; both have to be text")

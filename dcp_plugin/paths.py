@@ -225,21 +225,19 @@ def text_of(path: PathLike) -> str:
     if scheme not in SCHEMES:
         raise ValueError(
             f"{text} is a URL of an unknown kind: checkpoints are in a directory, or at one of "
-            f"{', '.join(f'{known}://' for known in SCHEMES)}. (A directory that is called like this is given with ./ "
+            f"{', '.join(f'{name}://' for name in SCHEMES)}. (A directory that is called like this is given with ./ "
             "before it.)"
         )
     return _normal(scheme, match["rest"], text)
 
 
-def _normal(scheme: str, rest: str, given: str) -> str:
-    if scheme in ("http", "https") or "?" not in rest:
-        bucket, _, key = rest.partition("/")
+def _normal(scheme: str, location: str, url: str) -> str:
+    if scheme in ("http", "https") or "?" not in location:
+        bucket, _, key = location.partition("/")
     else:
-        raise ValueError(
-            f"{given.partition('?')[0]}?… has a query in it. Give what is behind the ? as storage_options."
-        )
+        raise ValueError(f"{url.partition('?')[0]}?… has a query in it. Give what is behind the ? as storage_options.")
     if not bucket and scheme != "memory":
-        raise ValueError(f"{given} names no bucket: a URL is {scheme}://BUCKET/PATH")
+        raise ValueError(f"{url} names no bucket: a URL is {scheme}://BUCKET/PATH")
     if "@" in bucket and scheme not in ("abfs", "abfss"):
         raise ValueError(
             f"{scheme}://…@{bucket.rpartition('@')[2]} has credentials in it, which would be in every message. Give "

@@ -402,7 +402,7 @@ class Loading:
         shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
     def _apply(self, context: _Begun, fitted: _Fitted) -> None:
-        """Hand the targets to their objects. Raise an error for keys that load hooks report as missing or unexpected.
+        """Pass the targets to their objects. Raise an error for keys that load hooks report as missing or unexpected.
         Collective."""
         step, match = f"apply {self._path}", fitted.match
         incompatible: dict[str, Incompatible] = {}
@@ -430,7 +430,7 @@ class Loading:
             self._ranks.agree(step, lambda: judge(union))
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
-        """Hand the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
+        """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
         name of the object."""
         incompatible: dict[str, Incompatible] = {}
         strict = self._strict and context.selection is None

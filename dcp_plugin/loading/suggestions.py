@@ -60,22 +60,22 @@ def about_missing(
     return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
 
 
-def about_optimizer(name: str, others: list[str], stored: Collection[str], names: Collection[str]) -> str:
+def about_optimizer(name: str, candidates: list[str], stored: Collection[str], names: Collection[str]) -> str:
     """Return a line about an optimizer that is not in the checkpoint.
 
     Args:
-        others: Optimizers of the checkpoint whose name no object of the state has.
+        candidates: Optimizers of the checkpoint whose name no object of the state has.
         names: Names of the objects in the state.
     """
-    if not others and (unknown := [front for front in _optimizers(stored) if front not in names]):
+    if not candidates and (unknown := [front for front in _optimizers(stored) if front not in names]):
         return (
             f"{name!r} is not in the checkpoint, which seems to call it {unknown[0]!r}: have it under that name in the "
             f"state, {{{unknown[0]!r}: …}} instead of {{{name!r}: …}}"
         )
-    if not others:
+    if not candidates:
         return f"{name!r} is not in the checkpoint, and no other optimizer is known in it; it has {_fronts('', stored)}"
-    which = f"optimizer{'s' if len(others) > 1 else ''} {some([repr(other) for other in others])}"
-    example = _AS_RENAME.format(here=f"{name}.", there=f"{others[0]}.")
+    which = f"optimizer{'s' if len(candidates) > 1 else ''} {some([repr(other) for other in candidates])}"
+    example = _AS_RENAME.format(here=f"{name}.", there=f"{candidates[0]}.")
     return f"{name!r} is not in the checkpoint, which has the {which}: say which is meant, as {example} does"
 
 

@@ -46,7 +46,8 @@ class Share:
     sizes: Column
 
     def encode(self) -> bytes:
-        steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()  # mostly ones
+        # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
+        steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()
         return pack((steps, self.part, self.offsets, self.sizes), level=6)
 
     @classmethod
@@ -212,6 +213,7 @@ class _Rows:
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
             description = inventories[ranks[0]].description
             numbers = numbers.astype(np.int32)
+            # A tie of -1 (none) selects the -1 that is appended at the end.
             tie = np.append(numbers, np.int32(-1))[description.tie]
             described = (
                 _widened(description.sizes, keys.width, 1),
@@ -314,6 +316,7 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
     copies = []
     for key, first in ties.items():
         parts_of_first = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
+        # _common_ties has checked that both keys have equally many boxes, so the parts differ only in the box's number.
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
         copies.append(
             BoxParts(

@@ -166,9 +166,11 @@ def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
 def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the positions at which to cut ``total`` bytes, one stretch per holder, so that the least loaded holders
     reach a common level."""
+    # Like filling water into vessels: with the n least loaded holders, the level is (total + their loads) / n. The n
+    # holders to fill are those whose load is below that level.
     filled = np.sort(loads)
     levels = (total + np.cumsum(filled)) / np.arange(1, len(loads) + 1)
-    below = max(1, int((levels > filled).sum()))  # holders whose load is below the common level
+    below = max(1, int((levels > filled).sum()))
     return np.cumsum(np.maximum(levels[below - 1] - loads, 0))[:-1]
 
 

@@ -286,13 +286,13 @@ def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]
     return slots
 
 
-def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
-    """Split ``rest`` at a dot into the longest name that ``known`` has and the text after the dot; the name is None if
-    there is none."""
-    at = rest.rfind(".")
-    while at > 0 and rest[:at] not in known:
-        at = rest.rfind(".", 0, at)
-    return (rest[:at], rest[at + 1 :]) if at > 0 else (None, rest)
+def _known_first(text: str, names: Mapping[str, Box]) -> tuple[str | None, str]:
+    """Split ``text`` at a dot into the longest name in ``names`` and the text after the dot; the name is None if there
+    is none."""
+    at = text.rfind(".")
+    while at > 0 and text[:at] not in names:
+        at = text.rfind(".", 0, at)
+    return (text[:at], text[at + 1 :]) if at > 0 else (None, text)
 
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:

@@ -424,5 +424,5 @@ def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[n
     """Return, for each chunk of the table, the position of its result in the concatenated results of all ranks."""
     order = global_plan.order
     position = np.empty(len(order), np.int64)
-    position[order] = np.arange(len(order))
+    position[order] = np.arange(len(order))  # the inverse permutation of ``order``
     return position

@@ -147,8 +147,8 @@ def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.n
     """Copy ``count`` bytes at each address; the result has them on an additional axis. The caller keeps the memory
     alive.
 
-    A single index operation of numpy over the whole address range replaces a read per address, which would cost Python
-    per tensor. Only the bytes at the given addresses are touched.
+    One numpy index operation on a view of the complete address range replaces a Python read per address. It touches
+    only the bytes at these addresses, since memory between the addresses may be unmapped.
     """
     first = int(addresses.min())
     between = (ctypes.c_ubyte * (int(addresses.max()) + count - first)).from_address(first)
