@@ -164,6 +164,19 @@ def test_a_safetensors_file_can_be_the_base_named_or_loaded(tmp_path: Path) -> N
         _check(path, model)
 
 
+def test_a_folder_of_safetensors_can_be_the_base(tmp_path: Path) -> None:
+    source, _ = build(seed=7)
+    (tmp_path / "pretrained").mkdir()
+    save_file(dict(source.state_dict()), tmp_path / "pretrained" / "model.safetensors")
+    model, optimizer = build(seed=7)
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, tmp_path / "pretrained")
+    train(model, optimizer)
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    assert len(dcp.inspect(tmp_path / "run").left_out) == 16
+    _check(tmp_path / "run", model)
+
+
 def test_without_a_known_base_the_first_save_says_what_to_do(tmp_path: Path) -> None:
     model, optimizer = build()
     with pytest.raises(dcp.SaveFailed, match=r"base=PATH"):

@@ -202,12 +202,13 @@ class KeySelection:
         Then a save without the frozen parameters could never be loaded.
         """
         try:
-            opened = open_alone(base.path, check=True)
-            opened.close()
+            current = open_alone(base.path, check=True)
+            fingerprint = current.fingerprint  # that of a folder of another tool is computed from its open files
+            current.close()
         except (CheckpointError, OSError) as error:
             reason = f"the base {base.path} cannot be read any more ({error})"
         else:
-            if opened.fingerprint == base.fingerprint:
+            if fingerprint == base.fingerprint:
                 return False
             reason = f"{base.path} has been overwritten since it was read, and is another checkpoint now"
         self._warn(f"everything is saved, also what is frozen: {reason}.")
