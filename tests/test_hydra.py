@@ -202,19 +202,15 @@ def test_the_page_on_hydra_lists_the_options() -> None:
     assert sorted(f"{group}/{name}" for group, name in listed) == OPTIONS
 
 
-def _write_applications_of_the_page(folder: Path) -> None:
+def _write_application_of_the_page(folder: Path) -> None:
     page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
-    for name in ("train.yaml", "app.py", "finetune.yaml", "finetune.py"):
+    for name in ("finetune.yaml", "finetune.py"):
         (code,) = re.findall(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
         (folder / name).write_text(code)
 
 
-def test_the_applications_on_the_page_go_on_where_they_were(tmp_path: Path) -> None:
-    _write_applications_of_the_page(tmp_path)
-    assert run(tmp_path / "app.py").stdout == "lr 0.1: from step 0\n"
-    again = run(tmp_path / "app.py", "steps=5")
-    said = f"resuming from {tmp_path}/outputs/app/step-4, saved with another configuration: steps 4 -> 5"
-    assert _warnings(again) == [said] and again.stdout.endswith(f"{said}\nlr 0.1: from step 4\n")
+def test_the_application_on_the_page_starts_from_pretrained_weights_and_resumes(tmp_path: Path) -> None:
+    _write_application_of_the_page(tmp_path)
     dcp.save({"model": torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)}), "step": 9}, tmp_path / "pretrained")
     tune = (tmp_path / "finetune.py", f"init_from={tmp_path}/pretrained")
     assert run(*tune).stdout == "warm-started at step 0\n"

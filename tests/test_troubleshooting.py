@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md, and the line of each error that leads there: the messages in it are those of the code."""
+"""The messages in docs/ are those of the code, and each error ends with the address of its section."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from tests import launch, programs
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 CLASSES = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, CheckpointError)]
-SYMPTOMS = "\n".join(line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| "))
+TABLE = re.compile(r"^\| (?:message|sign) \|.*\n\|-.*\n((?:\|.*\n)+)", re.M)
+ROWS = [
+    row
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for table in TABLE.findall(page.read_text() + "\n")
+    for row in table.splitlines()
+]
+SYMPTOMS = "\n".join(row.split(" | ")[0] for row in ROWS)
 QUOTED = re.findall(r"`(\w+): ([^`]+)`", SYMPTOMS)
 SIGNS = re.findall(r'"([^"`\n]{12,})"', SYMPTOMS)
 OURS = [(kind, message) for kind, message in QUOTED if kind in {one.__name__ for one in CLASSES}]

@@ -1,5 +1,5 @@
-"""Every tutorial, and the guide to stock DCP, works as it stands: its files are written, its commands are run one after
-another, what they print is compared with the page.
+"""Every page with files works as it stands: its files are written, its commands are run one after another, and their
+output is compared with the page.
 
 A file is a block with ``title="NAME"``. A command is a line of a ``console`` block that begins with ``$``; the lines
 below are its standard output, in which ``...`` stands for anything, times and sizes may be others, losses differ by the
@@ -24,9 +24,11 @@ from tests.limits import HANG
 from tests.programs import LIGHTNING, TORCH, TRANSFORMERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.stem != "index")
-RUN = [*PAGES, ROOT / "docs/guides/migrate_stock_dcp.md"]
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
+SESSIONS = [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if re.search(r"^```\w+ title=", page.read_text(), re.M)
+]
+TUTORIALS = [page for page in SESSIONS if page.parent.name == "tutorials"]
 VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|B|KiB|MiB|GB/s)\b")
 LOSS = re.compile(r"^(step \d+) loss (\d+\.\d+)$", re.M)
 LIKE_A_READER = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -44,7 +46,7 @@ def _rest_of(text: str) -> str:
 
 PROGRAMS = {"python": (), "dcp-plugin": ("-m", "dcp_plugin"), "torchrun": ("-m", "torch.distributed.run")}
 IMPORTED = dict.fromkeys(("lightning", "fabric"), LIGHTNING) | dict.fromkeys(
-    ("transformers", "accelerate"), TRANSFORMERS
+    ("transformers", "accelerate", "fine_tuning"), TRANSFORMERS
 )
 
 
@@ -63,29 +65,41 @@ def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
     return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
 
 
+def check_commands(block: str, cwd: Path, imported: tuple[str, ...]) -> None:
+    """Run the commands of a console block, and compare what they print with the block."""
+    for command, expected in _commands(block):
+        _check(command, expected, cwd, imported)
+
+
+def _check(command: str, expected: str, cwd: Path, imported: tuple[str, ...]) -> dict[str, str]:
+    """The loss of each step that the command prints."""
+    printed = _output_of(command, cwd, imported)
+    same = doctest.OutputChecker().check_output(_rest_of(expected), _rest_of(printed), LIKE_A_READER)
+    assert same, f"$ {command}\nexpected:\n{expected}\nprinted:\n{printed}"
+    losses = LOSS.findall(printed)
+    close = pytest.approx([float(loss) for _, loss in LOSS.findall(expected)], abs=0.002)
+    assert [float(loss) for _, loss in losses] == close, command
+    return dict(losses)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_what_a_page_says_is_printed(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
+def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     killed: dict[str, dict[str, str]] = {}
     for block in BLOCK.finditer(page.read_text()):
         if block["title"]:
             (tmp_path / block["title"]).write_text(block["text"])
         elif block["kind"] == "console":
             for command, expected in _commands(block["text"]):
-                printed = _output_of(command, tmp_path, IMPORTED.get(page.stem, TORCH))
-                same = doctest.OutputChecker().check_output(_rest_of(expected), _rest_of(printed), LIKE_A_READER)
-                assert same, f"$ {command}\nexpected:\n{expected}\nprinted:\n{printed}"
-                found = LOSS.findall(printed)
-                close = pytest.approx([float(loss) for _, loss in LOSS.findall(expected)], abs=0.002)
-                assert [float(loss) for _, loss in found] == close, command
+                losses = _check(command, expected, tmp_path, IMPORTED.get(page.stem, TORCH))
                 if command.startswith("DIE_AT="):
-                    killed[command.partition(" ")[2]] = dict(found)
+                    killed[command.partition(" ")[2]] = losses
                 else:
                     before = killed.get(command, {})
-                    assert [one for one in found if before.get(*one) != one[1]] == [], "other losses than before"
+                    assert [step for step, loss in losses.items() if before.get(step, loss) != loss] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_kills_its_training_and_resumes_it(page: Path) -> None:
     commands = [command for block in BLOCK.finditer(page.read_text()) for command, _ in _commands(block["text"])]
     killed = next(position for position, command in enumerate(commands) if command.startswith("DIE_AT="))
