@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media import medium_of
 from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
 from tests import launch, programs
@@ -54,7 +54,7 @@ def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None
         handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, place / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
-        assert medium_of(place).uncommitted_reason(place / str(step))
+        assert uncommitted_reason(place / str(step))
         gates[str(step)].set()
     ours.close()
     unsubscribe()

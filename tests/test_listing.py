@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import dcp_plugin as dcp
 from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.media.usage import usage
 from dcp_plugin.paths import Where
 from tests import programs
 from tests.places import delete_file, save_file, stock_writer
@@ -55,7 +56,7 @@ def test_each_folder_is_a_run_with_its_newest_to_resume_from(place: Where) -> No
     assert b.resumes is not None and b.resumes.path == dcp.latest(place / "b") == place / "b" / "step-2"
     one = b.checkpoints[0]
     assert (one.world_size, one.layouts, one.tier, one.reason) == (1, ["replicated or single"], "durable", "")
-    assert one.nbytes == one.own_bytes == medium_of(place).usage(one.path).nbytes > 4 * 4 * 4
+    assert one.nbytes == one.own_bytes == usage(medium_of(place), one.path).nbytes > 4 * 4 * 4
     assert b.nbytes == sum(one.nbytes for one in b.checkpoints)
     assert [run.folder for run in dcp.list_runs(place / "a" / "step-1")] == [place / "a"]
 

@@ -10,8 +10,8 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.format import METADATA, read
-from dcp_plugin.media import WORKSPACE, CannotLink, Medium, medium_of
-from dcp_plugin.media.packed import unpacked
+from dcp_plugin.media import WORKSPACE, CannotLink, DataFile, Medium, medium_of, snapshot
+from dcp_plugin.media.packed import uncommitted_reason, unpacked
 from dcp_plugin.paths import Where, as_path
 
 _MEGABYTES = bytes(range(256)) * (80 << 10)
@@ -74,14 +74,14 @@ def test_nothing_is_there_before_it_is_published_and_then_all_of_it(medium: Medi
     assert reservation.directory.stem == reservation.token
     name = _write(medium, reservation.directory, _MEGABYTES)
     assert medium.open(reservation.directory).size(name) == len(_MEGABYTES)
-    assert medium.uncommitted_reason(path)
+    assert uncommitted_reason(path)
     assert dcp.latest(root) is None
     medium.discard(reservation)
     medium.discard(reservation)
     assert not medium.kind(path)
 
     name = _save(medium, path, _MEGABYTES)
-    assert medium.uncommitted_reason(path) == ""
+    assert uncommitted_reason(path) == ""
     assert medium.kind(path) == "folder"
     assert _names(medium, path) == _OF_OURS
     files = medium.open(path, pin=True)
@@ -146,15 +146,15 @@ def test_entries_links_marks_and_removals(medium: Medium, root: Where) -> None:
         assert last.names() == linked.names()
     medium.remove(root / "last")
     assert not medium.kind(root / "last")
-    assert medium.uncommitted_reason(root / "step-2") == ""
+    assert uncommitted_reason(root / "step-2", medium) == ""
     assert medium.note(root / "step-2" / "note", b"seen", only_new=True)
     assert not medium.note(root / "step-2" / "note", b"seen again", only_new=True)
     assert read(medium.open(root / "step-2"), "note") == b"seen"
     medium.remove(root / "step-2")
     medium.remove(root / "step-2")
-    snapshot = medium.snapshot(root)
-    assert [one.path for one in snapshot.entries(root) if one.path.name != WORKSPACE] == [root / "step-1"]
-    assert snapshot.uncommitted_reason(root / "step-1") == ""
+    listed = snapshot(root)
+    assert [one.path for one in listed.entries(root) if one.path.name != WORKSPACE] == [root / "step-1"]
+    assert uncommitted_reason(root / "step-1", listed) == ""
 
 
 def test_a_data_file_gets_into_a_later_checkpoint_under_any_name_that_is_left(medium: Medium, root: Where) -> None:
@@ -163,19 +163,21 @@ def test_a_data_file_gets_into_a_later_checkpoint_under_any_name_that_is_left(me
         path = root / f"step-{number}"
         reservation = medium.reserve(path)
         name = _write(medium, reservation.directory, _MEGABYTES)
-        file = homes[-1] if homes else medium.linkable(reservation.directory / name)
+        file = (
+            homes[-1] if homes else DataFile.written(medium.open(reservation.directory), reservation.directory / name)
+        )
         if homes:
-            file = file.link_to(reservation.directory / f"__1_0-{reservation.token}.distcp")
+            file = medium.link_file(file, reservation.directory / f"__1_0-{reservation.token}.distcp")
             name = f"__1_0-{reservation.token}.distcp"
-        assert file.verified and file.size == len(_MEGABYTES)
+        assert file.identity is not None and file.size == len(_MEGABYTES)
         medium.publish(reservation, _tables(medium, path))
         homes.append(file.published(path / name))
         assert read(medium.open(path), name) == _MEGABYTES
     medium.remove(root / "step-2")
     reservation = medium.reserve(root / "step-3")
-    homes[-1].link_to(reservation.directory / f"__0_0-{reservation.token}.distcp")
+    medium.link_file(homes[-1], reservation.directory / f"__0_0-{reservation.token}.distcp")
     medium.remove(root / "step-1")
     assert read(medium.open(reservation.directory), f"__0_0-{reservation.token}.distcp") == _MEGABYTES
     with pytest.raises(CannotLink):
-        homes[-1].link_to(reservation.directory / f"__2_0-{reservation.token}.distcp")
+        medium.link_file(homes[-1], reservation.directory / f"__2_0-{reservation.token}.distcp")
     medium.discard(reservation)

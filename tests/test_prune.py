@@ -215,7 +215,7 @@ def test_uploads_that_nobody_will_complete_go_and_others_stay(bucket: Bucket) ->
     tokens = {"dead": f"{'0' * 12}deadbeef", "alive": alive.token}
     keys = {name: f"run/step-2/__0_0-{token}.distcp" for name, token in tokens.items()} | {"other": "run/data.bin"}
     for key in keys.values():
-        upload = client_of(root).upload(key, 2 * PART, 1)
+        upload = client_of(root).create(key, 2 * PART, 1)
         upload.write(bytes(PART))
         upload.write(bytes(PART))
     while len(bucket.unfinished_uploads()) < 3:

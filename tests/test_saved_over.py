@@ -116,9 +116,9 @@ def test_no_file_of_a_save_with_reuse_has_a_name_that_stock_writes(tmp_path: Pat
     _save_by_stock({"t": _tensors(1)}, tmp_path / "stock")
     for file in newer.glob("*.distcp"):
         assert not (tmp_path / "stock" / file.name).exists() and "-" in file.name
-    assert len({file.name for step in ("2", "3") for file in (tmp_path / step).glob("*.distcp")}) == 3, (
-        "a linked file keeps its name, and new ones share none"
-    )
+    names = [{file.name for file in (tmp_path / step).glob("*.distcp")} for step in ("2", "3")]
+    assert not names[0] & names[1] and len(names[0] | names[1]) == 4, "each save has names of its own"
+    assert [len({name.rpartition("-")[2] for name in of_save}) for of_save in names] == [1, 1]
 
 
 def _over_ours_on_ranks(root: Path) -> None:
@@ -132,15 +132,16 @@ def _over_ours_on_ranks(root: Path) -> None:
     ours.close()
     rank = dist.get_rank()
     names = [file.name for file in (root / "1").glob(f"__{rank}_*.distcp") if file.stat().st_nlink == 2]
-    before = {name: (root / "0" / name).read_bytes() for name in names}
+    inodes = {(root / "1" / name).stat().st_ino for name in names}
+    before = {file: file.read_bytes() for file in (root / "0").glob("*.distcp") if file.stat().st_ino in inodes}
     assert before
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
     _save_by_stock({"model": model.state_dict()}, root / "1")
     dist.barrier()
-    for name, data in before.items():
-        assert (root / "0" / name).read_bytes() == data
+    for file, data in before.items():
+        assert file.read_bytes() == data
     for step, expected in (("0", first), ("1", full_state(model.state_dict()))):
         other, _ = build("fsdp2", seed=3)
         dcp.load({"model": other}, root / step)
@@ -306,19 +307,22 @@ def test_the_way_out_that_the_error_names_leads_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1, 2], ids=["shorter", "longer"])
 def test_in_the_middle_of_a_save_by_stock_ours_is_damaged_or_untouched(tmp_path: Path, scale: int) -> None:
-    """With ``reuse`` it is whole until stock has written its ``.metadata``, and without, its files are cut at once."""
+    """It is complete until stock has written its ``.metadata``. Only files of an earlier version have stock's names."""
     theirs = {key: value.repeat(scale) for key, value in _tensors(7).items()}
     _save_by_stock({"t": theirs}, tmp_path / "stock")
     data = (tmp_path / "stock" / "__0_0.distcp").read_bytes()
     shutil.rmtree(tmp_path / "stock")
-    for reuse in (True, False):
-        path = tmp_path / str(reuse)
-        dcp.save({"t": _tensors(1)}, path, io_threads=1, reuse=reuse)
+    for name in ("earlier", "True", "False"):
+        path = tmp_path / name
+        dcp.save({"t": _tensors(1)}, path, io_threads=1, reuse=name == "True")
+        if name == "earlier":
+            _as_an_earlier_version_saved_it(path)
         (path / "__0_0.distcp").write_bytes(data)
     assert_same(_loaded(tmp_path / "True"), _tensors(1))
+    assert_same(_loaded(tmp_path / "False"), _tensors(1))
     with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_0\.distcp (is truncated|has \d+ bytes, and had)"):
-        _loaded(tmp_path / "False")
-    assert dcp.latest(tmp_path) == tmp_path / "True"
+        _loaded(tmp_path / "earlier")
+    assert dcp.latest(tmp_path) == tmp_path / "False"
 
 
 # What earlier versions saved

@@ -22,8 +22,9 @@ from dcp_plugin.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, ha
 from dcp_plugin.format.foreign.frameworks import META as META
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.format.summary import Summary
-from dcp_plugin.media import Readable, files_below, medium_of
+from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot
 from dcp_plugin.media.packed import PackedFiles, unpacked
+from dcp_plugin.media.packed import uncommitted_reason as uncommitted_reason
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.check_rest import told_of
@@ -54,9 +55,8 @@ def is_taken(path: Where) -> bool:
     medium = medium_of(path)
     try:
         kind = medium.kind(path)
-        if kind != "folder" or not medium.keeps_names:
-            return bool(kind)
-        return not all(token_in(entry.path.name) for entry in medium.entries(path))
+        entries = medium.entries(path) if kind == "folder" else []
+        return bool(kind) and not (entries and all(token_in(entry.path.name) for entry in entries))
     except OSError as error:
         raise CheckpointError(f"cannot see whether {path} is there: {error}. {medium.advice}") from error
 
@@ -99,12 +99,7 @@ def read_file(path: Where, name: str, files: SourceFiles | None = None) -> bytes
 
 def has_our_files(path: Where) -> bool:
     """Return whether a directory has files of a checkpoint of this package or of stock DCP, committed or not."""
-    return has_traces(names_in(medium_of(path).locate(path)))
-
-
-def uncommitted_reason(path: Where) -> str:
-    """Return why a path has no committed checkpoint; an empty string if it has one. Raises OSError."""
-    return medium_of(path).uncommitted_reason(path)
+    return has_traces(names_in(locate(path)))
 
 
 def is_quarantined(path: Where) -> bool:
@@ -217,7 +212,7 @@ def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool
 
 def _names(files: Readable, path: Where) -> list[str]:
     """Return the names of the extra files, which frameworks and users have added."""
-    medium = medium_of(path).snapshot(path)
+    medium = snapshot(path)
     folders = [path, path / f"{PACKED}{files.token}"] if isinstance(files, PackedFiles) else [path]
     return sorted({name for folder in folders for name, _ in files_below(medium, folder) if _is_extra(name)})
 

@@ -502,7 +502,7 @@ class Coordinator:
             if not save.parts:  # a keeper before has written it
                 self._write_parts(save, None)
             directory = publication.reserve(save.head.among_other_files)
-            renamed = directory.stem if publication.medium.keeps_names else ""
+            renamed = directory.stem
             self._of_all(save, lambda node: self._drain_part(save, node, directory, renamed))
             index = self._index_of(save, renamed)
             self._publish(save, lambda: publication.publish(index, self._facts(save), record.time))

@@ -25,9 +25,9 @@ from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper.local_checkpoints import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
 from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
 from dcp_plugin.keeper.wire import Address, Channel, connect
-from dcp_plugin.media import CannotLink, Linkable, Medium, medium_of
+from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
-from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.media.disk.files import LocalFiles, identity_of
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.passing import Memory, SourceError, Way
@@ -45,19 +45,7 @@ _SEND_SECONDS = 60.0
 """How long a neighbour may take to accept or to answer for a piece of a file."""
 
 
-@dataclass(frozen=True)
-class NodeDisk(LocalDisk):
-    """The ``local_dir`` of a node. Names of data files are of one save, as they are in object stores."""
-
-    keeps_names = True
-
-
 FileIdentity = tuple[int, int, int, int]
-
-
-def _identity(found: os.stat_result) -> FileIdentity:
-    """Of a file that is not written to any more. The number of an inode alone may be that of a newer file by now."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass
@@ -93,7 +81,7 @@ class Node:
     _known: dict[str, _Known] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
-    _drained: dict[FileIdentity, Linkable] = field(default_factory=dict)
+    _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
     """By local data file: the same in the last durable checkpoint."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
     """By neighbour and local data file: the save and the name under which it has the file."""
@@ -208,7 +196,7 @@ class Node:
             folder = self.steps(job).make(token)
             for left in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
                 left.unlink()
-            medium, to = NodeDisk(job.config.direct_io), RankDirectory(rank, folder)  # type: ignore[assignment]
+            medium, to = LocalDisk(job.config.direct_io), RankDirectory(rank, folder)  # type: ignore[assignment]
         else:
             medium, to = medium_of(directory, job.config.direct_io), RankDirectory(rank, directory)
         reuse = self._reuse_of(job, local=directory is None)
@@ -222,7 +210,7 @@ class Node:
         beside = self.spool.folder / f"{token}.{rank}.files"
         attached: dict[str, str] = {}
         if beside.is_dir():
-            medium.attach(to.directory, lambda target: _copy_tree(beside, target))
+            add_files(medium, to.directory, lambda target: _copy_tree(beside, target))
             attached = check_rest.told_beside(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
@@ -285,7 +273,7 @@ class Node:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
-            identity = address, _identity(found)
+            identity = address, identity_of(found)
             channel.send(("put", (token, name, found.st_size, self._sent.get(identity))))
             answer, needed = channel.receive()
             if answer == "ok" and needed:
@@ -369,25 +357,25 @@ class Node:
         medium.join(directory, job.path)
         pace = RateLimiter(job.config.drain_bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
-        homes: dict[FileIdentity, tuple[Linkable, str]] = {}
+        homes: dict[FileIdentity, tuple[DataFile, str]] = {}
 
         def copy(name: str) -> None:
             there = name.replace(f"-{token}", f"-{renamed}") if renamed else name
             found = os.stat(folder / name)
-            identity = _identity(found)
+            identity = identity_of(found)
             if (known := self._drained.get(identity)) is not None:
                 with suppress(CannotLink):
-                    homes[identity] = known.link_to(directory / there), there
+                    homes[identity] = medium.link_file(known, directory / there), there
                     return
             if isinstance(directory, Path):  # half of it may be there, of a node that is gone
                 (directory / there).unlink(missing_ok=True)
             _copy_file(folder / name, medium, directory, there, pace, job.config.io_threads)
-            homes[identity] = medium.linkable(directory / there), there
+            homes[identity] = DataFile.written(medium.open(directory), directory / there), there
 
         with ThreadPoolExecutor(max(1, job.config.io_threads), thread_name_prefix="keeper-drain") as pool:
             list(pool.map(copy, data))
         if rest := [name for name in names if name not in data]:
-            medium.attach(directory, lambda target: _copy_files(folder, rest, target))
+            add_files(medium, directory, lambda target: _copy_files(folder, rest, target))
         medium.flush(directory)
         with self._changed:
             self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
@@ -476,7 +464,7 @@ def _receive_file(channel: Channel, path: Path, size: int) -> None:
 
 
 def _copy_file(source: Path, medium: Medium, directory: Where, name: str, pace: RateLimiter, at_once: int) -> None:
-    size, memory = source.stat().st_size, Memory(used_again=not medium.keeps_names)
+    size, memory = source.stat().st_size, Memory()
     with (
         ThreadPoolExecutor(_AHEAD, thread_name_prefix="keeper-read") as readers,
         LocalFiles(source.parent).open(source.name) as file,

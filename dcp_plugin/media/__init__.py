@@ -1,12 +1,12 @@
-"""Places where the bytes of a checkpoint are.
+"""Media: places that store the bytes of checkpoints.
 
-Named sequences of bytes go in, and ranges of them come out. A medium never sees a dtype, a key or another rank; what
-the bytes mean is the matter of :mod:`dcp_plugin.format`. The rule it keeps: until :meth:`Medium.publish` returns, a
-reader finds the checkpoint that was there before, complete, or nothing.
+A medium takes named sequences of bytes and returns ranges of them. It never sees a dtype, a key or another rank; the
+meaning of the bytes belongs to :mod:`dcp_plugin.format`. The rule: until :meth:`Medium.publish` returns, a reader finds
+the earlier checkpoint, complete, or no checkpoint.
 
 :class:`~dcp_plugin.media.disk.LocalDisk` is a file system that all ranks share, and
-:class:`~dcp_plugin.media.objects.ObjectStore` a store of objects that have URLs. :func:`medium_of` says which of them a
-path is of.
+:class:`~dcp_plugin.media.objects.ObjectStore` a store of objects that have URLs. :func:`medium_of` returns the medium
+of a path.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from __future__ import annotations
 import io
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from dcp_plugin.errors import SaveFailed, some
-from dcp_plugin.format import Files
+from dcp_plugin.format import PACKED, Files
 from dcp_plugin.paths import ObjectPath, Where
 
 P = TypeVar("P", Path, ObjectPath)
 
 WORKSPACE = ".dcp_plugin"
-"""The directory beside checkpoints in which they are made, or noted while they are. Where one belongs to another user,
-and cannot be written, this user's has the number of the user behind it."""
+"""The directory in a folder of checkpoints that has the saves in flight, or their records. If it belongs to another
+user and cannot be written, the workspace of this user has the number of the user at the end of its name."""
 _OF_A_USER = re.compile(rf"{re.escape(WORKSPACE)}(-\d+)?")
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 
 
 def workspace_of(final: P) -> P:
-    """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
-    project: Accelerate takes every entry of that folder for one of them."""
+    """Return the directory in which a checkpoint is made and deleted: in its parent. The numbered checkpoints of an
+    Accelerate project have it one level higher: Accelerate takes every entry of their folder for a checkpoint."""
     return cast(P, workspace_in(_folder_of(final)))
 
 
 def workspaces_of(final: P) -> list[P]:
-    """Return the workspaces of all users in which a checkpoint may be made, or set aside."""
+    """Return the workspaces of all users in which a checkpoint may be made, or kept while it is replaced."""
     return cast(list[P], workspaces_in(_folder_of(final)))
 
 
@@ -68,11 +69,11 @@ def workspace_in(folder: Where) -> Where:
 
 def workspaces_in(folder: Where) -> list[Where]:
     """Return the workspaces of all users in a folder of checkpoints, and the usual one whether it exists or not."""
-    others: list[str] = []
+    names: list[str] = []
     if isinstance(folder, Path):
         with suppress(OSError):
-            others = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
-    return [folder / name for name in (WORKSPACE, *others)]
+            names = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
+    return [folder / name for name in (WORKSPACE, *names)]
 
 
 def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
@@ -85,7 +86,7 @@ def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
 
 
 def is_target(name: object) -> bool:
-    """Whether this names a checkpoint relative to the parent of its workspace."""
+    """Return whether a value is the name of a checkpoint, relative to the parent of its workspace."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return "/" not in name or _ACCELERATE_NUMBERED.fullmatch(name) is not None
@@ -99,16 +100,16 @@ IN_PLACE = 1 << 20
 
 @dataclass(frozen=True)
 class Reservation(Generic[P]):
-    """A save in flight. Only the rank that reserved has it; the others are told its directory."""
+    """A save in flight. It stays on the rank that reserved; other ranks receive its directory."""
 
     final: P
-    """What the checkpoint will be called."""
+    """The final path of the checkpoint."""
     token: str
     """Unique to this save."""
     directory: P
-    """Where all ranks put their files until the save is published. Its stem is the token."""
+    """The directory for the files of all ranks until the save is published. Its stem is the token."""
     time: float | None = None
-    """When the save began, in seconds since the epoch, by a clock that all saves have in common, if there is one."""
+    """Start of the save in seconds since the epoch, if all saves share a clock."""
 
 
 class NewFile(Protocol):
@@ -121,28 +122,28 @@ class NewFile(Protocol):
     ) -> None: ...
 
     def tell(self) -> int:
-        """Bytes appended so far."""
+        """Return the number of bytes appended so far."""
 
     def takes_in_place(self, address: int) -> bool:
-        """Whether bytes at this address of memory, if appended next, are written without being copied."""
+        """Return whether the next bytes are written without a copy if they are at this address of memory."""
 
     def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
-        """Append.
+        """Append bytes.
 
         Args:
-            kept: ``data`` does not change before the file is complete. Otherwise it may as soon as this returns.
+            kept: ``data`` does not change before the file is complete. Otherwise it may change after the call.
         """
 
 
 class RawRanges(io.RawIOBase):
-    """What a buffered file reads from if its bytes come by ranges; :meth:`read_at` is where they come from."""
+    """Raw file below a buffered file whose bytes are read by ranges, with :meth:`read_at`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size, self._at = size, 0
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
-        """As :meth:`RangedFile.read_into`."""
+        """Read as :meth:`RangedFile.read_into` does."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -169,7 +170,7 @@ class RawRanges(io.RawIOBase):
 
 
 def first_bytes(memory: Sequence[memoryview], most: int) -> list[memoryview]:
-    """The pieces of memory, cut so that they have at most so many bytes."""
+    """Return the first pieces of memory, cut so that they have ``most`` bytes at most."""
     pieces = []
     for piece in memory:
         if most <= 0:
@@ -180,10 +181,10 @@ def first_bytes(memory: Sequence[memoryview], most: int) -> list[memoryview]:
 
 
 def stretches(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The positions of things that lie one after the other, cut into ``count`` stretches of about the same size.
+    """Return the positions of neighbours in a file, cut into ``count`` stretches of about the same size.
 
-    Each thread reads a stretch: the system reads ahead of who goes on where it has stopped, and not of threads that
-    take turns in one file.
+    Each thread reads a stretch: the system reads ahead for a thread that reads in order, and not for threads that take
+    turns in one file.
 
     Example:
         >>> stretches([3, 1, 1, 1], 2)
@@ -199,34 +200,37 @@ def stretches(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
-    """Copy chunks of bytes to the pieces of memory in turn; how many bytes."""
+    """Copy chunks of bytes to the pieces of memory in turn. Return the number of bytes."""
     done = 0
-    left = [piece for piece in memory if len(piece)]
+    pieces = [piece for piece in memory if len(piece)]
     for chunk in chunks:
         data = memoryview(chunk)
-        while len(data) and left:
-            count = min(len(left[0]), len(data))
-            left[0][:count] = data[:count]
-            left[0], data = left[0][count:], data[count:]
+        while len(data) and pieces:
+            count = min(len(pieces[0]), len(data))
+            pieces[0][:count] = data[:count]
+            pieces[0], data = pieces[0][count:], data[count:]
             done += count
-            if not len(left[0]):
-                del left[0]
+            if not len(pieces[0]):
+                del pieces[0]
     return done
 
 
 class RangedFile(io.BufferedReader):
     """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once."""
 
+    identity: Any
+    """A value that no other file has, and that changes with the contents of the file."""
+
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         """Fill the pieces in turn from byte ``offset`` on.
 
         Returns:
-            How many bytes were read. It may be fewer than fit; 0 is the end of the file.
+            The number of bytes. It may be smaller than the memory; 0 is the end of the file.
         """
         raise NotImplementedError
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """These ranges, each from one byte to before another, will be read in small pieces. Raises OSError."""
+        """Prepare small reads within these ranges, each from one byte to before another. Raises OSError."""
 
 
 class Readable(Files, Protocol):
@@ -234,12 +238,11 @@ class Readable(Files, Protocol):
 
     @property
     def streams(self) -> int:
-        """How many ranges are worth reading at the same time, whatever the number of threads for files is; 0: it is
-        that number."""
+        """Number of ranges to read at the same time where each read is a request; 0 where reads are system calls."""
 
     @property
     def gap(self) -> int:
-        """Bytes between two ranges that are cheaper to read than to skip."""
+        """Bytes between two ranges that cost less to read than a further read."""
 
     def open(self, name: str) -> RangedFile: ...
 
@@ -247,106 +250,88 @@ class Readable(Files, Protocol):
         """Return whether a file is a link out of the checkpoint. The blobs of Hugging Face's cache belong to it."""
 
     def keep(self, names: Iterable[str]) -> None:
-        """Make sure, for as many of these files as is reasonable, that they can be opened until :meth:`close`, even if
-        the checkpoint is deleted. From then on their contents are read by ``read_into`` only.
+        """Pin files: they can be opened until :meth:`close`, even if the checkpoint is deleted. After that, only
+        ``read_into`` reads their contents. A disk pins 256 files at most.
 
         Raises:
-            OSError: One is not there.
+            OSError: A file is missing.
         """
 
     def distrust(self, file: RangedFile) -> bool:
-        """What was read from a file is not what was saved. Whether the same file, opened anew, comes from another place
-        that has not failed."""
+        """Mark the source of a file as unreliable: its bytes are not the saved bytes. Return whether the file has
+        another source, which the next :meth:`open` uses."""
 
     def moved(self) -> bool:
-        """Whether what is at the path now is not what these files are of: it was replaced or deleted, or has come."""
+        """Return whether the checkpoint at the path was created, replaced or deleted since these files were opened."""
 
     def close(self) -> None:
-        """Let go of what is held. May be called twice."""
+        """Close the pinned files. May be called twice."""
+
+
+@dataclass(frozen=True)
+class FileStatus:
+    """Size and identity of a file."""
+
+    size: int
+    identity: Any
+    """Equal for all names of a file, and for no other file of the medium."""
+    names: int = 1
+    """Names (hard links) that the file has in all."""
 
 
 @dataclass(frozen=True)
 class Listed(Generic[P]):
-    """What :meth:`Medium.entries` finds. A link to a folder is not a folder."""
+    """An entry of :meth:`Medium.entries`. A link to a folder is not a folder."""
 
     path: P
     is_folder: bool
     is_file: bool
+    status: Callable[[], FileStatus]
+    """Returns the status of an entry that is a file. It may take a system call. Raises OSError."""
     number: int = 0
-    """Another one if something else has taken the name, where the medium tells that."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The bytes of some files, each counted once, whatever number of names (hard links) it has."""
-
-    files: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
-    """By what identifies a file: its bytes, how many of its names were found, and how many it has in all."""
-
-    @classmethod
-    def of_all(cls, usages: Iterable[Usage]) -> Usage:
-        """Of files in several places, which have no name in common."""
-        files: dict[Any, tuple[int, int, int]] = {}
-        for usage in usages:
-            for identity, (nbytes, here, names) in usage.files.items():
-                files[identity] = (nbytes, here + files.get(identity, (0, 0, 0))[1], names)
-        return cls(files)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for nbytes, _, _ in self.files.values())
-
-    @property
-    def own(self) -> int:
-        """Of these, what nothing else shares: deleting all the names that were found gives so much back."""
-        return sum(nbytes for nbytes, here, names in self.files.values() if here >= names)
+    """Changes if another file takes the name, on a medium that numbers its files."""
 
 
 class InFlight(NamedTuple):
-    """A save that has not ended, or was interrupted."""
+    """A save in flight, or an interrupted one."""
 
     target: str
     """The name of its checkpoint, relative to the parent of the workspace."""
     time: float
-    """When it was last heard of, in seconds since the epoch."""
+    """Time of its last heartbeat or change, in seconds since the epoch."""
     launch: object
     """The record of the launch that saves (:func:`dcp_plugin.launcher.launch_record`), if another process does."""
 
 
 @dataclass(frozen=True)
 class Leftover(Generic[P]):
-    """What a process that has ended has left behind."""
+    """Garbage of a process that has ended."""
 
     path: P
     what: str
-    """In words."""
+    """Description for people."""
     nbytes: int | None
-    """What deleting it gives back; None if nobody can tell, and 0 for what is put back where it was."""
+    """Bytes that its deletion frees; None if they are unknown, 0 for a checkpoint that gets its name back."""
 
 
 class Medium(Protocol):
-    """A place for checkpoints. All methods raise OSError for what the medium refuses."""
+    """A place for checkpoints. A method raises OSError if the medium refuses its request."""
 
     @property
     def advice(self) -> str:
-        """What to look at when the medium refuses, as a question."""
-
-    @property
-    def keeps_names(self) -> bool:
-        """Whether the files of a save are, from the first moment, under the names at which they will be published,
-        beside those of other saves. Then all data files have the save's token in their names."""
+        """A question for the user: the usual reasons for an OSError."""
 
     def reserve(self, path: Where, among_other_files: bool = False, copy_of: str = "") -> Reservation[Any]:
-        """Begin a save to ``path``. On one rank.
+        """Begin a save to ``path``. One rank calls this.
 
         Args:
-            among_other_files: ``path`` may have other things in it than a checkpoint. They stay.
-            copy_of: The token of what is copied there: the stem of the directory where the medium keeps names. What an
-                earlier try of the same copy has left (:meth:`suspend`, or a process that died) is in the directory.
+            among_other_files: ``path`` may have other files in it than a checkpoint. They stay.
+            copy_of: The token of a checkpoint to be copied; in a store the stem of the directory. The directory has the
+                files that an earlier try of the same copy has kept (:meth:`discard`) or that a process that died left.
 
         Raises:
-            SaveFailed: It has other things in it than a checkpoint, or nothing can be written there. Or the same copy
-                is being made by another process.
+            SaveFailed: It has other files in it than a checkpoint, or it cannot be written. Or another process makes
+                the same copy.
         """
 
     def join(self, directory: Where, path: Where) -> None:
@@ -361,102 +346,78 @@ class Medium(Protocol):
 
         Args:
             size: Its final size in bytes.
-            at_once: How many files this rank writes at the same time: they share what may be on the way.
-            wrote: Called with the number of bytes that went to the medium, as they go; from any thread.
+            at_once: Number of files that this rank writes at the same time: they share the bytes in flight.
+            wrote: Called with the number of bytes of each write to the medium, from any thread.
         """
 
     def flush(self, directory: Where) -> None:
-        """Make the names of the files durable that this rank has written. Their bytes are durable already."""
+        """Make the names of this rank's files durable. Their bytes are durable already."""
 
     def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes] | None) -> None:
-        """Add these files to a save, in this order, and give it its final name, in place of what is there.
+        """Add these files to a save, in this order, and give it its final name. An earlier checkpoint is replaced.
 
-        Where names are kept, what has no summary among them is of another tool, and its files have their own names.
-        All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them. None:
-        the save is a copy of one file, which is called in the directory as it will be.
+        All other files of the save are durable. The last of ``files`` commits the checkpoint. In a store, files without
+        a summary among them belong to another tool, and keep their names. ``None``: the save is a copy of a single
+        file, which has its final name in the directory.
 
         Raises:
-            OSError: What was at the final name is as it was.
-            DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
+            OSError: The final name is unchanged.
+            DurabilityUnknown: The checkpoint is published, but a loss of power may undo that.
         """
 
-    def discard(self, reservation: Reservation[Any], all_ended: bool = True) -> None:
-        """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
-        OSError: what cannot be deleted now is left for the next save beside it.
+    def discard(self, reservation: Reservation[Any], all_ended: bool = True, keep: bool = False) -> None:
+        """End a save or a copy that is not published, and delete its files. The checkpoint at its final name stays.
+        Never raises OSError: the next save beside it deletes the files that cannot be deleted now.
 
         Args:
-            all_ended: No rank writes to it any more. Otherwise what comes yet is left for the next save, too.
+            all_ended: No rank writes to it any more. Otherwise the next save beside it looks for further files.
+            keep: Keep the files of a copy for the next reservation of the same copy. Any other save beside it deletes
+                them.
         """
-
-    def suspend(self, reservation: Reservation[Any]) -> None:
-        """End a copy that is not to be published now. Its files stay for the next reservation of the same copy, and
-        any other save beside it deletes them."""
-
-    def locate(self, path: Where) -> Where:
-        """``path``, or where its checkpoint is after a crash in the middle of replacing it."""
-
-    def uncommitted_reason(self, path: Where) -> str:
-        """Why there is no committed checkpoint at ``path``; empty if there is one."""
 
     def open(self, path: Where, pin: bool = False) -> Readable:
-        """The files of a checkpoint, or of a directory with those of a save in flight. Nothing is read yet.
+        """Return the files of a checkpoint or of a save in flight. This reads nothing.
 
         Args:
-            pin: The files of what is at ``path`` now, and of nothing that takes its name later. The caller closes them.
-                If nothing is there, they raise OSError when they are used.
+            pin: Return the files of the checkpoint that has the name now, also after another one takes the name. The
+                caller closes them. If no checkpoint has the name, their methods raise OSError.
         """
 
     def entries(self, root: Where) -> list[Listed[Any]]:
-        """What is directly below ``root``, sorted by name."""
+        """Return the entries of the folder ``root``, sorted by name."""
 
     def in_flight(self, entry: Where) -> InFlight | None:
-        """The save in flight, or interrupted, that an entry of a workspace stands for; None if it stands for none."""
+        """Return the save in flight, or interrupted, of an entry of a workspace; None if the entry is of no save."""
 
     def link(self, path: Where, target: Where) -> None:
-        """Make ``path`` another name of the checkpoint ``target``, in place of what is there."""
+        """Make ``path`` another name of the checkpoint ``target``. An earlier checkpoint is replaced."""
 
     def remove(self, path: Where) -> None:
-        """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
+        """Delete a checkpoint. A half-deleted one is never taken for a checkpoint."""
 
     def collect_garbage(self, workspace: Where, dry_run: bool = False) -> list[Leftover[Any]]:
         """Delete the files of saves and removals beside a workspace whose processes have ended for sure, and put back
         what these had moved aside. Files that cannot be deleted stay for the next time. Return all garbage."""
 
-    def usage(self, path: Where) -> Usage:
-        """The bytes of the file or of all files at a path. Links are not followed."""
-
     def kind(self, path: Where) -> Literal["folder", "file", ""]:
-        """What is at a path, or at what it links to; empty if nothing is."""
-
-    def attach(self, directory: Where, put: Callable[[Path], None]) -> None:
-        """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
+        """Return the kind of the entry at a path, or of its link target; empty if the path does not exist."""
 
     def note(self, path: Where, data: bytes, replaced: Iterable[Where] = (), only_new: bool = False) -> bool:
-        """Make this small file what is at ``path``, in a workspace, then delete the files that it replaces. Another
-        process sees the file before, or this one.
+        """Write a small file in a workspace, then delete the files in ``replaced``. Another process sees the earlier
+        file or this one.
 
         Args:
-            only_new: Leave a file that exists as it is, and return False. The new file is durable. It may be in a
+            only_new: Leave an existing file unchanged, and return False. The new file is durable. It may be in a
                 published checkpoint.
         """
 
-    def linkable(self, *homes: Where, size: int | None = None) -> Linkable:
-        """A data file, to be put into later checkpoints too.
+    def link_file(self, file: DataFile, target: Where) -> DataFile:
+        """Make ``target`` another name or a copy of a data file, without reading its bytes. Return the file as it is
+        there.
 
-        Args:
-            homes: The names that it may have.
-            size: Its size in bytes, if it was written by another process; None if this one has just written it.
+        Raises:
+            CannotLink: In words: the reason; empty if it need not be logged.
         """
-
-    def snapshot(self, root: Where) -> Medium:
-        """This medium, as it was in one moment below ``root``, if it lists all of that at once: what is asked of its
-        folders costs nothing then."""
-
-    def may_have_base(self, path: Where) -> bool:
-        """Whether another checkpoint may have what the one at a path leaves out, as far as names of files tell that."""
-
-    def time_from_names(self, path: Where) -> float | None:
-        """When the checkpoint was saved, as far as the names of its files tell that for sure."""
 
 
 def files_below(medium: Medium, folder: Where, before: str = "") -> Iterator[tuple[str, Listed[Any]]]:
@@ -473,67 +434,120 @@ def files_below(medium: Medium, folder: Where, before: str = "") -> Iterator[tup
 
 def tree(folder: Where, medium: Medium | None = None) -> list[str]:
     """Return the names of all files below a folder, sorted. Links to folders are left out. Raises OSError."""
-    medium = (medium or medium_of(folder)).snapshot(folder)
+    medium = snapshot(folder, medium)
     below = files_below(medium, folder)
     return sorted(name for name, entry in below if entry.is_file or medium.kind(entry.path) != "folder")
+
+
+def add_files(medium: Medium, directory: Where, put: Callable[[Path], None]) -> None:
+    """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
+    if isinstance(directory, Path):
+        put(directory)
+        return
+    with tempfile.TemporaryDirectory(prefix="dcp-plugin-") as local:
+        put(Path(local))
+        for path in filter(Path.is_file, Path(local).rglob("*")):
+            name = f"{PACKED}{directory.stem}/{path.relative_to(local).as_posix()}"
+            with open(path, "rb") as file, medium.create(directory, name, path.stat().st_size, _ignore) as to:
+                while data := file.read(_PIECE):
+                    to.write(data, kept=True)
+
+
+def _ignore(count: int) -> None:
+    """Take the number of written bytes, which is not shown."""
+
+
+_PIECE = 8 << 20
 
 
 class CannotLink(Exception):
     """A file cannot be put into another checkpoint; the message says why. Never reaches the user."""
 
 
-class Linkable(Protocol):
-    """A data file that was published, under the names that it is known to have. Any of them may be deleted."""
+@dataclass(frozen=True)
+class DataFile:
+    """A data file of published checkpoints, to be put into later ones too. Any of its names may be deleted."""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
+    homes: tuple[Where, ...]
+    """The names that it is known to have, newest first."""
+    size: int
+    """Bytes."""
+    identity: Any = None
+    """:attr:`RangedFile.identity` of the bytes that this process has written or verified; None before it has."""
 
-    @property
-    def verified(self) -> bool:
-        """Whether it is known to have the bytes that this process has written or verified."""
+    @classmethod
+    def written(cls, files: Readable, path: Where) -> DataFile:
+        """Return a file that this process has just written. Raises OSError.
 
-    def published(self, home: Where) -> Linkable:
-        """The same file when its newest name has become ``home``."""
+        Args:
+            files: Those of its directory.
+        """
+        with files.open(path.name) as file:
+            return cls((path,), files.size(path.name), file.identity)
 
-    def opened(self) -> AbstractContextManager[tuple[RangedFile, Linkable]]:
-        """The file, open to be verified, and this object as verified.
+    def published(self, home: Where) -> DataFile:
+        """Return the same file after its newest name has become ``home``."""
+        homes = [home, *(path for path in self.homes[1:] if path != home)]
+        return replace(self, homes=tuple(homes[:_MOST_HOMES]))
+
+    @contextmanager
+    def opened(self, medium: Medium) -> Iterator[tuple[RangedFile, DataFile]]:
+        """Open the file to verify it, and yield it with this object, which has its identity then.
 
         Raises:
-            CannotLink: It is not there.
+            CannotLink: It is gone. Or it is in a store, where reading it takes as long as writing it.
         """
+        for home in self.homes:
+            if isinstance(home, ObjectPath):
+                raise CannotLink("")
+            with suppress(OSError):
+                files = medium.open(home.parent)
+                if files.size(home.name) == self.size:
+                    file = files.open(home.name)
+                    break
+        else:
+            raise CannotLink(GONE)
+        with file:
+            yield file, replace(self, identity=file.identity)
 
-    def link_to(self, target: Where) -> Linkable:
-        """Make ``target`` this file, without its bytes passing through here.
 
-        Raises:
-            CannotLink: In words: why that cannot be; empty if nobody need hear of it.
-        """
-
-
-_HOMES = 4
-
-
-def with_newest(homes: Sequence[P], home: P) -> tuple[P, ...]:
-    """The names of a :class:`Linkable` when the newest of them has become ``home``."""
-    names = [home]
-    names += [path for path in homes[1:] if path != home]
-    return tuple(names[:_HOMES])
+_MOST_HOMES = 4
+GONE = "its files are gone, or were written to since"
 
 
 def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium:
-    """What a path is of.
+    """Return the medium of a path.
 
     Args:
         direct_io: For a file system, see :class:`~dcp_plugin.media.disk.LocalDisk`.
 
     Raises:
-        ValueError: A URL, and what talks to its store is not installed.
+        ValueError: It is a URL, and the client of its store is not installed.
     """
     if isinstance(path, ObjectPath):
-        from dcp_plugin.media.objects import ObjectStore  # only who has a URL needs it
+        from dcp_plugin.media.objects import ObjectStore  # needed for URLs alone
 
         return cast(Medium, ObjectStore.of(path))
     from dcp_plugin.media.disk import LocalDisk
 
     return cast(Medium, LocalDisk(direct_io))  # each takes its own kind of path, and is given no other
+
+
+def snapshot(root: Where, medium: Medium | None = None) -> Medium:
+    """Return the medium of a path as it is now below ``root``, if one listing has all of that. Then a question about a
+    folder there takes no request. Raises OSError.
+
+    Args:
+        medium: One that may be a snapshot already.
+    """
+    medium = medium or medium_of(root)
+    return medium.below(root) if isinstance(root, ObjectPath) else medium  # type: ignore[attr-defined]
+
+
+def locate(path: Where) -> Where:
+    """Return ``path``, or the path that its checkpoint has after a crash in the middle of replacing it."""
+    if isinstance(path, ObjectPath):
+        return path
+    from dcp_plugin.media.disk import commit
+
+    return commit.locate(path)

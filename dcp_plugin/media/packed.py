@@ -1,41 +1,49 @@
 """A checkpoint that was saved in place (:mod:`dcp_plugin.format.packed`), seen as one that was not.
 
-Its files have the names that those of any checkpoint have, wherever they are: in an object store, or in a directory
-that it was copied to. What is of other saves to the same path is not seen.
+Its files have the usual names of a checkpoint, in an object store and in a directory with a copy of it. Files of other
+saves to the same path are hidden.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
 
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY
-from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, token_in
-from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes, scatter
+from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
+from dcp_plugin.format import uncommitted_reason as reason_in
+from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, medium_of, scatter
+from dcp_plugin.paths import ObjectPath, Where
 
+HAS_BASE = "dcp_plugin.base"
+"""An empty object in the folder of a checkpoint that needs a base: a listing shows it."""
+_SAME_MOMENT = 60.0
+"""Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 _TAIL = 64 << 10
 """Bytes; a summary has a few kilobytes, unless the state has very many modules."""
 
 
 def unpacked(files: Readable) -> Readable:
-    """The files of what is there, under their usual names. Raises OSError as they do."""
+    """Return the files of a checkpoint under their usual names. Raises OSError as they do."""
     names = files.names()
     if METADATA not in names or not (tokens := folders(names)):
         return files
     tail = last_bytes(files, _TAIL)
-    found = end_of(tail)
-    if found is None or found[0] not in tokens:
+    end = end_of(tail)
+    if end is None or end[0] not in tokens:
         if not has_damaged_end(tail):  # another tool has saved there
             return files
-        found = max(tokens), 0  # whoever reads the summary finds none, and says that it is damaged
-    token, length = found
+        end = max(tokens), 0  # without a summary, whose reader raises CheckpointCorrupt
+    token, length = end
     if length + END > len(tail):
         tail = last_bytes(files, length + END)
     return PackedFiles(files, token, tail, length)
 
 
 def last_bytes(files: Readable, count: int) -> bytes:
-    """The end of ``.metadata``."""
+    """Return the last bytes of ``.metadata``."""
     size = files.size(METADATA)
     count = min(count, size)
     memory = bytearray(count)
@@ -47,6 +55,49 @@ def last_bytes(files: Readable, count: int) -> bytes:
                 break
             done += read
     return bytes(memory[:done])
+
+
+def uncommitted_reason(path: Where, medium: Medium | None = None) -> str:
+    """Return why no committed checkpoint is at a path; an empty string if there is one. Raises OSError."""
+    medium = medium or medium_of(path)
+    try:
+        with closing(medium.open(path, pin=True)) as files:
+            return reason_in([name.rstrip("/") for name in unpacked(files).names()])
+    except OSError as error:
+        if isinstance(path, Path) and not path.is_dir():
+            return "not a directory" if path.exists() else "no such directory"
+        if isinstance(path, ObjectPath) and isinstance(error, FileNotFoundError):
+            return "no such directory"
+        if files.moved():  # another process has just published it
+            return uncommitted_reason(path, medium)
+        raise
+
+
+def may_have_base(path: Where, medium: Medium) -> bool:
+    """Return whether a checkpoint may need a base, by the names of its files."""
+    files = medium.open(path)
+    try:
+        names = files.names()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return SUMMARY in names or any(exists(files, f"{PACKED}{token}/{HAS_BASE}") for token in folders(names))
+
+
+def time_from_names(path: Where, medium: Medium) -> float | None:
+    """Return the time at which a checkpoint in a store was saved, if the names of its files are proof of it."""
+    if not isinstance(path, ObjectPath):
+        return None
+    files = medium.open(path)
+    try:
+        names = files.names()
+        saves = folders(names)
+        if METADATA in names and not {DAMAGED, SUMMARY} & set(names) and len(saves) == 1:
+            (token,) = saves
+            apart = files.modified(METADATA) - files.modified(f"{PACKED}{token}/{INDEX}")
+            return time_of(token) if abs(apart) <= _SAME_MOMENT else None
+    except FileNotFoundError:
+        pass
+    return None
 
 
 class PackedFiles:
@@ -78,18 +129,18 @@ class PackedFiles:
         return self._folder + name if moved else name
 
     def names(self) -> list[str]:
-        there = [name for name in self.files.names() if not self._is_of_another(name)]
-        return sorted({*there, SUMMARY, INDEX, *self._attached})
+        names = [name for name in self.files.names() if not self._is_of_another(name)]
+        return sorted({*names, SUMMARY, INDEX, *self._attached})
 
     def _is_of_another(self, name: str) -> bool:
         of_a_save = name.startswith(PACKED) or (name.endswith(DATA_SUFFIX) and token_in(name) not in ("", self.token))
         return of_a_save or name == SUMMARY
 
     def tree(self, names: Collection[str]) -> list[str]:
-        """What all files below the directory are called here."""
+        """Return the usual names of all files of the checkpoint, given the names below its directory."""
         inside = (name.removeprefix(self._folder) for name in names if name.startswith(self._folder))
-        mine = [name for name in inside if name == INDEX or name.partition("/")[0] in self._attached]
-        return sorted({*mine, *(name for name in names if not self._is_of_another(name)), SUMMARY})
+        moved = [name for name in inside if name == INDEX or name.partition("/")[0] in self._attached]
+        return sorted({*moved, *(name for name in names if not self._is_of_another(name)), SUMMARY})
 
     def size(self, name: str) -> int:
         if name == SUMMARY:
@@ -123,10 +174,10 @@ class PackedFiles:
 
 
 def _attached(summary: bytes) -> frozenset[str]:
-    """The names that a summary says are of the save; a damaged one says none, and whoever decodes it says so."""
+    """Return the extra files of a summary; none of a damaged one, whose decoder raises CheckpointCorrupt."""
     try:
-        said = json.loads(summary)["attached"]
-        return frozenset(name for name in said if isinstance(name, str) and "/" not in name and name.strip("."))
+        names = json.loads(summary)["attached"]
+        return frozenset(name for name in names if isinstance(name, str) and "/" not in name and name.strip("."))
     except (ValueError, LookupError, TypeError, RecursionError):
         return frozenset()
 
@@ -153,6 +204,7 @@ class _Bytes(RawRanges):
 class _Part(RangedFile):
     def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
         self._bytes = _Bytes(file, begin, known)
+        self.identity = None
         super().__init__(self._bytes)
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:

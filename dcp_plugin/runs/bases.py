@@ -11,7 +11,8 @@ from contextlib import suppress
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed
 from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media import Medium, is_workspace, medium_of
+from dcp_plugin.media import Medium, is_workspace, medium_of, snapshot
+from dcp_plugin.media.packed import may_have_base
 from dcp_plugin.paths import Where, is_link, resolved
 from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, may_pass
 from dcp_plugin.storage.published import read_summary, said_base
@@ -28,12 +29,12 @@ def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
         summary = read_summary(base)
     own = summary.index_sha256 if summary else ""
     patience = Patience()
-    medium = medium_of(base).snapshot(base.parent)  # requests to a store have been repeated by its client
+    medium = snapshot(base.parent)  # requests to a store have been repeated by its client
     unreadable: dict[Where, Exception] = {}
     for one in patience.read(lambda: medium.entries(base.parent)):
         checkpoint: Where = one.path
         is_none = one.is_file or checkpoint.name == LOST_AND_FOUND or is_workspace(checkpoint.name)
-        if is_none or not medium.may_have_base(checkpoint):
+        if is_none or not may_have_base(checkpoint, medium):
             continue
         try:
             said = patience.read(functools.partial(said_base, checkpoint, medium))

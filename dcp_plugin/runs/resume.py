@@ -21,7 +21,8 @@ from torch import nn
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
-from dcp_plugin.media import medium_of
+from dcp_plugin.media import locate, medium_of
+from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.records import LoadReport
@@ -128,10 +129,9 @@ class StartOptions:
         path = as_path(self.resume, self.storage_options)
         if any(one.path == path or one.path == resolved(path) for one in self.local):
             return path
-        medium = medium_of(path)
-        path = medium.locate(path)
-        kind = medium.kind(path)
-        if reason := medium.uncommitted_reason(path) if kind == "folder" else "":
+        path = locate(path)
+        kind = medium_of(path).kind(path)
+        if reason := uncommitted_reason(path) if kind == "folder" else "":
             raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
         if not kind:
             raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
@@ -195,10 +195,8 @@ class StartOptions:
             return Restart("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Restart("fresh")
-        source = as_path(self.init_from, self.storage_options)
-        medium = medium_of(source)
-        source = medium.locate(source)
-        if not medium.kind(source):
+        source = locate(as_path(self.init_from, self.storage_options))
+        if not medium_of(source).kind(source):
             raise CheckpointNotFound(
                 f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
                 "Give the path of a checkpoint, or no init_from to start from scratch."

@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import Medium, is_workspace, medium_of
+from dcp_plugin.media import Medium, is_workspace, medium_of, snapshot
+from dcp_plugin.media.packed import time_from_names, uncommitted_reason
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs.bases import completed_by
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
@@ -27,7 +28,7 @@ def prune(newest: Where, keep: int) -> None:
     """
     times: dict[Where, float] = {}
     patience = Patience()
-    medium = medium_of(newest).snapshot(newest.parent)  # requests to a store have been repeated by its client
+    medium = snapshot(newest.parent)  # requests to a store have been repeated by its client
     for one in patience.read(lambda: medium.entries(newest.parent)):
         if one.path != newest and one.is_folder:
             with suppress(CheckpointCorrupt, OSError):
@@ -46,9 +47,9 @@ def _have_the_same_step(*paths: Where) -> bool:
 
 
 def _time_if_ours(path: Where, medium: Medium) -> float | None:
-    if medium.uncommitted_reason(path):
+    if uncommitted_reason(path, medium):
         return None
-    if (time := medium.time_from_names(path)) is not None:
+    if (time := time_from_names(path, medium)) is not None:
         return time
     summary = read_summary(path)
     return summary.time if summary is not None else None

@@ -18,7 +18,8 @@ from typing import Any
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.summary import NewerFormat
-from dcp_plugin.media import Listed, Readable, is_workspace, medium_of
+from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
+from dcp_plugin.media.packed import time_from_names
 from dcp_plugin.paths import ObjectPath, Where, is_link
 from dcp_plugin.runs.foreign import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, cannot_read
@@ -98,14 +99,14 @@ class Scan:
         self._others, self._read_all = others, read_all
         self._reads_records = read_all if in_flight is None else in_flight
         try:
-            self.medium = medium_of(root).snapshot(root)
+            self.medium = snapshot(root)
         except OSError as error:
             raise unreadable(f"{root} cannot be listed", error) from error
         self._listed: dict[Where, set[tuple[Where, int]]] = {}
         self._complete = self._visit(root, _DEPTH)
         if not self._complete:  # it may be a checkpoint that is set aside at this moment
             try:
-                there = self._patience.read(lambda: self.medium.locate(root))
+                there = self._patience.read(lambda: locate(root))
                 self._complete = self._visit(there, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
             except OSError as error:
                 raise cannot_read(root, error) from error
@@ -155,7 +156,7 @@ class Scan:
         return 0.0
 
     def _state(self, directory: Where) -> CheckpointState | None:
-        time = None if self._read_all else self.medium.time_from_names(directory)
+        time = None if self._read_all else time_from_names(directory, self.medium)
         if time is not None:
             return CheckpointState(directory, True, "", None, time)
         return in_one_view(directory, _state_in, medium=self.medium)

@@ -16,7 +16,7 @@ from typing import Protocol
 from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.media import medium_of
+from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SaveRequest, StagedState
@@ -121,7 +121,7 @@ class CallingThread:
 
         def add() -> None:
             publication.medium.join(directory, path)
-            publication.medium.attach(directory, files)
+            add_files(publication.medium, directory, files)
 
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))

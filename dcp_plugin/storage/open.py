@@ -23,7 +23,7 @@ from dcp_plugin.format import (
 )
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media import RangedFile, Readable, medium_of
+from dcp_plugin.media import RangedFile, Readable, locate, packed
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import (
@@ -140,9 +140,8 @@ def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], che
             raise
         return opened
 
-    medium = medium_of(path)
     with damage_in(path), collector_paused():
-        return in_one_view(path, look, medium.locate, keep_open=True, medium=medium)
+        return in_one_view(path, look, locate, keep_open=True)
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
     try:
         names = [name.rstrip("/") for name in files.names()]
     except OSError:
-        if reason := medium_of(path).uncommitted_reason(path):
+        if reason := packed.uncommitted_reason(path):
             return _open_foreign(path, files, reason)
         raise HasCome(f"{path} has just come") from None
     reason = uncommitted_reason(names)

@@ -8,7 +8,7 @@ from dcp_plugin.errors import CheckpointNotFound, damage_in
 from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.media import Readable, medium_of
+from dcp_plugin.media import Readable, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_alone
@@ -85,7 +85,7 @@ def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
 
 def _refuse_directory_of_checkpoints(path: Where) -> None:
     """Raise with a hint if a path is a run directory: users often pass it instead of a checkpoint."""
-    medium = medium_of(path).snapshot(path)
+    medium = snapshot(path)
     for entry in medium.entries(path)[:_MOST_LISTED]:
         names: list[str] = []
         with suppress(OSError):

@@ -153,7 +153,6 @@ def look_at(index: CheckpointIndex, name: str, where: str) -> Look | None:
 class Memory:
     """Blocks of :data:`PIECE` bytes, page-aligned; reused if the writer no longer needs a block when it returns."""
 
-    used_again: bool
     _free: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
 
     def take(self) -> memoryview:
@@ -163,8 +162,7 @@ class Memory:
             return memoryview(mmap.mmap(-1, PIECE))
 
     def give(self, block: memoryview) -> None:
-        if self.used_again:
-            self._free.put(block)
+        self._free.put(block)
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class Way:
         for piece in self.pieces(name, file, size):
             for look in looks:
                 look.add(piece)
-            to.write(piece, kept=not self.memory.used_again)
+            to.write(piece)
             self.passed(len(piece))
         for look in looks:
             look.finish()

@@ -27,7 +27,7 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
 from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
-from dcp_plugin.media import Medium, Readable, medium_of
+from dcp_plugin.media import Medium, Readable, locate, medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import Where
 
@@ -212,9 +212,8 @@ def check_complete(path: Where) -> None:
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be loaded.
     """
-    medium = medium_of(path)
     with damage_in(path):
-        is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), medium.locate, medium=medium)
+        is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), locate)
     if not is_ours:
         from dcp_plugin.storage.open import open_alone  # other tools' tables of contents need torch
 

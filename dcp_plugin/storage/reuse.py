@@ -45,7 +45,7 @@ from dcp_plugin.format.payload import (
     padded,
     sample_of,
 )
-from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile, stretches
+from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.write_items import Destination, free_name
@@ -115,7 +115,7 @@ class _Known:
     """
 
     hash: bytes | None = None
-    file: Linkable | None = None
+    file: DataFile | None = None
     location: Location | None = None
     sample: bytes | None = None
     streak: int = 0
@@ -140,12 +140,12 @@ class Reuse:
     def examine(self, candidates: Sequence[Candidate | None], to: Destination) -> Findings:
         """Link unchanged candidates into the new checkpoint. None stands for an item that cannot be linked."""
         asked = {slot: candidate for slot, candidate in enumerate(candidates) if candidate is not None}
-        why_not = self._recall(asked.values(), to.medium)
+        why_not = self._recall(asked.values())
         finish_device_work(candidate.data for candidate in asked.values())
         previous = {slot: self._known.get(candidate.item, _Known()) for slot, candidate in asked.items()}
         items = {slot: candidate.item for slot, candidate in asked.items()}
         certain = [slot for slot, record in previous.items() if record.hash is not None]
-        with _Verification({slot: previous[slot] for slot in certain}, items, to.io_threads) as verification:
+        with _Verification({slot: previous[slot] for slot in certain}, items, to.medium, to.io_threads) as verification:
             hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
             same = {slot: previous[slot] for slot in certain if hashes[slot] == previous[slot].hash}
             linked, reason = _link(same, verification, to)
@@ -171,16 +171,17 @@ class Reuse:
 
     def wrote(self, locations: Mapping[Item, Location], medium: Medium, directory: Where) -> None:
         """Record the stable items that were written into ``directory``, so that the next save can link them."""
-        files: dict[str, Linkable] = {}
+        files: dict[str, DataFile] = {}
+        opened = medium.open(directory)
         for item, at in locations.items():
             if at.file not in files:
-                files[at.file] = medium.linkable(directory / at.file)
+                files[at.file] = DataFile.written(opened, directory / at.file)
             pending = self._pending[item]
             self._pending[item] = replace(pending, hash=at.hash, file=files[at.file], location=at)
 
     def published(self, path: Where) -> None:
         """Make the examined and written items the base of the next save: they are now a published checkpoint."""
-        files: dict[str, Linkable] = {}
+        files: dict[str, DataFile] = {}
         for item, pending in self._pending.items():
             if pending.file is not None and pending.location is not None:
                 name = pending.location.file
@@ -194,7 +195,7 @@ class Reuse:
             logger.warning("what has not changed since %s is written again: %s.", self.base, why_not)
         self._warned = why_not
 
-    def _recall(self, candidates: Collection[Candidate], medium: Medium) -> str:
+    def _recall(self, candidates: Collection[Candidate]) -> str:
         """Look the candidates up in the loaded checkpoint, if one was loaded since the last save.
 
         Return why some candidates that it should have were not found; empty if all were.
@@ -208,7 +209,7 @@ class Reuse:
                 index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"
-        linkables: dict[str, Linkable] = {}
+        files: dict[str, DataFile] = {}
         keys_with_hash = _keys_with_hash(index)
         why_not = ""
         for candidate in candidates:
@@ -219,7 +220,8 @@ class Reuse:
                 why_not = f"it was saved by other ranks or in another layout ({candidate.item.key}, for one)"
             elif "/" not in location.file and self._known.get(candidate.item, _Known()).hash != location.hash:
                 home, size = reader.path / location.file, index.files[location.file]
-                file = linkables.setdefault(location.file, medium.linkable(home, path / location.file, size=size))
+                homes = tuple(dict.fromkeys((home, path / location.file)))
+                file = files.setdefault(location.file, DataFile(homes, size))
                 self._known[candidate.item] = _Known(hash=location.hash, file=file, location=location)
         return why_not
 
@@ -235,20 +237,19 @@ def _looked_at(candidate: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 def _link(
     same: Mapping[int, _Known], verification: _Verification, to: Destination
-) -> tuple[dict[int, tuple[Linkable, Location]], str]:
+) -> tuple[dict[int, tuple[DataFile, Location]], str]:
     """Link the files of which enough is unchanged. Return the new location of each item, and why not more was
     linked."""
-    linked: dict[int, tuple[Linkable, Location]] = {}
+    linked: dict[int, tuple[DataFile, Location]] = {}
     names: list[str] = []
     why_not = ""
     for file, locations in _worth_linking(same).items():
-        wanted = "" if to.medium.keeps_names else next(iter(locations.values())).file
-        name = free_name(to.rank, names, to.token, wanted)
+        name = free_name(to.rank, names, to.token)
         try:
-            if not file.verified:
+            if file.identity is None:
                 file, verified = verification.of(file)
                 locations = {slot: verified[slot] for slot in locations}
-            target = file.link_to(to.directory / name)
+            target = to.medium.link_file(file, to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
             continue
@@ -257,9 +258,9 @@ def _link(
     return linked, why_not
 
 
-def _worth_linking(same: Mapping[int, _Known]) -> dict[Linkable, dict[int, Location]]:
+def _worth_linking(same: Mapping[int, _Known]) -> dict[DataFile, dict[int, Location]]:
     """Return the files of which enough is unchanged, and the locations of these items."""
-    items_of: dict[Linkable, dict[int, Location]] = {}
+    items_of: dict[DataFile, dict[int, Location]] = {}
     for slot, record in same.items():
         if record.file is not None and record.location is not None:
             items_of.setdefault(record.file, {})[slot] = record.location
@@ -296,13 +297,15 @@ class _Verification:
     system reads ahead.
     """
 
-    def __init__(self, records: Mapping[int, _Known], item_at: Mapping[int, Item], threads: int) -> None:
-        self._item_at = item_at
+    def __init__(
+        self, records: Mapping[int, _Known], item_at: Mapping[int, Item], medium: Medium, threads: int
+    ) -> None:
+        self._item_at, self._medium = item_at, medium
         self._needless = False
-        self._parts: dict[Linkable, list[Future[tuple[Linkable, dict[int, Location]]]]] = {}
+        self._parts: dict[DataFile, list[Future[tuple[DataFile, dict[int, Location]]]]] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify")
         for file, locations in _worth_linking(records).items():
-            if not file.verified:
+            if file.identity is None:
                 in_order = sorted(locations.items(), key=lambda item: item[1].offset)
                 work = stretches([at.length for _, at in in_order], threads)
                 parts = (dict(in_order[number] for number in some) for some in work if some)
@@ -315,7 +318,7 @@ class _Verification:
         self._needless = True
         self._pool.shutdown(cancel_futures=True)
 
-    def of(self, file: Linkable) -> tuple[Linkable, dict[int, Location]]:
+    def of(self, file: DataFile) -> tuple[DataFile, dict[int, Location]]:
         """Return the file with its identity, and the locations of its items, with checksums of the bytes in the file.
 
         Raises:
@@ -327,9 +330,9 @@ class _Verification:
             raise CannotLink("another file has taken its name just now")
         return identity, {slot: at for _, some in parts for slot, at in some.items()}
 
-    def _read(self, file: Linkable, locations: Mapping[int, Location]) -> tuple[Linkable, dict[int, Location]]:
+    def _read(self, file: DataFile, locations: Mapping[int, Location]) -> tuple[DataFile, dict[int, Location]]:
         memory, verified = memoryview(bytearray(READ_PIECE)), dict[int, Location]()
-        with file.opened() as (opened, identity):
+        with file.opened(self._medium) as (opened, identity):
             for slot, at in locations.items():
                 if self._needless:
                     raise CannotLink("its items have changed")

@@ -13,7 +13,6 @@ file.
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,7 @@ class Destination:
     """Directory of the reservation."""
     rank: int
     token: str
-    """Part of the names of files that may be linked later, see :func:`free_name`."""
+    """Part of the names of its files, see :func:`free_name`."""
     io_threads: int
     checksum: bool
 
@@ -118,22 +117,14 @@ def write(
     return Places.joined(written).take(order) if len(written) > 1 else (*written, Places.of([]))[0]
 
 
-def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
-    """Return a name for a data file of this rank: the wanted one if it can be used, otherwise the first free one.
+def free_name(rank: int, taken: Collection[str], token: str) -> str:
+    """Return the first name for a data file of this rank that is not taken.
 
-    Args:
-        token: The save's token, for the name of a file that may be linked into other checkpoints: stock writes
-            ``__{rank}_{n}.distcp`` in place, which would change these too, and no other save may use a new name. Empty
-            for a name like stock's.
-        wanted: The name in the last checkpoint. A file keeps its name if possible, so that tools that copy a run
-            recognise unchanged files. The name is not kept if it is another rank's, which may link a file of that name
-            itself, or has the form of stock's.
+    Each name has the token of its save. Stock writes ``__{rank}_{n}.distcp`` in place, which would change a file that
+    other checkpoints link.
     """
-    if re.fullmatch(rf"__{rank}_\d+-[0-9a-f]+{DATA_SUFFIX}", wanted) and wanted not in taken:
-        return wanted
-    suffix = f"-{token}{DATA_SUFFIX}" if token else DATA_SUFFIX
     number = 0
-    while (name := f"__{rank}_{number}{suffix}") in taken:
+    while (name := f"__{rank}_{number}-{token}{DATA_SUFFIX}") in taken:
         number += 1
     return name
 

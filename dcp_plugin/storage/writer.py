@@ -38,7 +38,8 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Medium, Readable, Reservation, medium_of
+from dcp_plugin.media import Medium, Readable, Reservation, locate, medium_of
+from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
 from dcp_plugin.storage import check_rest, write_items
@@ -125,8 +126,7 @@ class PartWriter:
 
     def _write(self, items: list[NewItem], to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
         reuse, findings = self.reuse, NOTHING
-        token = to.token if reuse is not None or self.medium.keeps_names else ""
-        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
+        into = write_items.Destination(self.medium, to.directory, to.rank, to.token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
             candidates = [_candidate(item, frozen) for item in items]
@@ -402,8 +402,7 @@ class ShardedWriter(StorageWriter):
         _of_this_thread.destination = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        medium = self._options.medium
-        if not self.overwrite and medium.uncommitted_reason(medium.locate(self.path)) == "":
+        if not self.overwrite and uncommitted_reason(locate(self.path), self._options.medium) == "":
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
         return plan
 

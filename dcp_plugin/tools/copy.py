@@ -22,7 +22,7 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import is_workspace, medium_of, tree
+from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.bases import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
@@ -148,7 +148,7 @@ class _Found:
 
 def _find(source: Where) -> _Found:
     with damage_in(source):
-        kind = medium_of(source).kind(medium_of(source).locate(source))
+        kind = medium_of(source).kind(locate(source))
     if not kind:
         raise CheckpointNotFound(f"{source}: nothing is there.")
     if kind == "file":
@@ -261,7 +261,7 @@ class _Copy:
                 _refuse_other_file(there)
             found = open_source(there)
         except CheckpointError as error:
-            if medium.keeps_names and not isinstance(error, CheckpointMismatch) and _is_begun(source, names):
+            if isinstance(there, ObjectPath) and not isinstance(error, CheckpointMismatch) and _is_begun(source, names):
                 return None
             self._refuse(source, there, f"what is there is no checkpoint that can be read ({error})", has_traces(names))
             return False

@@ -20,7 +20,7 @@ import torch
 from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import medium_of
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.writer import Publication
@@ -281,7 +281,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
 
     def publish(written: list[dict[int, object]]) -> list[str]:
         locations = {rank: there for part in written for rank, there in part.items()}
-        if not publication.medium.keeps_names:
+        if not isinstance(out, ObjectPath):
             require_absent(out, "has come while it was written. Nothing was replaced.")
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())

@@ -16,7 +16,9 @@ from typing import Any, Literal
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
-from dcp_plugin.media import Medium, Readable, Usage, is_workspace
+from dcp_plugin.media import Medium, Readable, is_workspace
+from dcp_plugin.media.usage import Usage
+from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.foreign import Saved, in_order
@@ -187,7 +189,7 @@ def _look(one: CheckpointState | Saved, medium: Medium) -> _Looked | None:
                 ListedCheckpoint(one.path, "whole", "", OURS, one.step, one.time, 0, 0, "local"), Usage(), one
             )
         found = _look_into(one, medium)
-        usage = medium.usage(one.path)
+        usage = usage_of(medium, one.path)
     except (OSError, CheckpointNotFound, CheckpointUnreadable):
         return None
     return replace(found, listed=replace(found.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
@@ -200,7 +202,7 @@ def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
     state: Literal["foreign", "torn", "damaged"] = "foreign"
     if examined.reason and not examined.export:
         state = "torn" if one.reason else "damaged"
-    usage = medium.usage(one.path)
+    usage = usage_of(medium, one.path)
     reason, tool, step = examined.reason, examined.tool, _step_in(one)
     return _Looked(ListedCheckpoint(one.path, state, reason, tool, step, one.time, usage.nbytes, usage.own), usage, one)
 

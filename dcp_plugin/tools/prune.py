@@ -19,7 +19,9 @@ from typing import Any, Literal, cast
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.media import Leftover, Usage, is_workspace, medium_of, workspace_of
+from dcp_plugin.media import Leftover, is_workspace, medium_of, workspace_of
+from dcp_plugin.media.usage import Usage
+from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs import figures
 from dcp_plugin.runs.bases import may_need
@@ -211,7 +213,7 @@ def prune(
     decided = _decided(found, rules, damaged, where, in_flight=_is_saving(found, leftovers))
     doomed = [one for one in decided.values() if one.deleted]
     if dry_run:
-        usage = Usage.of_all(medium_of(one.path).usage(one.path) for one in doomed)
+        usage = Usage.of_all(usage_of(medium_of(one.path), one.path) for one in doomed)
         left = [PrunedLeftover(one.path, one.what, one.nbytes, True) for one in leftovers]
     else:
         usage = _delete(found, decided, progress)
@@ -343,7 +345,7 @@ def _delete(found: Found, decided: dict[Where, PrunedCheckpoint], progress: Prog
     """Delete what was decided on, the newest first: a base goes after what it completes. What it had."""
     listed = {one.path: one for run in found.runs for one in run.checkpoints}
     doomed = sorted((path for path, one in decided.items() if one.deleted), key=lambda path: -listed[path].time)
-    usages = {path: medium_of(path).usage(path) for path in doomed}  # before a file loses the first of its names
+    usages = {path: usage_of(medium_of(path), path) for path in doomed}  # before a file loses the first of its names
     total, done = sum(decided[path].nbytes for path in doomed), 0
     for path in doomed:
         if kept := _deleted(listed[path]):

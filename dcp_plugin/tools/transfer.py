@@ -32,7 +32,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, index_file, packed, read
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.media import CannotLink, Medium, Readable, Reservation, medium_of, tree
+from dcp_plugin.media import CannotLink, DataFile, Medium, Readable, Reservation, locate, medium_of, tree
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
@@ -119,7 +119,7 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             if not of_others:
                 raise
             opened = None
-        there = medium.locate(path)
+        there = locate(path)
         if opened is not None and opened.path not in (path, there):
             opened.close()
             raise CheckpointMismatch(f"{path} is a part of {opened.path}: copy that.")
@@ -247,7 +247,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self.medium: Medium = medium_of(self.target)
-        self.keeps_names = self.medium.keeps_names
+        self.keeps_names = isinstance(self.target, ObjectPath)
         self._new_names: dict[str, str] = {}
         if self.keeps_names and self.source.ours is not None:
             self._new_names = packed.renamed(list(self.source.ours.index.files), self.source.token)
@@ -304,7 +304,7 @@ class Transfer:
         except BaseException as error:
             failure, keep = self._said(error)
             if reservation is not None:  # of one that is published nothing is known any more
-                (self.medium.suspend if keep else self.medium.discard)(reservation)
+                self.medium.discard(reservation, keep=keep)
             if failure is error:
                 raise
             raise failure from error
@@ -450,7 +450,7 @@ class Transfer:
             ThreadPoolExecutor(at_once * ahead, thread_name_prefix="dcp-copy-read") as readers,
             ThreadPoolExecutor(at_once, thread_name_prefix="dcp-copy") as pool,
         ):
-            way = Way(readers, ahead, Memory(used_again=not self.keeps_names), self._passed)
+            way = Way(readers, ahead, Memory(), self._passed)
             jobs = {pool.submit(self._one, directory, name, name in staged, way, at_once) for name in in_order}
             left = set(jobs)
             try:
@@ -492,18 +492,18 @@ class Transfer:
         if home is None or (self.keeps_names and "/" in self.name_there(name)):
             return False
         path, verified = home
-        linkable = self.medium.linkable(path, size=size)
+        shared = DataFile((path,), size)
         try:
             if not verified and not self.keeps_names:
-                with linkable.opened() as (file, found):
+                with shared.opened(self.medium) as (file, found):
                     looks = self._looks(name)
                     for piece in way.pieces(name, file, size):
                         for one in looks:
                             one.add(piece)
                     for one in looks:
                         one.finish()
-                    linkable = found
-            linkable.link_to(there)
+                    shared = found
+            self.medium.link_file(shared, there)
         except (CannotLink, CheckpointCorrupt, SourceError):
             return False
         told = (f"{stored}: copied by the store",) if self.keeps_names else ()

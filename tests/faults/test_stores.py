@@ -214,12 +214,12 @@ def test_what_a_dead_save_would_have_replaced_is_replaced_by_the_next(root: Obje
     """The dead save is swept, which gives ``.metadata`` another tag: by the next save, or by another one beside it."""
 
     def die_and_be_swept(directory: Path) -> None:
-        commit.suspend(commit.reserve(root / "last"))
+        commit.discard(commit.reserve(root / "last"), keep=True)
         save(root / "beside", 3)
 
     save(root / "last", 1)
     if moment == "before":
-        commit.suspend(commit.reserve(root / "last"))
+        commit.discard(commit.reserve(root / "last"), keep=True)
     files = die_and_be_swept if moment == "during" else None
     dcp.Checkpointer().save({"n": 2}, root / "last", step=2, files=files)
     assert dcp.inspect(root / "last").step == 2 and dcp.verify(root / "last").ok

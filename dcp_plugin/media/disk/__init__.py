@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format import DATA_SUFFIX, SUMMARY, exists
-from dcp_plugin.media import InFlight, Listed, Reservation
+from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
-from dcp_plugin.media.disk.hard_links import LinkableFile, usage_of
+from dcp_plugin.media.disk.hard_links import link_file
 
 _VISIBLE_SECONDS = 10.0
-"""How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
+"""Time limit for the appearance of a directory made by another rank: NFS clients cache missing names."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +31,20 @@ class LocalDisk:
     names (:mod:`~dcp_plugin.media.disk.commit`).
 
     Args:
-        direct_io: Whether to write past the page cache; ``"auto"``: files that are large for the memory there is.
+        direct_io: Write past the page cache; ``"auto"``: do so for files that are large for the available memory.
     """
 
     direct_io: bool | Literal["auto"] = "auto"
 
     advice = "Is the file system full, read-only or gone?"
-    keeps_names = False
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)
-    suspend = staticmethod(commit.suspend)
-    locate = staticmethod(commit.locate)
-    uncommitted_reason = staticmethod(commit.uncommitted_reason)
     link = staticmethod(commit.link)
     note = staticmethod(commit.note)
     remove = staticmethod(commit.remove)
     collect_garbage = staticmethod(commit.collect_garbage)
-    usage = staticmethod(usage_of)
+    link_file = staticmethod(link_file)
     flush = staticmethod(posix.sync_directory)
 
     def join(self, directory: Path, path: Path) -> None:
@@ -84,14 +81,14 @@ class LocalDisk:
 
     def entries(self, root: Path) -> list[Listed[Path]]:
         with os.scandir(root) as entries:
-            found = [
+            listed = [
                 Listed(
-                    *(root / one.name, one.is_dir(follow_symlinks=False), one.is_file(follow_symlinks=False)),
-                    number=one.inode(),
+                    *(root / entry.name, entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)),
+                    *(partial(_status, entry), entry.inode()),
                 )
-                for one in entries
+                for entry in entries
             ]
-        return sorted(found, key=lambda one: one.path)
+        return sorted(listed, key=lambda entry: entry.path)
 
     def in_flight(self, entry: Path) -> InFlight | None:
         if entry.suffix != ".saving":
@@ -113,17 +110,7 @@ class LocalDisk:
             return ""
         return "folder" if stat.S_ISDIR(mode) else "file"
 
-    def attach(self, directory: Path, put: Callable[[Path], None]) -> None:
-        put(directory)
 
-    def linkable(self, *homes: Path, size: int | None = None) -> LinkableFile:
-        return LinkableFile.written(homes[0]) if size is None else LinkableFile(tuple(dict.fromkeys(homes)), size)
-
-    def snapshot(self, root: Path) -> LocalDisk:
-        return self
-
-    def may_have_base(self, path: Path) -> bool:
-        return exists(self.open(path), SUMMARY)
-
-    def time_from_names(self, path: Path) -> None:
-        return None
+def _status(entry: os.DirEntry[str]) -> FileStatus:
+    status = entry.stat(follow_symlinks=False)
+    return FileStatus(status.st_size, (status.st_dev, status.st_ino), status.st_nlink)

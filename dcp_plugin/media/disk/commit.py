@@ -10,8 +10,8 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
   :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
-- :func:`discard` ends a save that failed. :func:`suspend` ends a copy that is to be gone on with: who reserves the same
-  copy again takes over its record and its directory, as it does after a copy that died.
+- :func:`discard` ends a save that failed. It can keep the directory of a copy: the next reservation of the same copy
+  takes over its record and its directory, as it does after a copy that died.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, :func:`sweep`, called by the next
 save, puts back what was moved aside and deletes the rest. It begins by renaming the directory of the dead to
@@ -53,12 +53,12 @@ from dcp_plugin.media import (
     is_target,
     is_workspace,
     lease,
+    medium_of,
     other_things,
     workspace_of,
     workspaces_of,
 )
 from dcp_plugin.media.disk import posix
-from dcp_plugin.media.disk.hard_links import usage_of
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -154,11 +154,6 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     return None
 
 
-def suspend(reservation: Reservation[Path]) -> None:
-    """End a copy that is gone on with later. The next save beside it deletes it."""
-    _let_go(reservation)
-
-
 def publish(reservation: Reservation[Path]) -> None:
     """Give the finished directory its final name. All its files are synced already.
 
@@ -235,10 +230,10 @@ def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     os.rename(name, final, src_dir_fd=workspace.descriptor)
 
 
-def discard(reservation: Reservation[Path], all_ended: bool = True) -> None:
-    """Delete what is left of a save that was not published. What it was to replace stays."""
+def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool = False) -> None:
+    """End a save that was not published. See :meth:`dcp_plugin.media.Medium.discard`."""
     held = _held.get(reservation.token)
-    if held is not None and held.naming:
+    if keep or (held is not None and held.naming):
         _let_go(reservation)
     elif held is not None:
         _tidy_up(reservation)
@@ -378,7 +373,9 @@ def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[L
             yield Leftover(path, f"{aside}: it gets its name back".format(reservation.final), 0)
         elif path.suffix != ".json":
             text = what.get(path.suffix, aside).format(reservation.final)
-            yield Leftover(path, text, usage_of(path).own)
+            from dcp_plugin.media.usage import usage  # needed by `dcp-plugin prune` alone
+
+            yield Leftover(path, text, usage(medium_of(path), path).own)
 
 
 def _open_if_ended(folder: posix.Folder, token: str) -> int | None:
@@ -441,19 +438,11 @@ def locate(path: Path) -> Path:
                 for folder, token in _records(workspace):
                     if _target_in(folder, token) == _name_in(workspace, path):
                         is_in_flight, aside = True, workspace / f"{token}.aside"
-                        if uncommitted_reason(aside) == "":
+                        if layout.uncommitted_reason(_names_in(aside) or []) == "":
                             return aside
         if not is_in_flight:
             break  # else the new one may have got its name meanwhile
     return path
-
-
-def uncommitted_reason(path: Path) -> str:
-    """Why the directory is not a committed checkpoint, or an empty string if it is one."""
-    names = _names_in(path)
-    if names is None:
-        return "no such directory" if not path.exists() else "not a directory"
-    return layout.uncommitted_reason(names)
 
 
 def looks_like_checkpoint(path: Path) -> bool:

@@ -1,8 +1,8 @@
-"""Reading a checkpoint in a directory while others publish, replace and delete beside it.
+"""Files of a checkpoint in a directory, read while other processes publish, replace and delete checkpoints.
 
 :class:`HeldFiles` opens the directory once and reads through its descriptor: an overwrite exchanges names, a removal
-renames first, and neither changes what the descriptor is of. So what is read is of one save. Once the files are deleted
-one by one, those that are not open yet are missing; :meth:`HeldFiles.moved` tells that from damage.
+renames first, and the descriptor stays with its directory. So all bytes are of the same save. After the removal deletes
+a file that is not open yet, the file is missing; :meth:`HeldFiles.moved` distinguishes that from damage.
 """
 
 from __future__ import annotations
@@ -26,17 +26,23 @@ _MOST_KEPT = 256
 
 
 class LocalFile(RangedFile):
-    """A file, read at given places, by several threads at the same time."""
+    """A file that several threads read at the same time."""
 
     def __init__(self, file: FileIO) -> None:
         super().__init__(file)
+        self.identity = identity_of(os.fstat(file.fileno()))
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         return posix.read_at(self.fileno(), memory, offset)
 
 
+def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return the device, inode, size and modification time of a file. A link changes none of them, but its ctime."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class LocalFiles:
-    """The files of a directory, found by their paths at each call. Nothing is held."""
+    """Files of a directory, opened by their paths at each call. Nothing is pinned."""
 
     streams = 0
     gap = 8 << 10  # a system call costs as much
@@ -49,7 +55,7 @@ class LocalFiles:
         return str(self.directory)
 
     def _at(self, name: str) -> tuple[Path | str, int | None]:
-        """A path, and the descriptor of what it is relative to."""
+        """Return a path, and the descriptor of the directory that it is relative to."""
         return self.directory / name, None
 
     @contextmanager
@@ -58,7 +64,7 @@ class LocalFiles:
             yield entries
 
     def names(self) -> list[str]:
-        with self._entries() as entries:  # which tell folders from files without a system call for each
+        with self._entries() as entries:  # whose kinds are known without a system call for each
             return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
 
     def _stat(self, name: str, follow_symlinks: bool = True) -> os.stat_result:
@@ -72,7 +78,7 @@ class LocalFiles:
         return self._stat(name).st_mtime
 
     def open(self, name: str) -> LocalFile:
-        """A named pipe, which would be waited for for ever, is refused."""
+        """Open a regular file. Raise OSError for a named pipe, which would block for ever."""
         return LocalFile(posix.open_regular(*self._at(name)))
 
     def leads_elsewhere(self, name: str) -> bool:
@@ -80,7 +86,7 @@ class LocalFiles:
         steps = ("/".join(parts[: count + 1]) for count in range(len(parts)))
         try:
             linked = any(S_ISLNK(self._stat(step, follow_symlinks=False).st_mode) for step in steps)
-        except OSError:  # what opens it will say that it is not there
+        except OSError:  # the caller that opens it raises
             return False
         if not linked and ".." not in parts:
             return False
@@ -102,9 +108,9 @@ class LocalFiles:
 
 
 class HeldFiles(LocalFiles):
-    """The files of the directory that is at a path now, through its descriptor.
+    """Files of the directory that has a path now, through its descriptor.
 
-    As long as it is open, the kernel gives its number to no other directory, so :meth:`moved` can go by that.
+    While the descriptor is open, the kernel gives the inode number to no other directory, so :meth:`moved` compares it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -133,7 +139,7 @@ class HeldFiles(LocalFiles):
             with super()._entries() as entries:
                 yield entries
             return
-        listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # its position is that of nobody else
+        listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # with a position of its own
         try:
             with os.scandir(listing) as entries:
                 yield entries
@@ -157,12 +163,12 @@ class HeldFiles(LocalFiles):
     def moved(self) -> bool:
         try:
             return _identity(self.directory) != self._identity
-        except OSError:  # the file system fails, which the caller's own error says
+        except OSError:  # the file system fails, and the caller has an error already
             return False
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
-        self._refused = OSError(errno.EBADF, "it was closed")
+        self._refused = OSError(errno.EBADF, "the files are closed")
         for file in self._kept.values():
             file.close()
         self._kept = {}
@@ -170,15 +176,15 @@ class HeldFiles(LocalFiles):
             os.close(descriptor)
 
     def __del__(self) -> None:
-        """For a reader that somebody else's code drops: nothing tells it that a load is done."""
+        """Close the files of a reader that a user's code drops without closing it."""
         self.close()
 
 
 def _identity(place: Path | int) -> tuple[int, int] | None:
-    """Tells what is at a path, or open, from everything else; None if nothing is there. Raises OSError if the file
+    """Return the device and inode of a path or a descriptor; None if the path does not exist. Raise OSError if the file
     system fails."""
     try:
-        there = os.stat(place)
+        status = os.stat(place)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return there.st_dev, there.st_ino
+    return status.st_dev, status.st_ino

@@ -1,7 +1,7 @@
-"""Data files that are in several checkpoints: a file is found again by its identity, and given one more name.
+"""Data files that are in several checkpoints: a file is recognised by its identity, and given one more name.
 
-Only the very file that was written is linked, as its name may belong to another one by now. A file that cannot be
-linked is no error: the caller has the bytes in memory and writes them.
+A file is linked only if its identity is unchanged: another file may have taken its name. A file that cannot be linked
+is no error: the caller has the bytes in memory and writes them.
 """
 
 from __future__ import annotations
@@ -9,146 +9,57 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 
-from dcp_plugin.media import CannotLink, Usage, with_newest
-from dcp_plugin.media.disk.files import LocalFile
+from dcp_plugin.media import GONE, CannotLink, DataFile
+from dcp_plugin.media.disk.files import LocalFiles, identity_of
 
-_GONE = "its files are gone, or were written to since"
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """Identity of a file: device, inode, size and modification time. Not its ctime, which a link changes."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> _Identity:
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-@dataclass(frozen=True)
-class LinkableFile:
-    """A data file of published checkpoints, under its known names, newest first. Any of them may be deleted.
-
-    ``identity`` is None for a file that another process has written. Its bytes have to be verified before it is linked.
-    """
-
-    homes: tuple[Path, ...]
-    size: int
-    identity: _Identity | None = None
-
-    @classmethod
-    def written(cls, path: Path) -> LinkableFile:
-        """A file that this process has just written."""
-        found = os.stat(path)
-        return cls((path,), found.st_size, _Identity.of(found))
-
-    @property
-    def verified(self) -> bool:
-        return self.identity is not None
-
-    def published(self, home: Path) -> LinkableFile:
-        """The same file when its newest name has become ``home``."""
-        return replace(self, homes=with_newest(self.homes, home))
-
-    @contextmanager
-    def opened(self) -> Iterator[tuple[LocalFile, LinkableFile]]:
-        """The file, open to be verified, and this object with the identity of what was opened.
-
-        Raises:
-            CannotLink: It is not there.
-        """
-        for home in filter(self._is_at, self.homes):
-            try:
-                fd = os.open(home, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
-                continue
-            with LocalFile(FileIO(fd)) as file:
-                yield file, replace(self, identity=_Identity.of(os.fstat(fd)))
-            return
-        raise CannotLink(_GONE)
-
-    def link_to(self, target: Path) -> LinkableFile:
-        """Make ``target`` this file, or one that shares its blocks.
-
-        Raises:
-            CannotLink: In words: why that cannot be.
-        """
-        reason = _GONE
-        for home in self.homes:
-            if not self._is_at(home):
-                continue
-            try:
-                os.link(home, target)
-            except OSError as error:
-                if _reflink(home, target) and self._is_at(home):
-                    return LinkableFile.written(target)
-                target.unlink(missing_ok=True)
-                if error.errno != errno.ENOENT:  # not deleted just now
-                    reason = f"the file system makes no hard links there ({error.strerror})"
-                continue
-            if self._is_at(target):
-                return replace(LinkableFile.written(target), homes=(target, *self.homes))
-            target.unlink()  # another file has taken its name just now
-        raise CannotLink(reason)
-
-    def _is_at(self, path: Path) -> bool:
+def link_file(file: DataFile, target: Path) -> DataFile:
+    """Make ``target`` this file, or one that shares its blocks. See :meth:`dcp_plugin.media.Medium.link_file`."""
+    reason = GONE
+    for home in file.homes:
+        assert isinstance(home, Path)
+        if not _is_at(file, home):
+            continue
         try:
-            found = os.lstat(path)
-        except OSError:
-            return False
-        same = _Identity.of(found) == self.identity if self.identity else found.st_size == self.size
-        return same and stat.S_ISREG(found.st_mode)
+            os.link(home, target)
+        except OSError as error:
+            if _reflink(home, target) and _is_at(file, home):
+                return DataFile.written(LocalFiles(target.parent), target)
+            target.unlink(missing_ok=True)
+            if error.errno != errno.ENOENT:  # not deleted just now
+                reason = f"the file system makes no hard links there ({error.strerror})"
+            continue
+        if _is_at(file, target):
+            return DataFile((target, *file.homes), file.size, identity_of(os.stat(target)))
+        target.unlink()  # another file has taken its name just now
+    raise CannotLink(reason)
 
 
-def usage_of(path: Path) -> Usage:
-    """The bytes of the files at a path. What is deleted meanwhile does not count."""
-    files: dict[tuple[int, int], tuple[int, int, int]] = {}
-    for found in _stats_below(path):
-        identity = (found.st_dev, found.st_ino)
-        _, here, _ = files.get(identity, (0, 0, 0))
-        files[identity] = (found.st_size, here + 1, found.st_nlink)
-    return Usage(files)
-
-
-def _stats_below(path: Path) -> Iterator[os.stat_result]:
-    folders: list[str | Path] = [path]
-    while folders:
-        with suppress(FileNotFoundError):
-            try:
-                entries = os.scandir(folders.pop())
-            except NotADirectoryError:
-                yield os.lstat(path)
-                continue
-            with entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    elif entry.is_file(follow_symlinks=False):
-                        yield entry.stat(follow_symlinks=False)
+def _is_at(file: DataFile, path: Path) -> bool:
+    """Return whether a path is a name of the file. A link, which another program may have put there, is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    is_same = identity_of(status) == file.identity if file.identity else status.st_size == file.size
+    return is_same and stat.S_ISREG(status.st_mode)
 
 
 def _reflink(source: Path, target: Path) -> bool:
-    """A durable copy that shares the blocks of the source; False where the file system has no such thing.
+    """Make a durable copy that shares the blocks of the source. Return False where the file system cannot.
 
-    An ordinary copy, also one that the kernel makes, is no help: it reads and writes what is in memory already.
+    An ordinary copy, by the kernel too, saves nothing: it reads and writes bytes that are in memory already.
     """
     import fcntl  # not on every platform; a save without it has ended before
 
     try:
-        with open(source, "rb") as there, open(target, "xb") as here:
-            fcntl.ioctl(here.fileno(), _FICLONE, there.fileno())
-            os.fsync(here.fileno())
+        with open(source, "rb") as original, open(target, "xb") as copy:
+            fcntl.ioctl(copy.fileno(), _FICLONE, original.fileno())
+            os.fsync(copy.fileno())
     except OSError:
         target.unlink(missing_ok=True)
         return False

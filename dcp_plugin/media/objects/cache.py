@@ -1,4 +1,4 @@
-"""Small reads of objects: whoever looks into a file of another tool reads the same few places several times."""
+"""Cache of small reads of objects: readers of other tools' files read the same few ranges several times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_CACHED = 32 << 20
 
 
 class Cache:
-    """What small reads of the objects below a prefix have brought, by key, tag and block; those used last."""
+    """Blocks of the objects below a prefix, by key, tag and number; the most recently used ones."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -25,7 +25,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def read(self, found: Found, offset: int) -> memoryview:
-        """Bytes from ``offset`` on: at least one."""
+        """Return bytes from ``offset`` on, at least one."""
         size = found.size if found.size <= GAP else BLOCK
         number = offset // size
         if (data := self._known(found, number)) is None:
@@ -35,7 +35,7 @@ class Cache:
         return memoryview(data)[offset - number * size :]
 
     def fetch(self, found: Found, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have these ranges of an object, at the same time."""
+        """Fetch these ranges of an object at the same time."""
         size = found.size if found.size <= GAP else BLOCK
         wanted = {number for begin, end in ranges for number in range(begin // size, -(-end // size))}
         lacking = sorted(number for number in wanted if self._known(found, number) is None)[: _MOST_CACHED // size]

@@ -1,7 +1,7 @@
-"""What is asked of a store, of whichever cloud: bytes in and out, names, and conditions.
+"""Clients of object stores, of whichever cloud: bytes in and out, names, and conditions.
 
-All stores but one are obstore's. ``memory://`` is fsspec's, which frameworks see too. What a store refuses is raised as
-``OSError``; its text names the URL, and never what a request was signed with.
+All stores but one are obstore's. ``memory://`` is fsspec's, which frameworks see too. A refusal of a
+store is raised as ``OSError``; its text names the URL, and never a credential.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from dcp_plugin.media import scatter
 from dcp_plugin.media.objects import credentials, uploads
@@ -40,10 +40,10 @@ _INIT_BACKOFF, _MAX_BACKOFF = timedelta(milliseconds=100), timedelta(seconds=15)
 _sleep = time.sleep
 _SHORTEST_SECRET = 3
 _REFUSED_KEY = "Encountered object with invalid path"
-"""How obstore ends a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
+"""Error of obstore for a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _NOT_ASKED_AGAIN = "list response body"
-"""What obstore says of a listing that broke off, which is the one thing that it does not ask for again."""
+"""Error of obstore for a listing that broke off. obstore repeats all requests but this."""
 
 _MISSING = (
     "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
@@ -53,93 +53,77 @@ _MISSING = (
 
 @dataclass(frozen=True)
 class Found:
-    """An object, as a listing tells of it."""
+    """An object in a listing."""
 
     key: str
     size: int
     modified: float
     """Seconds since the epoch, by the store's clock."""
     tag: str
-    """Another one for other contents: its ETag."""
+    """Its ETag, which changes with the contents."""
 
 
 class Changed(Exception):
-    """A condition of a request was not met: the object has come, gone or changed."""
+    """A condition of a request was not met: the object was created, deleted or changed."""
 
 
 class NoConditions(Exception):
     """The store does not know conditional requests."""
 
 
-class Client(Protocol):
-    """One bucket. Methods raise OSError."""
-
-    def put(self, key: str, data: bytes) -> str:
-        """Write an object, whole; returns its tag."""
-
-    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """Write an object if there is one with this tag, or none where it is None.
-
-        Raises:
-            Changed: There is another one.
-            NoConditions: The store cannot tell.
-        """
-
-    def upload(self, key: str, size: int, in_flight: int) -> Upload:
-        """Begin to write an object of ``size`` bytes in parts."""
-
-    def head(self, key: str) -> Found | None:
-        """An object, without its bytes."""
-
-    def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
-        """Fill the pieces of memory in turn from byte ``begin`` on, in one request. How many bytes there were.
-
-        Raises:
-            Changed: The object has another tag.
-        """
-
-    def below(self, prefix: str) -> Iterator[Found]:
-        """All objects whose keys start with ``prefix`` and a slash; all of the bucket if it is empty."""
-
-    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
-        """The objects there whose names have no slash behind the prefix; and what comes before the slash of others."""
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. One that is gone is fine."""
-
-    def copy(self, key: str, to: str) -> None:
-        """Copy an object within the store."""
-
-    def unfinished_uploads(self, prefix: str) -> list[str]:
-        """The keys of uploads below ``prefix`` that were neither finished nor aborted, as far as the store lists them.
-        Never raises OSError."""
-
-    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
-        """Give back the parts of unfinished uploads below ``prefix`` that have one of ``tokens`` in their keys.
-
-        Where that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError.
-        """
+def ignore(count: int) -> None:
+    """Take the number of written bytes, which is not shown."""
 
 
-class Upload(Protocol):
-    """An object being written in parts. Nothing is there before :meth:`finish`."""
+class ObjectWriter:
+    """An object under construction: an upload in parts, or one request if it is small. It appears, durable, at the end
+    of the ``with`` block; if that fails, the upload is aborted.
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append. ``data`` may be read until :meth:`finish` returns."""
+    Args:
+        writer: A writer of obstore, or of the same shape. An exit with an error aborts the upload.
+        asked: Makes a block in which errors of the store become OSError.
+    """
 
-    def finish(self) -> None:
-        """All of it is sent, and durable."""
+    def __init__(self, writer: Any, asked: Callable[[], Any], wrote: Callable[[int], None]) -> None:
+        self._writer, self._asked, self._wrote = writer, asked, wrote
+        self._done = 0
 
-    def abort(self) -> None:
-        """Give back what was sent. Never raises."""
+    def __enter__(self) -> ObjectWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if kind is None:
+                with self._asked():
+                    self._writer.close()
+        except BaseException as failure:
+            kind, error = type(failure), failure
+            raise
+        finally:
+            if kind is not None:
+                with suppress(Exception):
+                    self._writer.__exit__(kind, error, None)
+
+    def tell(self) -> int:
+        return self._done
+
+    def takes_in_place(self, address: int) -> bool:
+        return True
+
+    def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
+        if len(data):
+            with self._asked():
+                self._writer.write(memoryview(data).cast("B") if kept else bytes(data))
+            self._done += len(data)
+            self._wrote(len(data))
 
 
-_clients: dict[tuple[str, str, int], Client] = {}
+_clients: dict[tuple[str, str, int], ObstoreClient] = {}
 _lock = threading.Lock()
 
 
 def client_of(path: ObjectPath) -> Client:
-    """What talks to the bucket of a URL; the same for all URLs with the same options in a process.
+    """Return the client of the bucket of a URL: the same one for all URLs with the same options in a process.
 
     Raises:
         ValueError: obstore is not installed, or does not take the options.
@@ -157,7 +141,7 @@ _first_used_in: list[int] = []
 
 
 def _refuse_in_fork(url: str) -> None:
-    """The threads that do the work for obstore do not live on in a forked child, which would wait for ever.
+    """Refuse a forked child: it has no copies of obstore's threads, and would wait for ever.
 
     Raises:
         OSError: This process was forked by one that has used a store.
@@ -174,19 +158,19 @@ def _refuse_in_fork(url: str) -> None:
 
 
 def _environment() -> str:
-    """What a client is made from besides its URL: it may change between two uses."""
+    """Return the variables that a client is made from. They may change between two uses."""
     clouds = ("AWS_", "GOOGLE_", "AZURE_")
     return repr(sorted((name, text) for name, text in os.environ.items() if name.startswith(clouds)))
 
 
 def _options_of(path: ObjectPath) -> dict[str, Any]:
-    """The options that a client is made with: ours, where the user has none of his own.
+    """Return the options of a client: those of the user, and defaults for the rest.
 
     Raises:
-        ValueError: An option has a value that none can have; what is called as none is, obstore says.
+        ValueError: An option has a value of a wrong type. obstore refuses unknown names later.
     """
     given = dict(path.options or {})
-    # They replace those of the environment, so what is said there has to be said again.
+    # These replace the variables of the environment, so they repeat AWS_ALLOW_HTTP.
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = {"timeout": timedelta(minutes=5), "connect_timeout": timedelta(seconds=10), "allow_http": allow_http}
     client |= _table(given, "client_options")
@@ -227,7 +211,7 @@ _CHECKED_BY_CRC = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
 
 
 class ObstoreClient:
-    """A bucket of S3, Google or Azure, or an HTTP server, through obstore."""
+    """A bucket of S3, Google or Azure, or an HTTP server, through obstore. Methods raise OSError."""
 
     def __init__(self, path: ObjectPath) -> None:
         try:
@@ -292,10 +276,17 @@ class ObstoreClient:
         return OSError(number, text, f"{self._url}/{key}")
 
     def put(self, key: str, data: bytes) -> str:
+        """Write a complete object in one request. Return its tag."""
         with self._asked(key):
             return str(self._obstore.put(self._store, key, data, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """Write an object if the object of that name has this tag, or if there is none where ``tag`` is None.
+
+        Raises:
+            Changed: Another object has the name.
+            NoConditions: The store has no conditional requests.
+        """
         mode: Any = "create" if tag is None else {"e_tag": tag}
         try:
             with self._asked(key, conditional=True):
@@ -307,15 +298,16 @@ class ObstoreClient:
                 raise Changed(str(error)) from None  # S3 says so if there is no object
             raise
 
-    def upload(self, key: str, size: int, in_flight: int) -> Upload:
+    def create(self, key: str, size: int, in_flight: int, wrote: Callable[[int], None] = ignore) -> ObjectWriter:
+        """Begin to write an object of ``size`` bytes in parts, of which so many bytes may be on the way."""
         part = max(PART, -(-size // _MOST_PARTS >> 20) + 1 << 20 if size > PART * _MOST_PARTS else PART)
         with self._asked(key):
-            writer = self._obstore.open_writer(
-                self._store, key, buffer_size=part, max_concurrency=max(1, in_flight // part)
-            )
-        return _ObstoreUpload(self._asked, key, writer)
+            most = max(1, in_flight // part)
+            writer = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=most)
+        return ObjectWriter(writer, lambda: self._asked(key), wrote)
 
     def head(self, key: str) -> Found | None:
+        """Return an object without its bytes; None if there is none."""
         try:
             with self._asked(key):
                 return _found(self._obstore.head(self._store, key), key)
@@ -323,6 +315,11 @@ class ObstoreClient:
             return None
 
     def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
+        """Fill the pieces of memory in turn from byte ``begin`` on, in one request. Return the number of bytes.
+
+        Raises:
+            Changed: The object has another tag.
+        """
         total = sum(map(len, memory))
         if total == 0:
             return 0
@@ -335,6 +332,7 @@ class ObstoreClient:
             return scatter(result.stream(min_chunk_size=1 << 20), memory)
 
     def below(self, prefix: str) -> Iterator[Found]:
+        """Yield all objects whose keys start with ``prefix`` and a slash; the whole bucket if it is empty."""
         last = None
         began = time.monotonic()
         for attempt in itertools.count():
@@ -374,6 +372,7 @@ class ObstoreClient:
                     yield Found(one["Key"], one["Size"], one["LastModified"].timestamp(), one["ETag"])
 
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+        """Return the objects with no slash behind the prefix, and the parts before that slash of others."""
         began = time.monotonic()
         for attempt in itertools.count():
             try:
@@ -392,12 +391,13 @@ class ObstoreClient:
         return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
 
     def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects. A missing one is no error."""
         there = list(keys)
         for at in range(0, len(there), _MOST_DELETED):
             self._delete(there[at : at + _MOST_DELETED])
 
     def _delete(self, keys: list[str]) -> None:
-        """obstore sends this once; after a reset nobody knows whether it was done, and it does no harm to ask again."""
+        """Delete objects, again after a lost answer: obstore sends the request once, and another one does no harm."""
         began = time.monotonic()
         for attempt in itertools.count():
             try:
@@ -415,32 +415,20 @@ class ObstoreClient:
                     raise
 
     def copy(self, key: str, to: str) -> None:
+        """Copy an object within the store."""
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
 
     def unfinished_uploads(self, prefix: str) -> list[str]:
+        """Return the keys of uploads below ``prefix`` that were never completed, if the store lists them. Never raises
+        OSError."""
         return uploads.unfinished(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
+        """Abort the uploads below ``prefix`` that have one of ``tokens`` in their keys. Never raises OSError: a rule of
+        the life cycle of the bucket has to end those that cannot be aborted."""
         if self._url.startswith("s3://"):
             uploads.abort(self._url, self._store.config, prefix, tokens)
-
-
-class _ObstoreUpload:
-    def __init__(self, asked: Callable[[str], Any], key: str, writer: Any) -> None:
-        self._asked, self._key, self._writer = asked, key, writer
-
-    def write(self, data: bytes | memoryview) -> None:
-        with self._asked(self._key):
-            self._writer.write(data)
-
-    def finish(self) -> None:
-        with self._asked(self._key):
-            self._writer.close()
-
-    def abort(self) -> None:
-        with suppress(Exception):  # this is how obstore is told to abort it
-            self._writer.__exit__(RuntimeError, RuntimeError("the save has failed"), None)
 
 
 def _is_path(key: str) -> bool:
@@ -489,8 +477,8 @@ class MemoryClient:
                 raise Changed(f"{self._root}{key} is another one")
             return self.put(key, data)
 
-    def upload(self, key: str, size: int, in_flight: int) -> Upload:
-        return _MemoryUpload(self, key)
+    def create(self, key: str, size: int, in_flight: int, wrote: Callable[[int], None] = ignore) -> ObjectWriter:
+        return ObjectWriter(_MemoryWriter(self, key), nullcontext, wrote)
 
     def head(self, key: str) -> Found | None:
         path = self._root + key
@@ -534,18 +522,23 @@ class MemoryClient:
         return []
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
-        """Nothing is kept of them."""
+        """Do nothing: an unfinished upload is in no store."""
 
 
-class _MemoryUpload:
+class _MemoryWriter:
+    """An object under construction, as obstore's writers are."""
+
     def __init__(self, client: MemoryClient, key: str) -> None:
         self._client, self._key, self._data = client, key, bytearray()
 
     def write(self, data: bytes | memoryview) -> None:
         self._data += data
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._client.put(self._key, bytes(self._data))
 
-    def abort(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._data.clear()
+
+
+Client = ObstoreClient | MemoryClient

@@ -59,6 +59,7 @@ from dcp_plugin.media.objects.client import (
     NoConditions,
     client_of,
 )
+from dcp_plugin.media.packed import HAS_BASE
 from dcp_plugin.paths import ObjectPath
 
 logger = logging.getLogger("dcp_plugin")
@@ -74,8 +75,6 @@ _COMMITTING = 60.0
 """Seconds after which no other attempt to put ``.metadata`` begins."""
 SAVING = ".saving"
 _OTHER_TAG = f'"{32 * "0"}"'
-HAS_BASE = "dcp_plugin.base"
-"""An empty object beside the index of a checkpoint that leaves out what a base has: a listing shows it."""
 
 
 @dataclass
@@ -162,13 +161,6 @@ def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]
                 f"cannot copy to {reservation.final}: another process ({noted.get('pid')} on {noted.get('host')}) is "
                 f"copying the same, or has died less than {lease.LEASE / 60:.0f} minutes ago."
             )
-
-
-def suspend(reservation: Reservation[ObjectPath]) -> None:
-    """End a copy that is gone on with later. Its record is one of the dead from now on."""
-    held = _held.pop(reservation.token, None)
-    if held is not None:
-        held.ended.set()
 
 
 def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: Any) -> Reservation[ObjectPath]:
@@ -394,11 +386,13 @@ def _token_of(client: Client, found: Found | None) -> str:
     return end[0] if end else ""
 
 
-def discard(reservation: Reservation[ObjectPath], all_ended: bool = True) -> None:
-    """Delete what a save has written that was not published. What fails is left for the next save, and so is what may
-    come yet."""
-    held = _held.get(reservation.token)
-    if held is None:
+def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: bool = False) -> None:
+    """End a save that was not published. See :meth:`dcp_plugin.media.Medium.discard`. A record that is kept is a record
+    of an ended process from now on."""
+    held = _held.pop(reservation.token, None) if keep else _held.get(reservation.token)
+    if held is None or keep:
+        if held is not None:
+            held.ended.set()
         return
     client, token = client_of(reservation.final), reservation.directory.stem
     try:
@@ -502,18 +496,13 @@ def _copy(client: Client, found: Found, to: str) -> None:
     if found.size <= MOST_COPIED:
         client.copy(found.key, to)
         return
-    upload = client.upload(to, found.size, IN_FLIGHT)
-    try:
+    with client.create(to, found.size, IN_FLIGHT) as copy:
         for begin in range(0, found.size, PART):
             memory = memoryview(bytearray(min(PART, found.size - begin)))
             done = 0
             while done < len(memory):
                 done += client.read(found.key, begin + done, [memory[done:]], found.tag)
-            upload.write(memory)
-        upload.finish()
-    except BaseException:
-        upload.abort()
-        raise
+            copy.write(memory, kept=True)
 
 
 @dataclass(frozen=True)

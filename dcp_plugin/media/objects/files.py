@@ -1,7 +1,7 @@
-"""Reading a checkpoint in a store while others publish, replace and delete beside it.
+"""Files of a checkpoint in a store, read while other processes publish, replace and delete checkpoints.
 
-One listing says which objects there are, and their sizes and tags. What is read afterwards has those tags: an object
-that was replaced meanwhile is never taken for the one that was listed.
+A single listing has the objects, their sizes and their tags. Each later read requires the listed tag, so a replaced
+object is never read in place of the listed one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class ObjectFile(RangedFile):
 
     def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
         self._object = _Object(client, cache, found, where)
+        self.identity = found.tag
         super().__init__(self._object, max(1, min(BLOCK, found.size)))
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -59,22 +60,22 @@ class _Object(RawRanges):
             self._cache.fetch(self._found, ranges)
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
-        left = self._found.size - offset
-        if left <= 0:
+        rest_size = self._found.size - offset
+        if rest_size <= 0:
             return 0
         with self._unless_replaced():
-            return self._client.read(self._found.key, offset, first_bytes(memory, left), self._found.tag)
+            return self._client.read(self._found.key, offset, first_bytes(memory, rest_size), self._found.tag)
 
     @contextmanager
     def _unless_replaced(self) -> Iterator[None]:
         try:
             yield
         except Changed:
-            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was read", self._where) from None
+            raise FileNotFoundError(errno.ENOENT, "another save has replaced the object", self._where) from None
 
 
 class ObjectFiles:
-    """The objects below a prefix, found one by one. What was found stays what it was."""
+    """Objects below a prefix, looked up one by one. The tag of an object stays the same after that."""
 
     streams = STREAMS
     gap = GAP
@@ -123,7 +124,7 @@ class ObjectFiles:
         return False
 
     def keep(self, names: Iterable[str]) -> None:
-        """Nothing keeps an object. What replaces a checkpoint leaves its objects until the save after that."""
+        """Do nothing: a save that replaces a checkpoint leaves its objects to the save after that."""
 
     def moved(self) -> bool:
         return False
@@ -136,8 +137,8 @@ class ListedFiles(ObjectFiles):
     """The objects below a prefix, of one listing.
 
     Args:
-        listed: By the names below the prefix; None: it is made when it is first needed.
-        frozen: What was listed is what there is, whatever has come since.
+        listed: By the names below the prefix; None: the first use lists them.
+        frozen: Never compare the listing with the store again.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ListedFiles(ObjectFiles):
             for one in self._client.below(self.path.key):
                 if not one.key.endswith("/"):
                     listed[one.key.removeprefix(below)] = one
-                # Keys are sorted, and this one comes before all that is in a checkpoint.
+                # Keys are sorted, and this key precedes all others of a checkpoint.
                 self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
                 if self._too_many:  # this may be a whole bucket
                     objects, _ = self._client.directly_below(self.path.key)
@@ -190,6 +191,6 @@ class ListedFiles(ObjectFiles):
             return False
         try:
             before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
-        except OSError:  # nobody can tell, and whoever asks has an error of his own
+        except OSError:  # unknown, and the caller has an error already
             return False
         return (before.tag if before else None) != (now.tag if now else None)

@@ -71,8 +71,7 @@ class DcpCheckpoint:
             else:
                 data.append(Streamed(part.dtype, part.sizes, lambda nbytes=part.nbytes: bytes_of(nbytes)))  # type: ignore[misc]
         medium = medium_of(out)
-        token = directory.stem if medium.keeps_names else ""
-        to = write_items.Destination(medium, directory, rank, token, 1, True)
+        to = write_items.Destination(medium, directory, rank, directory.stem, 1, True)
         places = write_items.write(data, to, out)
         locations = map(places.location, range(len(items)))
         medium.flush(directory)

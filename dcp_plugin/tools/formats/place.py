@@ -44,7 +44,7 @@ class Place:
             SaveFailed: There is something already, or nothing can be written there.
         """
         require_absent(self.out)
-        if self._medium.keeps_names:
+        if isinstance(self.out, ObjectPath):
             token = f"{uuid.uuid4().hex}.saving"
             return self.out.parent / token if self._is_file else self.out / token
         self._reservation = self._medium.reserve(self.out)
