@@ -80,6 +80,7 @@ html_title = f"dcp_plugin {VERSION}"
 html_static_path = ["_static"]
 html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_show_sphinx = False
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 copybutton_exclude = ".linenos, .gp, .go"

@@ -65,8 +65,15 @@ The page is generated from these tests: `python -m tests.conformance --write-doc
 """
 
 
+GROUPS = ("Every framework", "Lightning", "Accelerate", "transformers")
+
+
 def page(cases: Iterable[tuple[str, Mapping[str, str]]]) -> str:
     """Return the page. ``cases`` are the names of all cases with their declared differences."""
     declared = {reason for _, differs in cases for reason in differs.values()}
     assert declared <= set(REASONS.values()), "a declared reason has no title in reasons.py"
-    return "\n".join([INTRO, *(f"## {title}\n\n{reason}\n" for title, reason in REASONS.items())])
+    tables = {group: f"## {group}\n\n| subject | difference |\n|---|---|\n" for group in GROUPS}
+    for title, reason in REASONS.items():
+        group, _, subject = title.rpartition(": ")
+        tables[group or GROUPS[0]] += f"| {subject} | {' '.join(reason.split())} |\n"
+    return "\n".join([INTRO, *tables.values()])

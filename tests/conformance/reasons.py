@@ -127,9 +127,8 @@ The Trainer alone cannot resume from such a checkpoint and raises. If it finds w
 your own `save_model`), a `scheduler.pt` and a folder `optimizer` make it raise instead of starting with a new
 optimizer.
 
-Of transformers' own tests of checkpoints and callbacks, 30 need no hub. With the mixin 19 pass as they are. Nine look
-for `model.safetensors`, and two count the entries of the output directory. With a reader in place of that file, and
-without `.dcp_plugin`, 28 pass; the other two split `model.safetensors` itself."""
+Of 30 tests of transformers' own about checkpoints and callbacks, 19 pass as they are, and nine more with a reader in
+the place of `model.safetensors`."""
 
 NO_OBJECTS = """\
 Modules, functions and classes among the hyper-parameters are left out, with a warning. Pass them to
@@ -211,8 +210,8 @@ REASONS = {
     "A value may differ between ranks": OWN_PER_RANK,
     "An unexpected key is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
-    "A registered object is asked for its state first": ASKED_FOR_ITS_KEYS,
-    "Automatic names continue": NAMES_GO_ON,
+    "Accelerate: a registered object is asked for its state first": ASKED_FOR_ITS_KEYS,
+    "Accelerate: automatic names continue": NAMES_GO_ON,
     "Keys of an optimizer are flat": FLAT_KEYS,
     "A nested mapping is filled in place": IN_PLACE,
     "Errors are Exceptions": STOCK_ERRORS,
