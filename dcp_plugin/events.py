@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -40,18 +40,6 @@ class BytesWritten:
 
 
 @dataclass(frozen=True)
-class RankCost:
-    """Seconds and bytes that one rank has spent on a save."""
-
-    blocked_seconds: float | None
-    """Time for which the training waited; None if it waited until the save was published."""
-    staging_seconds: float
-    write_seconds: float
-    bytes: int
-    bytes_reused: int
-
-
-@dataclass(frozen=True)
 class SaveRecord:
     """Facts about a save that only rank 0 has."""
 
@@ -60,7 +48,9 @@ class SaveRecord:
     run: str
     """Identifier of the run that saves."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    ranks: tuple[RankCost, ...] = ()
+    ranks: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Costs of the save on each rank: a column for each of :data:`dcp_plugin.runs.figures.COLUMNS`. Of
+    ``blocked_seconds`` None means the time until the save was published."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +153,20 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
     return unsubscribe
 
 
-def emit(event: Event) -> None:
-    """Call all subscribers, even if one raises, and then raise the first error."""
+def emit(event: Event, json_lines: str | None = None) -> None:
+    """Call all subscribers, even if one raises, and then raise the first error.
+
+    Args:
+        json_lines: The file to which rank 0 appends the end of a save, or the interval proposed after it.
+    """
     call_each(tuple(_subscribers), event)
+    if json_lines is None or not isinstance(event, SaveFinished | SaveAborted | IntervalProposed):
+        return
+    if getattr(event, "rank", 0) == 0:
+        path = Path(json_lines)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:  # one write: programs that share the file do not cut each other's lines
+            file.write(json.dumps(as_json(event)) + "\n")
 
 
 def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
@@ -269,10 +270,3 @@ def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, o
     if isinstance(event, SaveFinished):
         values["gb_per_second"] = event.gb_per_second
     return values
-
-
-def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:
-    """Append the end of a save, or a proposed interval, to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:  # a single write, so that lines of programs that share the file do not mix
-        file.write(json.dumps(as_json(event)) + "\n")

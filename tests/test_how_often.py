@@ -154,25 +154,20 @@ def test_a_job_that_still_runs_beside_has_not_failed(tmp_path: Path) -> None:
     other.note(10.0)
     mine = RunHistory(tmp_path / "step-2")
     assert mine.note(1.0) == Failures(11.0, 0)
-    assert other.note(20.0) == Failures(21.0, 0)
-    file = tmp_path / WORKSPACE / history.NAME
-    noted = json.loads(file.read_text())
-    noted["runs"] = [{**run, "pid": os.getppid()} for run in noted["runs"]]  # which lives
-    file.write_text(json.dumps(noted))
+    assert other.note(20.0) == Failures(20.0, 0)
+    file = tmp_path / WORKSPACE / figures.NAME
+    lines = [json.loads(line) | {"pid": os.getppid()} for line in file.read_text().splitlines()]  # which lives
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     _forget_this_process()
     assert RunHistory(tmp_path / "step-3").note(0.0).count == 0
 
 
-def test_the_history_is_bounded_and_what_is_no_history_counts_as_none(tmp_path: Path) -> None:
-    file = tmp_path / WORKSPACE / history.NAME
+@pytest.mark.parametrize("line", ["", "[]", '{"run": 1}', '{"run": "a", "seconds": -1, "end": "lost"}'])
+def test_what_is_no_line_of_a_training_counts_as_none(tmp_path: Path, line: str) -> None:
+    file = tmp_path / WORKSPACE / figures.NAME
     file.parent.mkdir()
-    for rubbish in ("", "[]", '{"runs": 3}', '{"runs": [3, {"run": 1}, {"run": "a", "seconds": -1, "end": "lost"}]}'):
-        file.write_text(rubbish)
-        assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
-    for number in range(100):
-        RunHistory(tmp_path / f"step-{number}").end(1.0, clean=False)
-    assert len(json.loads(file.read_text())["runs"]) == 64
-    assert file.stat().st_size < history._MOST_BYTES
+    file.write_text(line.replace("{", '{"event": "training", '))
+    assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
     file.unlink()
     os.mkfifo(file)
     assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
@@ -184,11 +179,11 @@ def test_the_history_is_in_nobodys_way(tmp_path: Path) -> None:
         with_history.due(step)
         with_history.save({"step": step}, tmp_path / f"step-{step}", step)
     with_history.close()
-    assert set(os.listdir(tmp_path / WORKSPACE)) == {history.NAME, figures.NAME}
+    assert set(os.listdir(tmp_path / WORKSPACE)) == {figures.NAME}
     assert sorted(one.path.name for one in dcp.list_checkpoints(tmp_path)) == ["step-3", "step-4"]
     assert dcp.latest(tmp_path) == tmp_path / "step-4"
     dcp.save({"step": 9}, tmp_path / "step-9")
-    assert set(os.listdir(tmp_path / WORKSPACE)) == {history.NAME, figures.NAME}, "the next save sweeps there"
+    assert set(os.listdir(tmp_path / WORKSPACE)) == {figures.NAME}, "the next save sweeps there"
 
 
 def test_who_does_not_ask_has_nothing_beside_the_checkpoints(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import astuple
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,7 +42,7 @@ _SLACK = 200
 _MOST_BYTES = 8 << 20
 _STREAMS = 16
 COLUMNS = ("blocked_seconds", "staging_seconds", "write_seconds", "bytes", "bytes_reused")
-"""Figures of each rank."""
+"""Figures of each rank: the fields of :class:`~dcp_plugin.records.Spent`, then bytes."""
 
 _sizes: dict[Path, tuple[int, int]] = {}
 """Lines and bytes of the files that this process has written."""
@@ -57,18 +58,10 @@ def _run_of(process: int) -> str:
     return uuid.uuid4().hex[:12]  # a forked process is another run
 
 
-def costs_of(parts: Sequence[WrittenPart]) -> tuple[events.RankCost, ...]:
-    """Return what each rank has spent on its part of a save."""
-    return tuple(
-        events.RankCost(
-            part.spent.blocked_seconds,
-            part.spent.staging_seconds,
-            part.spent.write_seconds,
-            part.nbytes,
-            part.bytes_reused,
-        )
-        for part in parts
-    )
+def costs_of(parts: Sequence[WrittenPart]) -> dict[str, list[float | None]]:
+    """Return the costs of a save on each rank, a column for each of :data:`COLUMNS`."""
+    costs = [(*astuple(part.spent), part.nbytes, part.bytes_reused) for part in parts]
+    return {name: [cost[number] for cost in costs] for number, name in enumerate(COLUMNS)}
 
 
 @functools.cache
@@ -82,38 +75,35 @@ def note(event: events.Event) -> None:
     if not isinstance(event, events.SaveFinished | events.SaveAborted) or event.record is None:
         return
     workspace: Where = workspace_of(cast(Path, event.path))
+    if isinstance(event, events.SaveAborted) and not _has_figures(workspace):
+        return
+    write(workspace, event.record.save, _values(event, event.record))
+
+
+def write(workspace: Where, name: str, values: dict[str, Any]) -> None:
+    """Write a line: on a disk to the end of the file, in a store as an object of this name. Log failures."""
+    line = json.dumps(values).encode() + b"\n"
     try:
-        if isinstance(event, events.SaveAborted) and not _has_figures(workspace):
-            return
         if isinstance(workspace, Path):
-            _append(workspace / NAME, _line(event, event.record))
+            _append(workspace / NAME, line)
         else:
-            medium_of(workspace).note(workspace / f"{event.record.save}{SUFFIX}", _line(event, event.record))
+            medium_of(workspace).note(workspace / f"{name}{SUFFIX}", line)
     except OSError as error:
-        logger.debug("figures of %s cannot be noted in %s: %s", event.path, workspace, error)
+        logger.debug("figures cannot be noted in %s: %s", workspace, error)
 
 
-def _line(event: events.SaveFinished | events.SaveAborted, record: events.SaveRecord) -> bytes:
+def _values(event: events.SaveFinished | events.SaveAborted, record: events.SaveRecord) -> dict[str, Any]:
     values = events.as_json(event)
     values |= {"path": event.path.name, "run": record.run, "save": record.save}
     values["place"] = "store" if isinstance(event.path, ObjectPath) else "disk"
     values["metrics"] = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
     if isinstance(event, events.SaveFinished):
-        values["bytes"] = sum(cost.bytes for cost in record.ranks)
-        values["bytes_reused"] = sum(cost.bytes_reused for cost in record.ranks)
-        values["ranks"] = _columns(event, record.ranks)
-    return json.dumps(values).encode() + b"\n"
-
-
-def _columns(event: events.SaveFinished, ranks: Sequence[events.RankCost]) -> dict[str, list[float]]:
-    waits = [event.blocked_seconds if cost.blocked_seconds is None else cost.blocked_seconds for cost in ranks]
-    return {
-        "blocked_seconds": [round(seconds, 4) for seconds in waits],
-        "staging_seconds": [round(cost.staging_seconds, 4) for cost in ranks],
-        "write_seconds": [round(cost.write_seconds, 4) for cost in ranks],
-        "bytes": [cost.bytes for cost in ranks],
-        "bytes_reused": [cost.bytes_reused for cost in ranks],
-    }
+        ranks: dict[str, list[float]] = {}
+        for name, column in record.ranks.items():
+            figures = [event.blocked_seconds if value is None else value for value in column]
+            ranks[name] = [round(value, 4) for value in figures]
+        values |= {"ranks": ranks, "bytes": sum(ranks["bytes"]), "bytes_reused": sum(ranks["bytes_reused"])}
+    return values
 
 
 def _append(file: Path, line: bytes) -> None:
@@ -219,5 +209,5 @@ def _has_figures(workspace: Where) -> bool:
     try:
         with closing(medium_of(workspace).open(workspace, pin=True)) as files:
             return bool(_names(files))
-    except FileNotFoundError:
+    except OSError:
         return False

@@ -420,9 +420,7 @@ class SavePipeline:
     def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
         """Emit the event that a save has ended. An error of a subscriber does not fail the save."""
         try:
-            events.emit(event)
-            if self._config.events is not None and event.rank == 0 and not isinstance(event, events.SavedLocally):
-                events.append_json(Path(self._config.events), event)
+            events.emit(event, self._config.events)
         except Exception:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
 

@@ -1,9 +1,9 @@
-"""When to save: measures what saves cost and how steps go, proposes an interval, and keeps it if asked.
+"""Save timing: measure the cost of saves and the duration of steps, propose an interval, and say when a save is due.
 
-Rank 0 decides, by its clock, and the others hear of it: at a *meeting*, one small broadcast. It tells all ranks
-whether to save now, and after how many more calls the next meeting is. Between two meetings a call compares two
-numbers. The next meeting is halfway to the moment at which a save will be due, so that there are a handful of them in
-an interval, however long it is, and none comes too late if steps become twice as slow.
+Rank 0 decides by its clock, and broadcasts its decision in a *meeting*: whether to save now, and the number of calls
+until the next meeting. Between two meetings a call compares two numbers. The next meeting is halfway to the moment at
+which a save will be due. So an interval of any length has a handful of meetings, and none comes too late if steps
+become twice as slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcp_plugin import events
@@ -26,15 +25,15 @@ if TYPE_CHECKING:
     from dcp_plugin.runs.history import RunHistory
 
 FIRST_SECONDS = 60.0
-"""When the first save is due with ``"auto"``, which knows what a save costs when there has been one."""
+"""Seconds until the first save with ``"auto"``: the cost of a save is unknown before it."""
 _APART_SECONDS = 60.0
-"""How far two meetings are apart at most."""
+"""Most seconds between two meetings."""
 _SLACK = 0.01
-"""A save may come so much earlier, in parts of the interval, instead of one more meeting."""
+"""Part of the interval by which a save may come earlier, in place of one more meeting."""
 
 
 class CostMeter:
-    """What saves cost, from the times at which steps end and saves block. Reads no clock."""
+    """Cost of saves, from the times at which steps end and saves block. Reads no clock."""
 
     def __init__(self) -> None:
         self._quiet: deque[float] = deque(maxlen=101)  # seconds of steps without a save in flight
@@ -48,7 +47,7 @@ class CostMeter:
         self._saving = False
 
     def step_ended(self, now: float, saving: bool) -> None:
-        """The training calls after each step.
+        """Record the end of a step.
 
         Args:
             saving: Whether a save is in flight.
@@ -62,11 +61,11 @@ class CostMeter:
         self._ended, self._paused, self._saving = now, 0.0, saving
 
     def stopped(self) -> None:
-        """The training has ended: what comes until the next step is none."""
+        """Record the end of the training: the time until the next step is no step."""
         self._ended, self._paused, self._waited, self._saving = None, 0.0, 0.0, False
 
     def paused(self, seconds: float, saving: bool) -> None:
-        """Within a step, the training was in a call that saves, or waits for a save."""
+        """Record that within a step the training was in a call that saves, or waits for a save."""
         self._paused += seconds
         if saving:
             self._saving = True
@@ -74,7 +73,7 @@ class CostMeter:
             self._waited += seconds
 
     def saved(self, blocked_seconds: float, flight_seconds: float) -> None:
-        """A save is complete; its call took ``blocked_seconds``."""
+        """Record that a save is complete; its call took ``blocked_seconds``."""
         waited, self._waited = self._waited, 0.0
         self._blocked.append(blocked_seconds + waited)
         self._flights.append(flight_seconds)
@@ -82,19 +81,18 @@ class CostMeter:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step, in the middle."""
+        """Median duration of a step."""
         steps = self._quiet or self._busy
         return statistics.median(steps) if steps else None
 
     @property
     def newest_step_seconds(self) -> float | None:
-        """Of the newest steps, in the middle: those of a moment ago may have been quicker."""
+        """Median duration of the newest steps: earlier ones may have been quicker."""
         return statistics.median(self._newest) if self._newest else None
 
     @property
     def cost(self) -> SaveCost | None:
-        """Of a save, in the middle; None before the first. The first of all, which is the slowest, counts as little as
-        possible."""
+        """Median cost of a save; None before the first. The first one, which is the slowest, counts least."""
         if not self._saves:
             return None
         slower = 0.0
@@ -111,7 +109,7 @@ class Pace:
     """Decides when a checkpointer's saves are due.
 
     Args:
-        config: Says how often, and where rank 0 writes what happens.
+        config: Has the interval, and the file to which rank 0 writes events.
         is_saving: Returns whether a save is in flight that a restart would not find yet.
         clock: Seconds, from any origin.
     """
@@ -123,31 +121,31 @@ class Pace:
         self._wanted, self._events = config.save_interval, config.events
         self.clock = clock
         self._meter = CostMeter()
-        self._failures = Failures()  # on rank 0; elsewhere nothing is known
+        self._failures = Failures()  # known on rank 0 alone
         self._history: RunHistory | None = None
         self._new_history: type[RunHistory]  # set by the first call of due
-        self._began: float | None = None  # the first step that was asked about
-        self._since = 0.0  # when the training has gone on after the last save
+        self._began: float | None = None  # time of the first call of due()
+        self._since = 0.0  # time at which the training went on after the last save
         self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
         self._answered: tuple[int, bool] | None = None
         self._calls = self._meeting = 0
 
     @property
     def proposal(self) -> SaveInterval | None:
-        """By what is known now: how much slower steps are with a save in flight is known when that is complete."""
+        """Proposal from all measurements so far. A save in flight counts when it is complete, with its slower steps."""
         cost = self._meter.cost
         if cost is None:
             return None
-        # What steps are slower while a save goes on to its path is in the cost of the save: nobody can tell them apart.
+        # The cost of a save includes steps that are slower while the save goes on to its path.
         drain = SaveCost(0.0, 0.0, statistics.median_low(self._drains)) if self._drains else None
         return propose(cost, self._failures, self._meter.step_seconds, drain)
 
     def step_ended(self) -> None:
-        """Measure a step, for :attr:`proposal`, where nobody asks whether a save is due."""
+        """Measure a step for :attr:`proposal`, in place of :meth:`due`."""
         self._meter.step_ended(self.clock(), self._is_saving())
 
     def due(self, step: int, ranks: Callable[[], Ranks]) -> bool:
-        """Whether to save after this step; see :meth:`dcp_plugin.Checkpointer.due`."""
+        """Return whether to save after this step; see :meth:`dcp_plugin.Checkpointer.due`."""
         if self._answered is not None and self._answered[0] == step:
             return self._answered[1]
         self.step_ended()
@@ -172,7 +170,7 @@ class Pace:
         return bool(due)
 
     def _decide(self) -> tuple[bool, int]:
-        """On rank 0: whether to save now, and how many calls may pass before the next meeting."""
+        """Return whether to save now, and how many calls may pass before the next meeting. On rank 0."""
         now, step_seconds = self.clock(), self._meter.newest_step_seconds
         interval = self._interval()
         left = interval - (now - self._since)
@@ -190,33 +188,28 @@ class Pace:
         return self._wanted
 
     def paused(self, seconds: float, saving: bool) -> None:
-        """The training was in a call of the checkpointer; in one that saves, or that waits for a save."""
+        """Record that the training was in a call that saves, or that waits for a save."""
         self._meter.paused(seconds, saving)
         if saving:
             self._since = self.clock()
 
     def published(self, event: events.SaveFinished) -> None:
-        """In the thread that saves."""
+        """Record a published save. In the thread that saves."""
         local = event.seconds if event.local_seconds is None else event.local_seconds
         self._meter.saved(event.blocked_seconds, local)
         if event.local_seconds is not None and event.tier == "durable":
             self._drains.append(event.seconds - local)
-        if event.rank != 0 or self._began is None:  # a history is kept for those alone who ask when to save
+        if event.rank != 0 or self._began is None:  # only a training that calls due() has a history
             return
         if self._history is None:
             self._history = self._new_history(event.path)
         self._failures = self._history.note(self.clock() - self._began)
-        if (proposed := self.proposal) is not None:
-            self._tell(event, proposed)
-
-    def _tell(self, saved: events.SaveFinished, it: SaveInterval) -> None:
-        told = events.IntervalProposed(saved.path, saved.step, it.seconds, it.steps, it.cost_seconds, it.mtbf_seconds)
-        events.emit(told)
-        if self._events is not None:
-            events.append_json(Path(self._events), told)
+        if (it := self.proposal) is not None:
+            figures = (it.seconds, it.steps, it.cost_seconds, it.mtbf_seconds)
+            events.emit(events.IntervalProposed(event.path, event.step, *figures), self._events)
 
     def ended(self, clean: bool) -> None:
-        """The training has ended, or so it seems: another one may follow.
+        """Record that the training has ended. Another one may follow.
 
         Args:
             clean: Not by an error.

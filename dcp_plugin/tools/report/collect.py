@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound
 from dcp_plugin.format.summary import decode_metrics
-from dcp_plugin.media import workspace_of, workspaces_in
+from dcp_plugin.media import workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.runs import figures, history
 from dcp_plugin.runs.catalog import list_checkpoints
@@ -154,7 +154,7 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     saves = _saves(noted, states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
-    ends = [end for folder in folders for place in workspaces_in(folder) for end in history.ends_beside(place)]
+    ends = history.ends_of(history.trainings_in(noted))
     newest, nbytes, modules, why = _newest(states, storage_options)
     stragglers = _stragglers(saves)
     known = RunFigures(str(root), saves, len(states), newest, nbytes, modules, stragglers, _trainings(saves, ends), {})
