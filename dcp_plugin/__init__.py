@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.records import LoadReport
+    from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
     from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
@@ -95,6 +96,7 @@ _HOMES = {
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
     "dcp_plugin.tools.report": ("report",),
     "dcp_plugin.records": ("LoadReport",),
+    "dcp_plugin.retention": ("Retention",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -125,6 +127,7 @@ __all__ = [
     "PrunedLeftover",
     "RankFailure",
     "Restart",
+    "Retention",
     "Run",
     "SaveFailed",
     "SaveHandle",

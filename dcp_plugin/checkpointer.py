@@ -301,7 +301,7 @@ class Checkpointer:
             if handle.path == location:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
-        retention.refuse_to_remove_other_things(location)
+        retention.refuse_other_things(location)
         if not self._writer.forget(location):
             self._source.forget(location)
         retention.remove(location)
@@ -355,8 +355,8 @@ class Checkpointer:
         is in flight. With ``"auto"`` the first save is due after a minute, and its cost determines the next one.
         Without ``save_interval`` no save is ever due, and no message is sent.
 
-        The first call starts the measurement of steps. Rank 0 keeps a small file next to the checkpoints, from which
-        the next run learns how this run ended. Therefore call :meth:`close` at the end.
+        The first call starts the measurement of steps. Rank 0 writes a line to the figures next to the checkpoints,
+        from which the next run learns how this run ended. Therefore call :meth:`close` at the end.
 
         Args:
             step: Any number that changes from step to step. A repeated call for the same step returns the same answer.

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from dcp_plugin.paths import StoreOptions, as_local, text_of
+
+if TYPE_CHECKING:
+    from dcp_plugin.retention import Retention
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -111,7 +114,7 @@ class CheckpointConfig:
     save_interval: float | Literal["auto"] | None = None
     """Seconds of training between two saves, applied by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
     the cheapest interval, computed from the cost of saves for the training and from the past failures of the job, which
-    a small file next to the checkpoints records. None: only the caller decides when to save."""
+    the figures next to the checkpoints record. None: only the caller decides when to save."""
 
     events: str | None = None
     """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error) and
@@ -159,7 +162,12 @@ class CheckpointConfig:
     """Save and restore the random number generators of every rank, in the framework integrations."""
 
     keep_last: int | None = None
-    """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all."""
+    """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all. Short for
+    ``retention=Retention(newest=N)``."""
+
+    retention: Retention | None = None
+    """After a save, delete the committed checkpoints next to it that these rules do not keep
+    (:class:`~dcp_plugin.Retention`). ``None`` keeps all."""
 
     timeout: float = 1800.0
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
@@ -222,6 +230,8 @@ class CheckpointConfig:
             raise ValueError(
                 f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."
             )
+        if self.keep_last is not None and self.retention is not None:
+            raise ValueError("keep_last and retention exclude each other: keep_last=N is Retention(newest=N).")
         if self.async_save and self.keep_last == 1:
             raise ValueError(
                 "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
@@ -261,6 +271,14 @@ class CheckpointConfig:
         """True if a save is first complete in ``local_dir`` of the nodes. Some saves are never copied to their
         paths."""
         return self.local_dir is not None
+
+    def policy(self) -> Retention | None:
+        """Return the rules for the checkpoints that stay after a save; None if all do."""
+        if self.keep_last is None:
+            return self.retention
+        from dcp_plugin.retention import Retention  # few configurations need it
+
+        return Retention(newest=int(self.keep_last))
 
     def without_local_tier(self) -> CheckpointConfig:
         """Return this configuration with saves directly to their paths, for a rank that saves alone."""
@@ -339,7 +357,9 @@ def fields_in_signature(init: F) -> F:
     The parameter ``config`` is left out. These tools pass every default explicitly, which would override the fields of
     a ``config``.
     """
-    hints = get_type_hints(CheckpointConfig)
+    from dcp_plugin.retention import Retention  # as in policy()
+
+    hints = get_type_hints(CheckpointConfig, localns={"Retention": Retention})
     parameters = signature(init, eval_str=True).parameters.values()
     own = [item for item in parameters if item.name != "config" and item.kind != item.VAR_KEYWORD]
     added = [
@@ -385,5 +405,6 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
+    "Retention | None": ("a Retention or None", lambda value: value is None or hasattr(value, "select")),
 }
 """Description and check of a field's value, by the field's annotation. Choices are in :data:`_CHOICES`."""

@@ -19,7 +19,6 @@ StorageOptions = Mapping[str, Any]
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+):/+(?P<rest>.*)", re.DOTALL)
 """Pattern of a URL, including a URL in which ``pathlib`` has merged the slashes. A scheme of one letter is a drive."""
-_MADE_RELATIVE = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "memory")
 """Schemes of object stores. ``s3a`` and ``gcs`` are other names of the first two; a ``file://`` URL is a path."""

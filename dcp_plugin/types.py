@@ -203,3 +203,5 @@ class CheckpointState:
     """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
     """Metrics, see :class:`CheckpointInfo`; empty with tier ``"local"``."""
+    bases: tuple[Where, ...] = field(default=(), repr=False)
+    """Places where a load looks for what this checkpoint leaves out (``trainable_only``)."""

@@ -20,6 +20,7 @@ LAYERS = [
             "config",
             "paths",
             "errors",
+            "retention",
             "types",
             "tensors",
             "events",

@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,37 @@ def test_keep_last_keeps_the_other_parts_of_the_same_step(place: Where) -> None:
         dcp.save({"n": step}, place / f"step-{step}", step=step, keep_last=1)
     assert all(dcp.verify(place / f"checkpoint-{n}" / part).ok for n in (1, 2) for part in ("model", "optimizer"))
     assert dcp.latest(place) is not None and not medium_of(place).kind(place / "step-3")
+
+
+def test_keep_last_keeps_all_parts_that_were_saved_without_a_step(place: Where) -> None:
+    for step in (1, 2):
+        for part in ("model", "optimizer"):
+            dcp.save({"n": step}, place / f"checkpoint-{step}" / part, keep_last=1)
+    assert all(dcp.verify(place / f"checkpoint-{n}" / part).ok for n in (1, 2) for part in ("model", "optimizer"))
+
+
+def test_a_policy_keeps_what_any_of_its_rules_keeps_after_each_save(place: Where) -> None:
+    policy = dcp.Retention(newest=1, every_steps=4, best=("loss", "min", 1))
+    with closing(dcp.Checkpointer(retention=policy)) as checkpointer:
+        for step, loss in enumerate((0.5, 0.4, 0.1, 0.3, 0.2, 0.9, 0.8)):
+            checkpointer.save({"n": step}, place / f"step-{step}", step, metrics={"loss": loss})
+    assert [state.step for state in dcp.list_checkpoints(place)] == [0, 2, 4, 6]
+
+
+def test_a_policy_selects_neither_the_newest_nor_a_base_nor_what_is_torn() -> None:
+    def state(name: str, time: float, committed: bool = True, *bases: Path) -> dcp.CheckpointState:
+        return dcp.CheckpointState(Path("/run", name), committed, step=int(time), time=time, bases=bases)
+
+    states = [state("base", 0), state("old", 1), state("tuned", 2, True, Path("/run/base")), state("torn", 3, False)]
+    assert [one.path.name for one in dcp.Retention(newest=1).select(states)] == ["old"]
+    assert [one.path.name for one in dcp.Retention(every_steps=7).select(states[1:])] == ["old"]
+    assert dcp.Retention(younger_than=1e12).select(states) == dcp.Retention(newest=1).select(states[:1]) == []
+
+
+@pytest.mark.parametrize("given", [{}, {"newest": 0}, {"every_steps": -1}, {"best": ("loss", "lowest", 1)}])
+def test_rules_without_meaning_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"say what to keep|from 1 on|'min' or 'max'"):
+        dcp.Retention(**given)
 
 
 LIGHTNING: dict[str, Any] = {"pytorch-lightning_version": "2.6.6", "state_dict": {"w": torch.zeros(3)}}

@@ -16,9 +16,8 @@ import dcp_plugin as dcp
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.objects.client import PART, client_of
 from dcp_plugin.paths import ObjectPath, Where, as_path
+from dcp_plugin.retention import NEWEST
 from dcp_plugin.runs import figures
-from dcp_plugin.tools.listing import ListedCheckpoint
-from dcp_plugin.tools.prune import Rules
 from tests.compare import same_bytes
 from tests.object_server import Bucket
 from tests.places import delete_file, save_file, stock_writer
@@ -56,8 +55,8 @@ def test_rules_keep_and_the_rest_goes_in_each_run_for_itself(place: Where) -> No
     assert not dcp.prune(place, keep_last=3).deleted
 
 
-def _listed(name: str, step: int | None, **metrics: float) -> ListedCheckpoint:
-    return ListedCheckpoint(Path(name), "whole", "", "dcp_plugin", step, 0.0, 1, 1, metrics=metrics)
+def _listed(name: str, step: int | None, **metrics: float) -> dcp.CheckpointState:
+    return dcp.CheckpointState(Path(name), True, step=step, metrics=metrics)
 
 
 def test_the_best_are_kept_and_what_no_rule_can_judge() -> None:
@@ -65,15 +64,17 @@ def test_the_best_are_kept_and_what_no_rule_can_judge() -> None:
     listed += [_listed("d", 4, loss=0.3), _listed("e", 5, loss=float("nan"))]
 
     def kept(**rules: Any) -> str:
-        return "".join(path.name for path, reasons in Rules(**rules).kept(listed).items() if reasons)
+        why = dcp.Retention(**rules).reasons(listed)
+        return "".join(path.name for path, reasons in why.items() if reasons not in ([], [NEWEST]))
 
-    assert kept(best="loss") == "cd", "of two that are as good, the newer"
-    assert kept(best="loss", keep_best=9) == "abcd", "what is no number is never the best"
-    assert kept(best="loss", mode="max") == "ac"
-    assert kept(best="accuracy", mode="max") == "bcde"
-    assert kept(keep_every=2) == "bcd"
-    assert kept(keep_every=2, best="loss", mode="max") == "abcd"
-    assert kept(keep_last=1, best="loss") == "de", "keep_last judges what has no metric"
+    assert kept(best=("loss", "min", 1)) == "cd", "of two that are as good, the newer"
+    assert kept(best=("loss", "min", 9)) == "abcd", "what is no number is never the best"
+    assert kept(best=("loss", "max", 1)) == "ac"
+    assert kept(best=("accuracy", "max", 1)) == "bcde"
+    assert kept(every_steps=2) == "bcd"
+    assert kept(every_steps=2, best=("loss", "max", 1)) == "abcd"
+    assert kept(newest=1, best=("loss", "min", 1)) == "de", "newest judges what has no metric"
+    assert kept(younger_than=1e12) == "abcde" and kept(younger_than=1) == ""
 
 
 @pytest.mark.parametrize(

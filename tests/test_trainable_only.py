@@ -221,6 +221,15 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
     _check(tmp_path / "2", model)
 
 
+def test_a_policy_does_not_select_a_base_among_the_states_that_are_listed(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    for step in range(3):
+        ours.save(_state(model, optimizer), tmp_path / str(step), step)
+    selected = dcp.Retention(newest=1).select(dcp.list_checkpoints(tmp_path))
+    assert [state.path.name for state in selected] == ["1", "0"]
+
+
 def test_a_base_that_was_loaded_through_a_link_is_still_found_when_the_link_has_moved_on(tmp_path: Path) -> None:
     _pretrained(tmp_path / "0")
     last = tmp_path / "last"

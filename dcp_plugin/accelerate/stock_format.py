@@ -273,7 +273,7 @@ class Project:
             for path in self._paths():
                 with suppress(OSError):  # a checkpoint that cannot be read stays, and does not count
                     complete += [] if _why_incomplete(path) else [path]
-            retention.remove_oldest(complete, max(1, self.config.total_limit), delete)
+            retention.rotate(complete, max(1, self.config.total_limit), delete)
 
     @property
     def root(self) -> Where:

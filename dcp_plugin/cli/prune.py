@@ -37,19 +37,15 @@ def prune_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """Delete, at once, the checkpoints that no rule keeps, and what interrupted saves have left.
+    """Delete, at once, the checkpoints that no rule keeps, and garbage of interrupted saves.
 
-    The rules hold in each folder of checkpoints for itself. Kept whatever they say: the newest whole checkpoint, what
-    another one needs or a link leads to, what is being saved, what is damaged, and what another tool has saved.
+    The rules apply to each folder of checkpoints separately. These stay whatever the rules say: the newest complete
+    checkpoint, a base that another one needs, the target of a link, a save in flight, damaged checkpoints, and
+    checkpoints of other tools.
     """
     with told(as_json):
-        from dcp_plugin.tools.prune import Rules, prune
+        from dcp_plugin.tools.prune import prune
 
-        try:
-            Rules(keep_last, keep_every, best, mode, keep_best)  # type: ignore[arg-type]  # checked there
-        except ValueError as error:
-            options = "Options: --keep-last, --keep-every, --best METRIC." if best is None else ""
-            raise typer.BadParameter(f"{error}. {options}".rstrip()) from error
         at = folder(root, storage_option)
         try:
             with progress("deleting") as bar:
@@ -65,7 +61,8 @@ def prune_command(
                     progress=bar,
                 )
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            options = "Options: --keep-last, --keep-every, --best METRIC." if best is None else ""
+            raise typer.BadParameter(f"{error}. {options}".rstrip()) from error
     if as_json:
         show(asdict(report))
     else:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed, damage_in
 from dcp_plugin.format import INDEX, SUMMARY
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 3
@@ -72,6 +72,10 @@ class Base:
         except ValueError as error:
             raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has no path of its base: {error}") from error
         return cls(path, entry["relative"], entry["fingerprint"])
+
+    def places(self, checkpoint: Where) -> tuple[Where, ...]:
+        """Return the places where a load of the checkpoint that needs this base looks for it."""
+        return resolved(self.path), resolved(checkpoint / self.relative)
 
     def to_summary(self) -> dict[str, str]:
         return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}

@@ -543,10 +543,10 @@ class Coordinator:
     # The end
 
     def _prune(self, save: Save) -> None:
-        keep = save.job.config.keep_last
-        if keep is not None:
+        policy = save.job.config.policy()
+        if policy is not None:
             try:
-                retention.prune(save.path, keep)
+                retention.prune(save.path, policy)
             except (OSError, CheckpointError) as error:
                 self._say(f"could not delete old checkpoints beside {save.path}: {error}")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that others need, because these leave out what a base has (``trainable_only``).
+"""Bases: checkpoints with the frozen parameters that others leave out (``trainable_only``).
 
 The rule: no save and no deletion takes a base from a checkpoint that could not be loaded without it.
 """
@@ -7,47 +7,97 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed
 from dcp_plugin.format import METADATA, exists
-from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media import Medium, is_workspace, medium_of, snapshot
-from dcp_plugin.media.packed import may_have_base
+from dcp_plugin.format.summary import Base
+from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot
+from dcp_plugin.media.packed import may_have_base, time_from_names, uncommitted_reason, unpacked
 from dcp_plugin.paths import Where, is_link, resolved
 from dcp_plugin.runs.patience import LOST_AND_FOUND, Patience, may_pass
-from dcp_plugin.storage.published import read_summary, said_base
+from dcp_plugin.storage.published import read_summary, summary_of
+from dcp_plugin.types import CheckpointState
 
 
-def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
-    """Return a checkpoint in the same directory that cannot be loaded without this one; and the entries there that may
-    be one, and cannot be read. Symlinks are ignored."""
-    medium = medium_of(base)
-    if is_link(base) or not exists(medium.open(base), METADATA):
-        return None, {}
-    summary: Summary | None = None
-    with suppress(CheckpointCorrupt):
-        summary = read_summary(base)
-    own = summary.index_sha256 if summary else ""
+@dataclass(frozen=True)
+class Sibling:
+    """A checkpoint of this package in a folder of checkpoints. A damaged one needs its base, for it may be repaired."""
+
+    state: CheckpointState
+    fingerprint: str = ""
+    """Fingerprint of its index; empty if its summary was not read."""
+    base_fingerprint: str = ""
+
+
+def siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, Sibling], dict[Where, Exception]]:
+    """Return the checkpoints of this package directly in a folder, and the entries that cannot be read.
+
+    Args:
+        by_names: Read no summary where names of files show the time, and that the checkpoint leaves nothing out. Steps
+            and metrics of such checkpoints are unknown.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
     patience = Patience()
-    medium = snapshot(base.parent)  # requests to a store have been repeated by its client
+    medium = snapshot(folder)  # requests to a store have been repeated by its client
+    siblings: dict[Where, Sibling] = {}
     unreadable: dict[Where, Exception] = {}
-    for one in patience.read(lambda: medium.entries(base.parent)):
-        checkpoint: Where = one.path
-        is_none = one.is_file or checkpoint.name == LOST_AND_FOUND or is_workspace(checkpoint.name)
-        if is_none or not may_have_base(checkpoint, medium):
+    for entry in patience.read(lambda: medium.entries(folder)):
+        if entry.is_file or entry.path.name == LOST_AND_FOUND or is_workspace(entry.path.name):
             continue
         try:
-            said = patience.read(functools.partial(said_base, checkpoint, medium))
-            needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
-            if needed and not _is_replaced(checkpoint):
-                return checkpoint, {}
+            sibling = patience.read(functools.partial(_look_at, entry, medium, by_names))
         except FileNotFoundError:  # deleted meanwhile
             continue
         except (CheckpointUnreadable, OSError) as error:
-            if summary is None or (not summary.base and may_need(checkpoint, summary.time, medium)):
-                unreadable[checkpoint] = error
+            unreadable[entry.path] = error
         except (CheckpointCorrupt, ValueError):
             continue
+        else:
+            siblings |= {} if sibling is None else {entry.path: sibling}
+    return siblings, unreadable
+
+
+def _look_at(entry: Listed[Any], medium: Medium, by_names: bool) -> Sibling | None:
+    path = entry.path
+    reason = uncommitted_reason(path, medium) or ("" if entry.is_folder else "it is a link")
+    if not may_have_base(path, medium):
+        time = time_from_names(path, medium) if by_names and not reason else None
+        if reason or time is not None:
+            return None if time is None else Sibling(CheckpointState(path, True, time=time))
+    try:
+        summary = read_summary(path)
+    except CheckpointUnreadable:
+        raise
+    except CheckpointCorrupt as error:
+        reason, summary = str(error), summary_of(unpacked(medium.open(path)))
+    if summary is None:  # stock has saved over it
+        return None
+    base = Base.of_summary(summary.base, path) if summary.base else None
+    places = base.places(path) if base else ()
+    metrics = dict(summary.metrics)
+    state = CheckpointState(path, not reason, reason, summary.step, summary.time, metrics=metrics, bases=places)
+    return Sibling(state, summary.index_sha256, base.fingerprint if base else "")
+
+
+def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
+    """Return a checkpoint in the same folder that cannot be loaded without this one; and the entries of the folder that
+    cannot be read, and may be such a checkpoint. A symbolic link is no base."""
+    medium = medium_of(base)
+    if is_link(base) or not exists(medium.open(base), METADATA):
+        return None, {}
+    siblings, unreadable = siblings_in(base.parent)
+    own, place = siblings.get(base), resolved(base)
+    for path, sibling in siblings.items():
+        is_same_save = own is None or own.fingerprint in ("", sibling.base_fingerprint)
+        if place in sibling.state.bases and is_same_save:
+            return path, {}
+    if own is not None:
+        saved = float("inf") if own.state.bases else own.state.time  # a checkpoint with a base is none
+        unreadable = {path: error for path, error in unreadable.items() if may_need(path, saved, medium)}
     return None, unreadable
 
 
@@ -73,17 +123,3 @@ def refuse_to_replace_a_base(path: Where) -> None:
             f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
             f"out. Save to a new name, or delete {dependent} first."
         )
-
-
-def _is_replaced(checkpoint: Where) -> bool:
-    """Whether stock has saved over a checkpoint of ours. One that is damaged may be repaired, and needs its base."""
-    try:
-        return read_summary(checkpoint) is None
-    except CheckpointCorrupt:
-        return False
-
-
-def _is_base(path: Where, fingerprint: str, said: Base, checkpoint: Where) -> bool:
-    """Whether a load of the checkpoint would find its base at this path."""
-    places = map(resolved, (said.path, checkpoint / said.relative))
-    return resolved(path) in places and fingerprint in ("", said.fingerprint)

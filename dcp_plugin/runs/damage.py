@@ -21,7 +21,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, exists
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media import medium_of
-from dcp_plugin.paths import PathLike, Where, as_path, resolved
+from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.storage.published import read_summary
 
 if TYPE_CHECKING:
@@ -113,5 +113,5 @@ def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
         base = Base.of_summary(summary.base, path) if summary.base else None
     except CheckpointCorrupt:  # the summary itself is damaged
         return True
-    places = [] if base is None else [base.path, resolved(base.path), resolved(path / base.relative)]
+    places = [] if base is None else [base.path, *base.places(path)]
     return not any(f"{place}/" in str(error) for place in places)

@@ -1,67 +1,66 @@
-"""Deletes old checkpoints: none that is needed, and nothing that is no checkpoint."""
+"""Deletion of checkpoints: never of a checkpoint that another one needs, and never of anything else.
+
+Every deletion of this package goes through :func:`delete`.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import Medium, is_workspace, medium_of, snapshot
-from dcp_plugin.media.packed import time_from_names, uncommitted_reason
+from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.runs.bases import completed_by
+from dcp_plugin.retention import Retention
+from dcp_plugin.runs.bases import completed_by, siblings_in
+from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
-from dcp_plugin.runs.patience import Patience, cannot_read
+from dcp_plugin.runs.patience import cannot_read
 from dcp_plugin.storage.published import read_summary
+from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
 
 
-def prune(newest: Where, keep: int) -> None:
-    """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
+def prune(newest: Where, policy: Retention) -> None:
+    """Delete the checkpoints in the folder of ``newest``, which has just been saved, that a policy does not keep.
 
-    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete. Nor
-    is a checkpoint of the same step, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
+    Checkpoints of other tools stay, and one of this package that another tool has saved over. So do parts of the same
+    checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
     """
-    times: dict[Where, float] = {}
-    patience = Patience()
-    medium = snapshot(newest.parent)  # requests to a store have been repeated by its client
-    for one in patience.read(lambda: medium.entries(newest.parent)):
-        if one.path != newest and one.is_folder:
-            with suppress(CheckpointCorrupt, OSError):
-                time = patience.read(functools.partial(_time_if_ours, one.path, medium))
-                if time is not None:
-                    times[one.path] = time
-    oldest = sorted(times, key=times.__getitem__)[: max(0, len(times) - keep + 1)]
-    remove_oldest([path for path in oldest if not _have_the_same_step(path, newest)], 0)
+    by_names = policy.every_steps is None and policy.best is None
+    siblings, _ = siblings_in(newest.parent, by_names)
+    states = [
+        replace(sibling.state, time=float("inf")) if path == newest else sibling.state
+        for path, sibling in siblings.items()
+    ]
+    in_folder_of_step = step_in_name(newest.parent) is not None
+    doomed = policy.select(states)
+    if any(state.step is None for state in doomed):  # their steps decide which are parts of the newest
+        known = {path: _step_of(path) for path in (newest, *(state.path for state in doomed))}
+        doomed = policy.select([replace(state, step=known.get(state.path, state.step)) for state in states])
+    remove_all(state.path for state in doomed if not (in_folder_of_step and state.step is None))
 
 
-def _have_the_same_step(*paths: Where) -> bool:
+def _step_of(path: Where) -> int | None:
     with suppress(CheckpointCorrupt, OSError):
-        steps = {summary.step if (summary := read_summary(path)) else None for path in paths}
-        return len(steps) == 1 and steps != {None}
-    return False
+        return summary.step if (summary := read_summary(path)) else None
+    return None
 
 
-def _time_if_ours(path: Where, medium: Medium) -> float | None:
-    if uncommitted_reason(path, medium):
-        return None
-    if (time := time_from_names(path, medium)) is not None:
-        return time
-    summary = read_summary(path)
-    return summary.time if summary is not None else None
+def rotate(oldest_first: Iterable[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
+    """Delete all but the last ``keep`` of these checkpoints, for a framework that has its own order."""
+    states = [CheckpointState(path, True, time=number) for number, path in enumerate(oldest_first)]
+    remove_all((state.path for state in Retention(newest=keep).select(states)), delete)
 
 
-def remove_oldest(paths: Sequence[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
-    """Delete all but the last ``keep`` of ``paths``, which are sorted from old to new.
-
-    What cannot be deleted is logged: the checkpoint that replaces it is published, and an old one does no harm.
-    """
-    # The newest of them first: a base can go only after the checkpoints that it completes.
-    for path in reversed(paths[: max(0, len(paths) - keep)]):
+def remove_all(paths: Iterable[Where], delete: Callable[[Where], None] | None = None) -> None:
+    """Delete checkpoints. Log failures: the checkpoint that replaces them is published, and old ones do no harm."""
+    for path in paths:
         try:
             (delete or remove)(path)
         except (OSError, CheckpointError) as error:
@@ -75,7 +74,7 @@ def remove(path: PathLike) -> None:
     warning in the log.
 
     Raises:
-        CheckpointError: The file system failed, and it is there as it was.
+        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is as it was.
     """
     path = as_path(path)
     try:
@@ -87,16 +86,22 @@ def remove(path: PathLike) -> None:
     elif unreadable:
         _warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
     else:
-        medium_of(path).remove(path)
+        delete(path)
 
 
-def refuse_to_remove_other_things(path: Where) -> None:
-    """Refuse to delete anything but a checkpoint of this package or another tool, complete or torn, or a link to one.
+def delete(path: Where) -> None:
+    """Delete a checkpoint of this package or another tool, complete or torn, or a link to one, and nothing else.
 
     Raises:
-        CheckpointError: The path is something else.
+        CheckpointError: The path is something else, or the file system failed.
         CheckpointUnreadable: The file system fails to read it.
     """
+    refuse_other_things(path)
+    medium_of(path).remove(path)
+
+
+def refuse_other_things(path: Where) -> None:
+    """Refuse a path that is no checkpoint. Raises as :func:`delete`."""
     medium = medium_of(path)
     try:
         kind = medium.kind(path)
@@ -115,6 +120,6 @@ def refuse_to_remove_other_things(path: Where) -> None:
         )
 
 
-@functools.cache  # ``keep_last`` comes by after every save
+@functools.cache  # a policy is applied after every save
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)

@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
-from dcp_plugin.format.summary import NewerFormat
+from dcp_plugin.format.summary import Base, NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
 from dcp_plugin.media.packed import time_from_names
 from dcp_plugin.paths import ObjectPath, Where, is_link
@@ -53,16 +53,18 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     if not has_traces(names):
         return None
     written = files.modified("")
-    step, metrics = None, dict[str, float]()
+    step, metrics, bases = None, dict[str, float](), tuple[Where, ...]()
     try:
         with suppress(NewerFormat), damage_in(path):
             if not reason and (summary := summary_in(files)) is not None:
                 written, step, metrics = summary.time, summary.step, dict(summary.metrics)
+                with suppress(CheckpointCorrupt):  # a summary without a valid base
+                    bases = Base.of_summary(summary.base, path).places(path)
     except CheckpointCorrupt as error:
         if files.moved() or isinstance(error, CheckpointUnreadable):
             raise
         return CheckpointState(path, False, str(error), None, written)
-    return CheckpointState(path, not reason, reason, step, written, metrics=metrics)
+    return CheckpointState(path, not reason, reason, step, written, metrics=metrics, bases=bases)
 
 
 class Scan:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
+from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
@@ -37,7 +37,7 @@ from dcp_plugin.records import (
     StagedState,
     WrittenPart,
 )
-from dcp_plugin.runs import bases, figures, launches
+from dcp_plugin.runs import figures, launches
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -158,10 +158,10 @@ class SavePipeline:
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
-        if config.keep_last is not None:
+        if (policy := config.policy()) is not None:
             from dcp_plugin.runs import retention  # imported now: in the background, the disk may be full
 
-            self._prune = partial(retention.prune, keep=config.keep_last)
+            self._prune = partial(retention.prune, policy=policy)
         self.exchange = PlanExchange()
         self._local = RankLocal()
         self._lazy = config.staging == "lazy"
@@ -436,7 +436,10 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
     """Reserve the directory in which a checkpoint is made. Rank 0 alone calls it."""
-    bases.refuse_to_replace_a_base(publication.path)
+    if exists(publication.medium.open(publication.path), METADATA):
+        from dcp_plugin.runs import bases  # only a save over a checkpoint needs it
+
+        bases.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: if two processes reserve at the same time, at least one sees the other.
     launches.refuse_other_ranks(publication.path.parent, ranks.launch)

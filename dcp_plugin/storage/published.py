@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import BufferedReader
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -107,12 +107,6 @@ def summary_of(files: Files) -> Summary:
     """Return the content of ``dcp_plugin.json``. Raises CheckpointCorrupt if it is missing or no summary."""
     with damage_in(files.where):
         return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
-
-
-def said_base(path: Where, medium: Medium) -> dict[str, Any]:
-    """Return the base in the summary of a checkpoint of ours, or an empty dict."""
-    files = unpacked(medium.open(path))
-    return summary_of(files).base if exists(files, SUMMARY) else {}
 
 
 def newest_time(medium: Medium, root: Where) -> float:

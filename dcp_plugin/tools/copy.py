@@ -25,6 +25,7 @@ from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.bases import refuse_to_replace_a_base
+from dcp_plugin.runs.retention import delete
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_alone, open_checkpoint
 from dcp_plugin.tools.stream import Progress
@@ -284,7 +285,7 @@ class _Copy:
         try:
             transfer = self._transfer(source, there)
             if replaces and transfer.keeps_names and _cannot_be_exchanged(source, there):
-                medium_of(there).remove(there)
+                delete(there)
             transfer.run()
             self.copied.append(there)
             self.homes.learn(source, there, transfer.name_there, verified=True)

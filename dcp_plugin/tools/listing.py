@@ -19,7 +19,7 @@ from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import Medium, Readable, is_workspace
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.foreign import Saved, in_order
 from dcp_plugin.runs.scan import Scan
@@ -268,8 +268,7 @@ def _with_base(looked: _Looked, summary: Summary) -> _Looked:
         base = Base.of_summary(summary.base, path)
     except CheckpointCorrupt:
         return looked
-    bases = set(map(resolved, (base.path, path / base.relative)))
-    return replace(looked, listed=replace(looked.listed, base=base.path), bases=bases)
+    return replace(looked, listed=replace(looked.listed, base=base.path), bases=set(base.places(path)))
 
 
 def is_in_flight(one: ListedCheckpoint) -> bool:

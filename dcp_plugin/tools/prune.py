@@ -1,15 +1,12 @@
-"""Deletes the checkpoints of runs that no rule keeps, and what interrupted saves have left.
+"""Delete the checkpoints of runs that no rule of a :class:`~dcp_plugin.Retention` keeps, and garbage of crashed saves.
 
-A rule keeps; what no rule keeps goes. The checkpoints of one folder are a run, and the rules hold in each run for
-itself. Some are kept whatever the rules say: deleting them would lose what nobody can make again, or break what others
-are doing. Runs that are in training may save and delete in the same folders meanwhile, and other processes may prune
-there: each checkpoint is looked at once more before it goes, and goes by the way of :mod:`dcp_plugin.media`, so that at
-no moment something half-deleted can be taken for one.
+The checkpoints of one folder are a run, and the rules apply to each run separately. Some checkpoints stay whatever the
+rules say: nobody could make them again, or another process uses them. Meanwhile trainings may save and delete in the
+same folders, and other processes may prune there. So each checkpoint is examined once more before its deletion.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -23,44 +20,47 @@ from dcp_plugin.media import Leftover, is_workspace, medium_of, workspace_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.retention import Retention, needed
 from dcp_plugin.runs import figures
 from dcp_plugin.runs.bases import may_need
+from dcp_plugin.runs.retention import delete
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
 from dcp_plugin.tools.stream import Progress
+from dcp_plugin.types import CheckpointState
 
 
 @dataclass(frozen=True)
 class PrunedCheckpoint:
-    """What became of a checkpoint."""
+    """A checkpoint, and whether it was deleted."""
 
     path: Where
     step: int | None
     nbytes: int
     """Bytes of all its files."""
     deleted: bool
-    """Or it would be, of a dry run."""
+    """Whether it is deleted; in a dry run, whether it would be."""
     reasons: list[str]
-    """Why it is kept; of one that could not be deleted, why."""
+    """Why it stays, or why its deletion failed."""
     failed: bool = False
-    """It is there, or a part of it, because it could not be deleted."""
+    """Whether its deletion failed, so that it or a part of it stays."""
 
 
 @dataclass(frozen=True)
 class PrunedLeftover:
-    """What became of what an interrupted save or removal had left."""
+    """Garbage of an interrupted save or deletion."""
 
     path: Where
     what: str
     nbytes: int | None
-    """None for an upload of which the store does not tell that."""
+    """None for an upload whose size the store does not report."""
     deleted: bool
-    """Or put back where it was; or it would be, of a dry run."""
+    """Whether it is deleted or moved back to its path; in a dry run, whether it would be."""
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What :func:`prune` did, or would do. ``str()`` of it is one line."""
+    """Result of :func:`prune`. ``str()`` of it is one line."""
 
     root: Where
     dry_run: bool
@@ -68,7 +68,7 @@ class PruneReport:
     """Run by run, oldest first."""
     leftovers: list[PrunedLeftover] = field(default_factory=list)
     bytes_freed: int = 0
-    """On the disk or in the store: a file that a kept checkpoint shares is not freed."""
+    """Bytes freed on the disk or in the store. A file that a kept checkpoint shares is not freed."""
 
     @property
     def kept(self) -> list[PrunedCheckpoint]:
@@ -94,67 +94,6 @@ class PruneReport:
         )
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What to keep, see :func:`prune`.
-
-    Raises:
-        ValueError: No rule at all, which would delete everything; or one that makes no sense.
-    """
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    best: str | None = None
-    mode: Literal["min", "max"] = "min"
-    keep_best: int = 1
-
-    def __post_init__(self) -> None:
-        if self.keep_last is None and self.keep_every is None and self.best is None:
-            raise ValueError("say what to keep: keep_last, keep_every or best. Without any of them, all would go")
-        for name in ("keep_last", "keep_every", "keep_best"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value}: it is a number from 1 on")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"mode={self.mode!r}: it is 'min' or 'max'")
-
-    def kept(self, checkpoints: list[ListedCheckpoint]) -> dict[Where, list[str]]:
-        """Why each of a run's checkpoints, sorted from old to new, is kept; nothing for one that is not.
-
-        A rule judges what it can: ``keep_every`` what has a step, ``best`` what has the metric. What no rule can judge
-        is kept.
-        """
-        why: dict[Where, list[str]] = {one.path: [] for one in checkpoints}
-        judged: set[Where] = set()
-        if self.keep_last is not None:
-            judged |= why.keys()
-            for one in checkpoints[-self.keep_last :]:
-                why[one.path].append(f"among the last {self.keep_last}")
-        if self.keep_every is not None:
-            with_step = [(one, one.step) for one in checkpoints if one.step is not None]
-            judged |= {one.path for one, _ in with_step}
-            for one, step in with_step:
-                if step % self.keep_every == 0:
-                    why[one.path].append(f"step {step} is a multiple of {self.keep_every}")
-        if self.best is not None:
-            judged |= self._keep_best(checkpoints, self.best, why)
-        unknown = [what for what, rule in (("step", self.keep_every), (f"metric {self.best}", self.best)) if rule]
-        for path in why.keys() - judged:
-            why[path].append(f"it has no {' and no '.join(unknown)} to decide by")
-        return why
-
-    def _keep_best(
-        self, checkpoints: list[ListedCheckpoint], metric: str, why: Mapping[Where, list[str]]
-    ) -> set[Where]:
-        """Note the best of them; those that have the metric. One that is not a number is never the best."""
-        sign = 1 if self.mode == "min" else -1
-        known = [(one, one.metrics[metric]) for one in reversed(checkpoints) if metric in one.metrics]
-        numbers = [(one, value) for one, value in known if not math.isnan(value)]
-        for one, value in sorted(numbers, key=lambda pair: sign * pair[1])[: self.keep_best]:
-            why[one.path].append(f"best {metric}: {value:g}")
-        return {one.path for one, _ in known}
-
-
 def prune(
     root: PathLike,
     keep_last: int | None = None,
@@ -167,32 +106,32 @@ def prune(
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
 ) -> PruneReport:
-    """Delete the checkpoints at or below ``root`` that no rule keeps, and what interrupted saves have left.
+    """Delete the checkpoints at or below ``root`` that no rule keeps, and garbage of interrupted saves.
 
-    Each folder is a run of its own, and the rules hold in each. A checkpoint is deleted if a rule can judge it and none
+    Each folder is a separate run, and the rules apply to each. A checkpoint is deleted if a rule can judge it and none
     keeps it: ``keep_last`` judges all, ``keep_every`` those with a step, ``best`` those with the metric.
 
-    Kept whatever the rules say: the newest whole checkpoint of a run; what another checkpoint needs as its base
-    (``trainable_only``); what a symbolic link beside or above it leads to, such as Lightning's ``last``; what is being
-    saved; what is damaged; and what another tool has saved. Call it on one process.
+    These stay whatever the rules say: the newest complete checkpoint of a run, with others of its step; a base of
+    another checkpoint (``trainable_only``); the target of a symbolic link beside or above it, such as Lightning's
+    ``last``; a save in flight; a damaged checkpoint; and a checkpoint of another tool. Call it on one process.
 
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
-        keep_last: Keep so many of the newest whole checkpoints.
-        keep_every: Keep those whose step is a multiple of this.
-        best: Keep those with the best value of this metric, which ``save(..., metrics={...})`` has noted.
+        keep_last: Number of the newest complete checkpoints to keep.
+        keep_every: Keep checkpoints whose step is a multiple of this.
+        best: Keep checkpoints with the best value of this metric, which ``save(..., metrics={...})`` records.
         mode: Whether the lowest (``"min"``) or the highest (``"max"``) value is best.
-        keep_best: How many of the best to keep.
-        damaged: Delete those of this package that are damaged, too.
-        dry_run: Delete nothing, and say what would go.
+        keep_best: Number of the best to keep.
+        damaged: Also delete damaged checkpoints of this package.
+        dry_run: Delete nothing, and report what would be deleted.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with the bytes deleted, and all that are to go.
+        progress: Called with the bytes deleted so far, and the bytes of all checkpoints to delete.
 
     Returns:
-        What was kept and why, what was deleted and what that has freed. What could not be deleted is in it, too.
+        The kept checkpoints with reasons, the deleted ones, those whose deletion failed, and the bytes freed.
 
     Raises:
-        ValueError: No rule, one that makes no sense, or a metric that no checkpoint has.
+        ValueError: No rule, a value out of range, or a metric that no checkpoint has.
         CheckpointUnreadable: ``root`` cannot be listed.
 
     Example:
@@ -205,12 +144,12 @@ def prune(
         >>> [one.reasons for one in report.kept]
         [['step 2 is a multiple of 2'], ['step 4 is a multiple of 2'], ['among the last 1', 'the newest of its run']]
     """
-    rules = Rules(keep_last, keep_every, best, mode, keep_best)
+    policy = _policy(keep_last, keep_every, best, mode, keep_best)
     where = as_path(root, storage_options)
     found = look_below(where, storage_options)
-    _check_metric(rules, found, where)
+    _check_metric(best, found, where)
     leftovers = _leftovers(found)
-    decided = _decided(found, rules, damaged, where, in_flight=_is_saving(found, leftovers))
+    decided = _decided(found, policy, damaged, where, in_flight=_is_saving(found, leftovers))
     doomed = [one for one in decided.values() if one.deleted]
     if dry_run:
         usage = Usage.of_all(usage_of(medium_of(one.path), one.path) for one in doomed)
@@ -224,22 +163,37 @@ def prune(
     return PruneReport(where, dry_run, list(decided.values()), left, freed)
 
 
-def _check_metric(rules: Rules, found: Found, root: Where) -> None:
-    """A name that is misspelt would keep nothing, and other rules would delete the best."""
-    ours = [one for run in found.runs for one in run.checkpoints if one.format == OURS and one.state == "whole"]
+def _policy(
+    keep_last: int | None, keep_every: int | None, best: str | None, mode: Literal["min", "max"], keep_best: int
+) -> Retention:
+    for name, value in {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value}: it is a number from 1 on")
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode={mode!r}: it is 'min' or 'max'")
+    if keep_last is None and keep_every is None and best is None:
+        raise ValueError("say what to keep: keep_last, keep_every or best. Without any of them, all would go")
+    return Retention(keep_last, keep_every, None if best is None else (best, mode, keep_best))
+
+
+def _check_metric(metric: str | None, found: Found, root: Where) -> None:
+    """Refuse a misspelt metric, which would keep nothing while other rules delete the best."""
+    ours = [one for run in found.runs for one in run.checkpoints if _may_go(one)]
     known = {name for one in ours for name in one.metrics}
-    if rules.best is not None and ours and rules.best not in known:
+    if metric is not None and ours and metric not in known:
         there = (
             f"they have {', '.join(sorted(known))}" if known else "none has any: save(..., metrics={...}) notes them"
         )
-        raise ValueError(f"no checkpoint below {root} has a metric {rules.best!r}; {there}")
+        raise ValueError(f"no checkpoint below {root} has a metric {metric!r}; {there}")
 
 
-def _decided(found: Found, rules: Rules, damaged: bool, root: Where, in_flight: bool) -> dict[Where, PrunedCheckpoint]:
+def _decided(
+    found: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool
+) -> dict[Where, PrunedCheckpoint]:
     links = _links(found, root)
     decided: dict[Where, PrunedCheckpoint] = {}
     for run in found.runs:
-        why = _why_kept(run, rules, damaged, found.unreadable)
+        why = _why_kept(run, policy, damaged, found.unreadable)
         for one in run.checkpoints:
             if is_in_flight(one):
                 continue
@@ -252,13 +206,12 @@ def _decided(found: Found, rules: Rules, damaged: bool, root: Where, in_flight: 
     return decided
 
 
-def _why_kept(run: Run, rules: Rules, damaged: bool, unreadable: Collection[Where]) -> dict[Where, list[str]]:
+def _why_kept(run: Run, policy: Retention, damaged: bool, unreadable: Collection[Where]) -> dict[Where, list[str]]:
     ours = [one for one in run.checkpoints if _may_go(one) and one.path.parent == run.folder]
-    why = rules.kept(ours)
-    newest = ours[-1].path if ours else None
+    why = policy.reasons([CheckpointState(one.path, True, "", one.step, one.time, metrics=one.metrics) for one in ours])
     for one in run.checkpoints:
         if one.path in why:
-            why[one.path] += ["the newest of its run"] if one.path == newest or one.resumes else []
+            why[one.path] += [_RESUMES] if one.resumes and not why[one.path] else []
         elif one.state == "damaged" and one.format == OURS:
             may_go = damaged and one.path not in unreadable and _was_published(one.path)
             why[one.path] = [] if may_go else [f"damaged: {one.reason}"]
@@ -278,13 +231,13 @@ def _may_go(one: ListedCheckpoint) -> bool:
 
 
 def _was_published(path: Where) -> bool:
-    """Whether what is damaged is a checkpoint of ours, and nothing that is only being made, by whomsoever."""
+    """Return whether a damaged directory is a published checkpoint of this package, and no save in the making."""
     files = medium_of(path).open(path)
     return exists(files, SUMMARY) or exists(files, DAMAGED)
 
 
 def _links(found: Found, root: Where) -> dict[Path, Path]:
-    """The symbolic links beside and above what was found, and where they lead."""
+    """Return the symbolic links beside and above the checkpoints, and their targets."""
     links = found.scan.links()
     if isinstance(root, Path):
         with suppress(OSError), os.scandir(root.parent) as entries:
@@ -293,23 +246,15 @@ def _links(found: Found, root: Where) -> dict[Path, Path]:
 
 
 def _keep_bases(decided: dict[Where, PrunedCheckpoint], bases: Mapping[Where, set[Where]], in_flight: bool) -> None:
-    """Keep what a checkpoint that stays needs; while something is being saved, which may need the same, what any
-    needs."""
-    by_place = {resolved(path): path for path in decided}
-    todo = [path for path in bases if path not in decided or in_flight or not decided[path].deleted]
-    while todo:
-        path = todo.pop()
-        for place in bases.get(path, ()):
-            base = by_place.get(place)
-            if base is None or base == path:
-                continue
-            before = decided[base]
-            decided[base] = replace(before, deleted=False, reasons=[*before.reasons, f"{path} needs it as its base"])
-            todo += [base] if before.deleted else []
+    """Keep the bases of checkpoints that stay; during a save, which may need the same base, those of all."""
+    staying = {path: bases[path] for path in bases if path not in decided or in_flight or not decided[path].deleted}
+    for base, path in needed(decided, staying).items():
+        reasons = [*decided[base].reasons, f"{path} needs it as its base"]
+        decided[base] = replace(decided[base], deleted=False, reasons=reasons)
 
 
 def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], found: Found) -> None:
-    """Keep each checkpoint that has everything itself, and is older than an entry that cannot be read."""
+    """Keep each checkpoint that may be the base of an entry that cannot be read."""
     listed = {one.path: one for run in found.runs for one in run.checkpoints}
     for path, one in decided.items():
         needed_by = [
@@ -335,14 +280,14 @@ def _workspaces(found: Found) -> list[Where]:
 
 
 def _is_saving(found: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
-    """Whether a save is in flight whose process may live."""
+    """Return whether a save is in flight whose process may be alive."""
     left = {one.path for one in leftovers}
     noted = [one for run in found.runs for one in run.checkpoints if is_in_flight(one) or one.state == "torn"]
     return any(one.path not in left for one in noted)
 
 
 def _delete(found: Found, decided: dict[Where, PrunedCheckpoint], progress: Progress | None) -> Usage:
-    """Delete what was decided on, the newest first: a base goes after what it completes. What it had."""
+    """Delete the newest first: a base goes after the checkpoints that need it. Return what they occupied."""
     listed = {one.path: one for run in found.runs for one in run.checkpoints}
     doomed = sorted((path for path, one in decided.items() if one.deleted), key=lambda path: -listed[path].time)
     usages = {path: usage_of(medium_of(path), path) for path in doomed}  # before a file loses the first of its names
@@ -358,15 +303,16 @@ def _delete(found: Found, decided: dict[Where, PrunedCheckpoint], progress: Prog
 
 
 _AGAIN = "it was saved again meanwhile"
+_RESUMES = "an automatic resume loads it"
 
 
 def _deleted(one: ListedCheckpoint) -> str:
-    """Delete a checkpoint; or why it is there."""
+    """Delete a checkpoint; return why it stays, or an empty text."""
     try:
         now = state_of(one.path)
         if now is not None and now.committed and (now.time, now.step) != (one.time, one.step):
             return _AGAIN
-        medium_of(one.path).remove(one.path)
+        delete(one.path)
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""

@@ -281,7 +281,7 @@ def rotate(
             if path not in protected and not is_quarantined(path):
                 ages[path] = _is_complete(path), path.stat().st_mtime
     others = sorted(ages, key=ages.__getitem__)
-    retention.remove_oldest(others, max(0, limit - len(protected)), delete)
+    retention.rotate([*others, *protected], max(limit, len(protected)), delete)
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:

@@ -229,15 +229,15 @@ def test_a_base_stays_while_a_checkpoint_that_may_need_it_cannot_be_read(
 
 def test_retention_reads_again_after_an_error_that_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _frozen_run(tmp_path)
-    clock, failing, said_base = Clock(), {"step-2"}, bases.said_base
+    clock, failing, read_summary = Clock(), {"step-2"}, bases.read_summary
 
-    def read(path: Path, medium: Any) -> Any:
+    def read(path: Path) -> Any:
         if path.name in failing:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return said_base(path, medium)
+        return read_summary(path)
 
     clock.on_sleep = failing.clear
-    monkeypatch.setattr(bases, "said_base", read)
+    monkeypatch.setattr(bases, "read_summary", read)
     monkeypatch.setattr(patience, "monotonic", clock.monotonic)
     monkeypatch.setattr(patience, "sleep", clock.sleep)
     _save(tmp_path / "step-3", 3, keep_last=1)
