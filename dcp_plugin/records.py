@@ -161,7 +161,7 @@ class SavePlan:
     """Reserved directory of this save, the same on all ranks."""
     state: Flat
     """Key -> memory or bytes, under the keys of the plan."""
-    plan: RankPlan
+    rank_plan: RankPlan
     """This rank's items. On rank 0 the object also has the plan of all ranks."""
 
     @property

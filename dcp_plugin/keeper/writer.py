@@ -319,7 +319,7 @@ class KeptSaves:
             path=path,
             step=request.step,
             config=replace(self._config, storage_options=None),
-            items=Items.of(planned.plan, planned.state, self.client.spool),
+            items=Items.of(planned.rank_plan, planned.state, self.client.spool),
             frozen=planned.frozen,
             loaded=None if loaded is None else str(loaded),
             options=options,
@@ -328,7 +328,7 @@ class KeptSaves:
             spent=Spent(self._blocked(request), staged.copy_seconds),
             beside_rank_zero=self.client.beside_rank_zero,
         )
-        if (plan := planned.plan.global_plan) is None:
+        if (plan := planned.rank_plan.global_plan) is None:
             return job
         head = Head(
             table=plan.table,

@@ -232,8 +232,8 @@ class Loading:
 
     def _open(self, selection: PartialLoad | None) -> _Request:
         """Open the checkpoint on this rank and return the rank's request."""
+        from_store = self._reader.opened.files.streams > 0  # ``opened`` opens the checkpoint
         save = self._reader.save
-        from_store = self._reader.opened.files.streams > 0
         paths = str(self._path), str(self._reader.path)
         return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
 
@@ -402,8 +402,11 @@ class Loading:
         shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
     def _apply(self, context: _Begun, fitted: _Fitted) -> None:
-        """Pass the targets to their objects. Raise an error for keys that load hooks report as missing or unexpected.
-        Collective."""
+        """Pass the targets to their objects. Collective.
+
+        Most tensors are in their final memory already, and the objects only run their load hooks. Raises an error for
+        keys that these report as missing or unexpected.
+        """
         step, match = f"apply {self._path}", fitted.match
         incompatible: dict[str, Incompatible] = {}
 

@@ -73,7 +73,7 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 
 
 class ShardedSavePlanner(SavePlanner):
-    """Planner of one save.
+    """Planner for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
 
     DCP drives this planner with plans of write items. At each save it sends every item of every rank to rank 0 and
     back, as about six Python objects per tensor. Saves of this package use :class:`PlanExchange` instead, which makes

@@ -1,8 +1,9 @@
 """Stages of one save, from record to record (:mod:`dcp_plugin.records`).
 
 A failure of one rank in the first two stages continues as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
-The ranks meet twice: to plan (a second time if the plan differs from the last one), and after all have written, to
-learn that the checkpoint is published. If some keys may be left out, the ranks first meet to agree on these.
+In these stages the ranks meet twice: to plan, and after all have written, to learn that the checkpoint is published.
+They meet once more for a plan that differs from the last one, as the first plan of a ``Checkpointer`` does, and once to
+agree on the keys that a base has. The writer has made their process group before (:mod:`dcp_plugin.saving.writers`).
 """
 
 from __future__ import annotations
@@ -337,7 +338,7 @@ class SavePipeline:
         writer = PartWriter(request.path, publication.medium, config.io_threads, config.checksum, self.reuse)
         began = time.monotonic()
         to = RankDirectory(plan.rank, plan.directory)
-        written = writer.write(plan.plan.items(plan.state), to, plan.frozen)
+        written = writer.write(plan.rank_plan.items(plan.state), to, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
@@ -358,9 +359,9 @@ class SavePipeline:
 
         def publish(parts: list[WrittenPart]) -> None:
             nonlocal published
-            assert plan.plan.global_plan is not None, "rank 0 has made it"
-            places = Places.joined([part.places for part in parts]).take(in_table_order(plan.plan.global_plan))
-            index = CheckpointIndex.of(plan.plan.global_plan.table, places, publication.file_sizes())
+            assert plan.rank_plan.global_plan is not None, "rank 0 has made it"
+            places = Places.joined([part.places for part in parts]).take(in_table_order(plan.rank_plan.global_plan))
+            index = CheckpointIndex.of(plan.rank_plan.global_plan.table, places, publication.file_sizes())
             index.left_out = dict(staged.left_out)
             index.empty = [key for key in plan.empty if key in index]
             facts = self.facts(request, staged, len(parts))

@@ -116,7 +116,11 @@ class StateAdapter(Protocol):
         """
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        """Decide what to read, given the entries stored under the name. Change no state."""
+        """Decide what to read, given the entries stored under the name.
+
+        Changes no state of the object. The targets of an optimizer without state are new tensors, which :meth:`take`
+        makes its slots.
+        """
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
         """Check the values that are no tensors, before any tensor is overwritten.

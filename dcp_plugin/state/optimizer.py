@@ -121,7 +121,7 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         extras = extras_of(own)
         refuse_slices(module, optimizer, extras)
         return gather_fsdp1_optimizer(module, optimizer, own) | ({EXTRA_STATE: extras} if extras else {})
-    live = LiveState.of(module, optimizer, own)
+    live = OptimizerState.of(module, optimizer, own)
     groups = [{**fields_of(group), "params": [live.names[key] for key in group["params"]]} for group in live.groups]
     return _nested({fqn: slots for fqn, slots in live.slots.items() if slots}, groups, live.others, live.extras)
 
@@ -353,7 +353,7 @@ def fields_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class LiveState:
+class OptimizerState:
     """State of an optimizer on this rank, by FQN.
 
     Most optimizers are read and written directly, in place. If an optimizer's own code makes or takes its state dict
@@ -374,7 +374,7 @@ class LiveState:
     by_state_dict: bool
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> LiveState:
+    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> OptimizerState:
         """Read the state of an optimizer of ``module``, which must not contain FSDP1.
 
         Args:

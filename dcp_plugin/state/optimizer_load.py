@@ -34,7 +34,7 @@ from dcp_plugin.state.optimizer import (
     EXTRA_STATE,
     GLOBAL,
     GROUPS,
-    LiveState,
+    OptimizerState,
     OwnLayout,
     class_name,
     extras_of,
@@ -119,7 +119,9 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._fsdp1 = contains_fsdp1(module)
         self._live = (
-            LiveState({}, {}, extras_of(own), [], {}, False) if self._fsdp1 else LiveState.of(module, optimizer, own)
+            OptimizerState({}, {}, extras_of(own), [], {}, False)
+            if self._fsdp1
+            else OptimizerState.of(module, optimizer, own)
         )
         self._beside: dict[str, Entry] = {}
         self._paths = dict(paths or {})

@@ -327,9 +327,9 @@ def compose(
 
 
 class ShardedWriter(StorageWriter):
-    """Writer of one checkpoint directory, for ``torch.distributed.checkpoint.save``.
+    """Writer for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
 
-    Our own saves call its two parts, :class:`PartWriter` and :class:`Publication`, directly: their plan has no items of
+    They call its two parts, :class:`PartWriter` and :class:`Publication`, directly: their plan has no items of
     DCP (:class:`~dcp_plugin.planning.save.PlanExchange`), and their ranks return columns, not a result per item.
 
     Args:
