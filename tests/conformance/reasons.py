@@ -28,8 +28,8 @@ needs, `strict=True` raises `CheckpointMismatch` before it changes anything. Sto
 at the first step. A sufficient state, as AdamW's for Adam, loads with a warning."""
 
 EXACT_KEYS = """\
-Stock reads the keys of the target into an extra state that is a dict: other keys are lost, and integer keys become
-strings. We restore the value that was saved."""
+If an extra state is a dict, stock reads only the keys that the target has. Other keys are lost, and integer keys
+become strings. We restore the value that was saved."""
 
 GROWS = """\
 Stock reads the keys of the target. We restore the plain values of the checkpoint, also new keys of a dict and of a
@@ -45,8 +45,8 @@ their key: `{"optim": optimizer.state_dict()}` of a new optimizer gets the saved
 
 ONE_ORDER = """\
 Stock calls the objects of a state in the order of the mapping at a save, and sorted by name at a load; its
-`set_state_dict` calls an optimizer before its module. We call modules, then optimizers, then the others, each sorted by
-name, in both. Ranks whose mappings have another order therefore do not wait for each other."""
+`set_state_dict` calls an optimizer before its module. We call modules, then optimizers, then the others, each sorted
+by name, in both. Ranks whose mappings have another order therefore do not wait for each other."""
 
 CUTS_NOTHING = """\
 Stock copies floating-point numbers into a tensor of integers and loses their fractions. We raise `CheckpointMismatch`
@@ -97,22 +97,22 @@ IN_PLACE = """\
 Stock assigns a nested mapping to its key again, which calls the `__setitem__` of a user's class. We do not."""
 
 EPOCHS = """\
-Lightning resumes a checkpoint from between two epochs with errors: one batch too many with `max_steps`, a skipped
-epoch after a save at the last batch with a stateful dataloader or in `on_train_epoch_start`, and shuffling that starts
-over. We begin the next epoch as in a run without interruption."""
+If a checkpoint was saved between two epochs, Lightning resumes it with errors: one batch too many with `max_steps`, a
+skipped epoch after a save at the last batch with a stateful dataloader or in `on_train_epoch_start`, and shuffling
+that starts over. We begin the next epoch as in a run without interruption."""
 
 SEES_THE_MODEL = """\
 Lightning reads a file and calls `load_state_dict`. We read into the model and the optimizer, as DCP does, and call
 their `state_dict` for that."""
 
 RESOLVES_NOTHING = """\
-An interpolation in a `DictConfig` among the hyper-parameters stays one. Stock's `load_from_checkpoint` resolves those
-at the top, which calls resolvers with values of the checkpoint. `on_load_checkpoint` gets a plain dict, and structured
-configs lose their class."""
+A load keeps an interpolation in a `DictConfig` among the hyper-parameters. Stock's `load_from_checkpoint` resolves
+those at the top level, which calls resolvers with values of the checkpoint. `on_load_checkpoint` gets a plain dict,
+and structured configs lose their class."""
 
 NO_CODE = """\
-[These values](reference/format.md#values) are restored without their constructors. Values of a class that is not
-imported become plain, with a warning. All others cannot be saved, unless `allow_pickle` names them."""
+A load restores [these values](reference/format.md#values) without a call of their constructors. Values of a class that
+is not imported become plain, with a warning. All others cannot be saved, unless `allow_pickle` names them."""
 
 ADAPTERS = """\
 A PEFT model's checkpoint has no `adapter_model.safetensors` under FSDP1, and none for prompt learning under FSDP,
@@ -149,8 +149,8 @@ LISTS = """\
 list touches files of another tool. `latest` and automatic resumes find those too."""
 
 MAPS_TO_CPU = """\
-`load_state` without `map_location` loads Accelerate's own files to the CPU first. Accelerate loads them to the device
-on several GPUs, where they take the memory twice."""
+`load_state` without `map_location` loads Accelerate's own files to the CPU first. With several GPUs, Accelerate loads
+them to the device, where they take the memory twice for that time."""
 
 NOT_AT_ITS_PATH = """\
 A save that `durable_every` leaves out is in `local_dir` only. Lightning's `last` links to published checkpoints; at
