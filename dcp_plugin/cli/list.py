@@ -31,12 +31,12 @@ _MOST_METRICS = 3
 def list_command(
     root: RootArgument,
     local_dir: Annotated[
-        str | None, typer.Option(help="As the runs have it: what is in this host's alone is listed, too.")
+        str | None, typer.Option(help="The local_dir of the runs: saves that only this host has in it are listed, too.")
     ] = None,
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """Every run and checkpoint at or below a directory or URL, oldest first: what it takes, and whether it is whole."""
+    """List every run and checkpoint at or below a directory or URL, oldest first, with sizes and states."""
     with told(as_json):
         from dcp_plugin.tools.listing import list_runs
 

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: find the newest, keep the last few, remove one.
+"""Catalogue of the checkpoints of a run: list them, and find the newest.
 
-Nothing here needs torch. How a checkpoint becomes real, and how a crash is recovered from, is
-told in :mod:`dcp_plugin.media.disk.commit`.
+The rule: a search changes no checkpoint, and needs no torch. :mod:`dcp_plugin.media.disk.commit` explains how a
+checkpoint becomes complete, and how a crash is recovered from.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ logger = logging.getLogger("dcp_plugin")
 
 _OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 MOST_LOOKS = 50
-"""How often is looked again because others have deleted or replaced meanwhile what was found."""
+"""Most scans of one search, if other processes delete or replace the checkpoints that it finds."""
 
 
 def latest(
     root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
 ) -> Path | str | None:
-    """The newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
+    """Return the newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
 
-    A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over with
-    a warning in the log. What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this
-    package counts, under any name, if it has the state of a training; weights alone do not.
+    A committed checkpoint whose files have been cut or lost since, for example by an interrupted copy, is passed over
+    with a warning in the log. Checkpoints that Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer``
+    saved without this package count, under any name, if they have the state of a training. Weights alone do not.
 
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: As the runs have it. Then what this host has there counts, too, by the path that it would have; a
-            load with the same ``local_dir`` finds it. What a keeper has not completed yet does not.
+        local_dir: The ``local_dir`` of the runs. Then complete saves in it on this host count, too, by the path that
+            they would have; a load with the same ``local_dir`` finds them.
 
     Returns:
-        Its path, or its URL as a ``str``; None if there is none. If only what cannot be resumed from is there, a
+        Its path, or its URL as a ``str``; None if there is none. If all that exists cannot be resumed from, a
         ``UserWarning`` names it.
 
     Raises:
@@ -80,7 +80,7 @@ def latest(
 
 
 def reason_to_pass_over(path: PathLike) -> str:
-    """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
+    """Return why a directory cannot be resumed from: torn, or without some of its files. Empty if it can."""
     try:
         return _damage_of(as_path(path))
     except (CheckpointNotFound, CheckpointUnreadable) as error:
@@ -91,8 +91,8 @@ def _damage_of(path: Where) -> str:
     """Return why a checkpoint cannot be resumed from.
 
     Raises:
-        CheckpointNotFound: It is not there, or not any more.
-        NewerFormat: It is good, and only a newer version of this package can tell what is in it.
+        CheckpointNotFound: The path does not exist, or was deleted meanwhile.
+        NewerFormat: A newer version of this package saved it, and is needed to load it.
         CheckpointUnreadable: The file system fails to read it.
     """
     try:
@@ -110,18 +110,19 @@ def _damage_of(path: Where) -> str:
 def list_checkpoints(
     root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
 ) -> list[CheckpointState]:
-    """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
+    """Return every directory at or below ``root`` that is a checkpoint, complete or not, oldest first.
 
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: As the runs have it: then what is in this host's alone is listed, too, with ``tier="local"``.
+        local_dir: The ``local_dir`` of the runs. Then saves that only this host has in it are listed, too, with
+            ``tier="local"``.
 
     Returns:
-        Their states. What a crash left in flight is listed as not committed, with the reason.
+        Their states. A save that a crash interrupted is listed as not committed, with the reason.
 
     Raises:
-        CheckpointUnreadable: ``root`` cannot be read. What cannot be read below it is named in the log.
+        CheckpointUnreadable: ``root`` cannot be read. The log names entries below it that cannot be read.
 
     Example:
         >>> import dcp_plugin
@@ -146,7 +147,7 @@ def local_below(
 
 
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
-    """The directories in ``root`` that are called ``<prefix><number>``, lowest number first, with their numbers."""
+    """Return the directories in ``root`` named ``<prefix><number>``, lowest number first, with their numbers."""
     medium = medium_of(root)
     children = Patience().read(lambda: medium.entries(root) if medium.kind(root) == "folder" else [])
     named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", one.path.name), one) for one in children]
@@ -182,13 +183,13 @@ def parts_beside(path: Where) -> list[Where]:
 
 
 def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | None, list[CheckpointError]]:
-    """What ``examine`` returns for the first path that it accepts; None if it accepts none.
+    """Return the result of ``examine`` for the first path that it accepts, and its errors for the paths before.
 
     Returns:
-        That, and the errors with which it refused the paths before.
+        The result, None if it accepts none; and the errors.
 
     Raises:
-        NewerFormat: Of ``examine``: an older checkpoint is not what a run is to go on from.
+        NewerFormat: Raised by ``examine``: a run must not go on from an older checkpoint.
     """
     refused: list[CheckpointError] = []
     patience = Patience()
@@ -206,7 +207,7 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint that can be resumed from, and what is newer and cannot, newest first."""
+    """The newest checkpoint that can be resumed from, and newer ones that cannot, newest first."""
 
     path: Where | None
     passed_over: list[CheckpointState | Saved]
@@ -217,7 +218,7 @@ class Newest:
         return some([f"{one.path} ({one.reason})" for one in ours_first], separator="; ")
 
     def warn(self, root: PathLike) -> None:
-        """Name what other tools have saved, where a training starts anew beside it."""
+        """Warn of checkpoints of other tools if a training starts anew beside them."""
         if self.path is None and any(isinstance(one, Saved) for one in self.passed_over):
             warnings.warn(
                 f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
@@ -233,13 +234,13 @@ def find_newest(
     without: Collection[Where] = (),
     local: Collection[CheckpointState] = (),
 ) -> Newest:
-    """What :func:`latest` returns, and why not something newer.
+    """Return the result of :func:`latest`, and the reasons against newer checkpoints.
 
     Args:
-        tools: Whose checkpoints count besides ours.
-        init_from: What is there, or below, counts only if it is ours.
-        without: What does not count.
-        local: What can be loaded although nothing is at its path.
+        tools: Other tools whose checkpoints count.
+        init_from: A place at or below which only checkpoints of this package count.
+        without: Checkpoints that do not count.
+        local: Saves that can be loaded from the nodes alone.
 
     Raises:
         CheckpointUnreadable: As :func:`latest`.
@@ -249,7 +250,7 @@ def find_newest(
         scan = Scan(as_path(root), others=True, patience=patience)
         candidates = _candidates(scan, None if init_from is None else as_path(init_from), without, local)
         found, complete = newest_among(candidates, tools, patience)
-        if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
+        if complete and (found.path is not None or scan.is_current()):  # else a newer one may have come meanwhile
             break
     unreadable = {**scan.unreadable, **found.unreadable}
     refuse_unreadable(unreadable, candidates, tools)
@@ -276,7 +277,7 @@ def newest_among(
     tools: Collection[str] = RESUMABLE,
     patience: Patience | None = None,
 ) -> tuple[Newest, bool]:
-    """The newest of these that can be resumed from; and whether all of them were still there to be examined."""
+    """Return the newest of these that can be resumed from; and whether none was deleted before its examination."""
     patience = patience or Patience()
     passed_over: list[CheckpointState | Saved] = []
     unreadable: dict[Where, CheckpointUnreadable] = {}
@@ -329,10 +330,10 @@ def warn_of_unreadable(unreadable: Mapping[Where, CheckpointUnreadable]) -> None
 
 
 def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
-    """With the reason why it cannot be resumed from, if there is one.
+    """Return a candidate with the reason why it cannot be resumed from, if any; None for a file without a training.
 
     Raises:
-        CheckpointNotFound: It is not there any more.
+        CheckpointNotFound: It was deleted meanwhile.
         CheckpointUnreadable: The file system fails to read it.
     """
     if isinstance(one, CheckpointState):
@@ -344,14 +345,14 @@ def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> Checkpoin
 
 
 def _age(one: CheckpointState | Saved) -> tuple[float, int, list[int]]:
-    """A store tells full seconds: what other tools' files have in the same one, the numbers in their names tell."""
+    """Return the order of a candidate. A store has full seconds: within one, numbers in names of files decide."""
     if isinstance(one, Saved):
         return one.time, -1, [int(digits) for digits in re.findall(r"\d+", one.path.name)]
     return one.time, one.step or -1, []
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
-    """Whether this was a checkpoint once, and not only a save that was interrupted or an export of weights."""
+    """Return whether this was a checkpoint once, and not only an interrupted save or an export of weights."""
     if isinstance(state, Saved):
         return not (state.interrupted or state.export)
     in_flight = is_workspace(state.path.parent.name) and state.path.suffix != ".aside"
@@ -361,7 +362,7 @@ def was_published(state: CheckpointState | Saved) -> bool:
 
 
 def link(path: PathLike, target: PathLike) -> None:
-    """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
+    """Make ``path`` a link to a checkpoint, in place of the present link or checkpoint."""
     where = as_path(path)
     medium_of(where).link(where, as_path(target))
 

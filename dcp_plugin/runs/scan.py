@@ -1,8 +1,9 @@
-"""Which checkpoints are below a directory, while others publish, replace and delete there.
+"""Scan of a directory for checkpoints, while other processes publish, replace and delete there.
 
-What exists throughout a scan is in its result. A listing alone does not give that: a checkpoint that is being replaced
-may be neither under its name, when that is listed, nor set aside in the workspace, when that is. So a directory with a
-workspace in it is listed again until two listings in a row are the same, and only what is new is looked into again.
+A checkpoint that exists throughout a scan is in its result. One listing does not ensure this: during a replacement the
+checkpoint may be missing under its name when the directory is listed, and missing in the workspace when the workspace
+is listed. So a directory with a workspace is listed again until two listings in a row are equal. Only new entries are
+examined again.
 
 An error never counts as an empty directory. Reads that fail with an error that may pass are repeated for 10 s. Then an
 error at the root is raised, and the entries below it that cannot be read are in :attr:`Scan.unreadable`;
@@ -27,7 +28,7 @@ from dcp_plugin.storage.published import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
 
 _DEPTH = 6
-"""How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
+"""Levels below a root that are scanned: frameworks nest checkpoints (``logs/version_0/checkpoints/…``)."""
 _MOST_ROUNDS = 100
 
 
@@ -39,7 +40,7 @@ def state_of(path: Where, patience: Patience | None = None) -> CheckpointState |
     """
     try:
         return (patience or Patience()).read(lambda: in_one_view(path, _state_in))
-    except (FileNotFoundError, NotADirectoryError):  # there is none, or it was deleted while we looked
+    except (FileNotFoundError, NotADirectoryError):  # absent, or deleted during the scan
         return None
     except OSError as error:
         raise cannot_read(path, error) from error
@@ -68,14 +69,13 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
 
 
 class Scan:
-    """One look at all that is below a directory.
+    """Scan of all entries below a directory.
 
     Args:
-        others: Whether to look for what other tools have saved for a resume, too. What is inside of that is no
-            checkpoint of its own.
-        read_all: Whether to look into each checkpoint. Otherwise, where names of files tell when it was saved, nothing
-            is read of it, its step included.
-        in_flight: Whether to note saves in flight where their records would have to be read for that.
+        others: Whether to include resumable checkpoints of other tools. Directories inside one are not scanned.
+        read_all: Whether to read each checkpoint. Otherwise, where names of files show when a checkpoint was saved,
+            nothing of it is read, and its step is unknown.
+        in_flight: Whether to include saves in flight whose records have to be read.
         patience: Shared by the scans of one search, which waits for 10 s in all.
 
     Raises:
@@ -91,10 +91,10 @@ class Scan:
         patience: Patience | None = None,
     ) -> None:
         self.states: dict[Where, CheckpointState] = {}
-        """What is a checkpoint of DCP, or pretends to be one."""
+        """DCP checkpoints, complete or not."""
         self.of_others: list[Saved] = []
         self.workspaces: list[Where] = []
-        """Where saves in flight are made, or noted, and what interrupted ones have left is."""
+        """Workspaces: directories of saves in flight, and of garbage of interrupted ones."""
         self.unreadable: dict[Where, CheckpointUnreadable] = {}
         """Entries below the root that may hold checkpoints, and cannot be read."""
         self._root, self._patience = root, patience or Patience()
@@ -106,21 +106,21 @@ class Scan:
             raise unreadable(f"{root} cannot be listed", error) from error
         self._listed: dict[Where, set[tuple[Where, int]]] = {}
         self._complete = self._visit(root, _DEPTH)
-        if not self._complete:  # it may be a checkpoint that is set aside at this moment
+        if not self._complete:  # the root may be a checkpoint that is being replaced at this moment
             try:
-                there = self._patience.read(lambda: locate(root))
-                self._complete = self._visit(there, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
+                located = self._patience.read(lambda: locate(root))
+                self._complete = self._visit(located, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
             except OSError as error:
                 raise cannot_read(root, error) from error
 
     def links(self) -> dict[Path, Path]:
-        """The symbolic links beside checkpoints and above them, and what they lead to."""
+        """Return the symbolic links beside checkpoints and above them, and their targets."""
         entries = [path for listed in self._listed.values() for path, _ in listed]
         return {path: path.resolve() for path in entries if is_link(path)}
 
     def is_current(self) -> bool:
-        """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""
-        return self._complete and all(self._entries(path) == there for path, there in self._listed.items())
+        """Return whether no entry came or went since. A large directory may not be listed in one moment."""
+        return self._complete and all(self._entries(path) == listed for path, listed in self._listed.items())
 
     def _entries(self, directory: Where) -> set[tuple[Where, int]]:
         with suppress(OSError):
@@ -128,7 +128,7 @@ class Scan:
         return set()
 
     def _visit(self, directory: Where, depth: int) -> bool:
-        """Whether the directory was there until it was looked into."""
+        """Examine a directory; return False if it was deleted before."""
         self.unreadable.pop(directory, None)
         try:
             state = self._patience.read(lambda: self._state(directory))
@@ -178,21 +178,21 @@ class Scan:
             for path in seen.keys() - folders.keys():
                 self.states.pop(path, None)
                 self.unreadable.pop(path, None)
-            there = True
+            all_exist = True
             for path, number in folders.items():
                 if depth > 0 and seen.get(path) != number:
                     self.states.pop(path, None)
-                    there = self._visit(path, depth - 1) and there
+                    all_exist = self._visit(path, depth - 1) and all_exist
             seen = folders
             now = folders, [self._look_into_workspace(workspace) for workspace in workspaces]
-            if (there and not workspaces) or now == before:
+            if (all_exist and not workspaces) or now == before:
                 break
             before = now
             entries = self._patience.read(lambda: self.medium.entries(directory))
         return True
 
     def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
-        """Whether it is the checkpoint of another tool. Such files are noted."""
+        """Return whether a directory is the checkpoint of another tool. Record such files in it."""
         files = self.medium.open(directory)
         saved = saved_as_folder(files, (one.path.name for one in entries))
         if saved is not None and not saved.export:
@@ -204,7 +204,7 @@ class Scan:
         return False
 
     def _look_into_workspace(self, workspace: Where) -> list[Where]:
-        """Note the saves in flight, and what is set aside. What is there."""
+        """Record the saves in flight, and checkpoints that are being replaced. Return the entries."""
         if workspace not in self.workspaces:
             self.workspaces.append(workspace)
         for path in [path for path in self.states if path.parent == workspace]:
@@ -227,7 +227,7 @@ class Scan:
         return paths
 
     def _in_flight(self, entry: Where) -> CheckpointState | None:
-        if isinstance(entry, ObjectPath) and not self._reads_records:  # it would have to be read, for the list alone
+        if isinstance(entry, ObjectPath) and not self._reads_records:  # the record would have to be read
             return None
         noted = self.medium.in_flight(entry)
         if noted is None or self._is_seen(entry.parent.parent / noted[0]):
@@ -236,6 +236,6 @@ class Scan:
         return CheckpointState(entry, False, reason, None, noted[1])
 
     def _is_seen(self, path: Where) -> bool:
-        """Whether a save that is made in place is seen there already."""
+        """Return whether the scan has seen a save that is made at its final path."""
         state = self.states.get(path)
         return isinstance(path, ObjectPath) and state is not None and not state.committed

@@ -1,8 +1,8 @@
-"""Which runs and checkpoints are below a directory or URL, how large they are, and which are whole.
+"""List of the runs and checkpoints below a directory or URL, with their sizes and states.
 
-:func:`~dcp_plugin.list_checkpoints` says what is there of DCP's, and no more, so that it is fast. This looks into each
-checkpoint, of whatever tool: its summary, the sizes of its files, and which of them it shares with others by hard
-links. No tensor is read, so what is whole here may still have bytes that :func:`~dcp_plugin.verify` finds damaged.
+:func:`~dcp_plugin.list_checkpoints` lists DCP checkpoints alone, and is fast. This module examines each checkpoint, of
+any tool: its summary, the sizes of its files, and the files that it shares with others by hard links. It reads no
+tensor, so :func:`~dcp_plugin.verify` may find damaged bytes in a checkpoint that is listed as whole.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dcp_plugin.types import CheckpointState
 
 OURS, STOCK = "dcp_plugin", "stock"
 _STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
-"""What programs call the step in a file of ``torch.save``'s."""
+"""Names of the step in files that programs write with ``torch.save``."""
 _AT_ONCE = 16
-"""Checkpoints of a store that are looked into at the same time: each takes two or three requests."""
+"""Checkpoints of a store that are examined at the same time: each takes two or three requests."""
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint, or what pretends to be one, as :func:`list_runs` has it."""
+    """A checkpoint, complete or not, in the result of :func:`list_runs`."""
 
     path: Where
     state: Literal["whole", "torn", "damaged", "newer format", "foreign"]
@@ -43,59 +43,60 @@ class ListedCheckpoint:
     flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"newer format"``: a newer version of
     this package saved it. ``"foreign"``: another tool's."""
     reason: str
-    """Why it is torn or damaged, or cannot be read or resumed from; else empty."""
+    """Reason why it is torn or damaged, or cannot be read or resumed from; else empty."""
     format: str
     """``"dcp_plugin"``, ``"stock"`` (another writer of DCP), ``"Lightning"``, ``"Accelerate"``, ``"transformers"`` or
-    ``"torch.save"``; empty where nothing tells."""
+    ``"torch.save"``; empty if unknown."""
     step: int | None
     time: float
     """Seconds since the epoch."""
     nbytes: int
     """Bytes of all its files, each file counted once."""
     own_bytes: int
-    """Of these, what deleting it gives back. The rest are files that other checkpoints have, too, as hard links."""
+    """Bytes that its deletion frees. Other checkpoints share the rest as hard links."""
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: it is in ``local_dir`` of the nodes alone, and nothing is at the path."""
+    """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
     resumes: bool = False
-    """Whether it is what an automatic resume of its run would load."""
+    """Whether an automatic resume of its run would load it."""
     world_size: int | None = None
     layouts: list[str] = field(default_factory=list)
-    """How its tensors were distributed when it was saved."""
+    """Distributions of its tensors at the save."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the save was given as ``metrics``."""
+    """The ``metrics`` of the save."""
     base: Where | None = None
-    """The checkpoint that has what this one leaves out (``trainable_only``)."""
+    """The checkpoint with the parameters that this one leaves out (``trainable_only``)."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The checkpoints that are beside each other in one folder, with files and parts in it (``step-100/model``)."""
+    """The checkpoints in one folder, with parts of checkpoints in its folders (``step-100/model``)."""
 
     folder: Where
     checkpoints: list[ListedCheckpoint]
     """Oldest first."""
     nbytes: int
-    """Bytes that all of them take, files that several of them share counted once."""
+    """Bytes of all of them; files that several of them share count once."""
 
     @property
     def resumes(self) -> ListedCheckpoint | None:
-        """What an automatic resume would load."""
+        """The checkpoint that an automatic resume would load."""
         return next((one for one in self.checkpoints if one.resumes), None)
 
 
 def list_runs(
     root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
 ) -> list[Run]:
-    """Every run at or below ``root``, and its checkpoints: of this package, of stock DCP and of other tools.
+    """Return every run at or below ``root``, with its checkpoints: of this package, of stock DCP and of other tools.
 
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: As the runs have it: then what is in this host's alone is listed, too, with ``tier="local"``.
+        local_dir: The ``local_dir`` of the runs. Then saves that only this host has in it are listed, too, with
+            ``tier="local"``.
 
     Returns:
-        The runs, sorted by folder. What a crash left in flight is listed as torn. Weights alone are no checkpoint of
-        a run, and are not listed.
+        The runs, sorted by folder. A save that a crash interrupted is listed as torn. Weights alone are no checkpoint
+        of a run, and are not listed.
 
     Raises:
         CheckpointUnreadable: The directory or the store of a URL cannot be listed.
@@ -112,18 +113,18 @@ def list_runs(
 
 @dataclass(frozen=True)
 class Found:
-    """What is below a root."""
+    """Result of a search below a root."""
 
     runs: list[Run]
     bases: dict[Where, set[Where]]
-    """By checkpoint, where a load of it would look for its base."""
+    """By checkpoint, the places where a load of it looks for its base."""
     unreadable: set[Where]
     """Entries that cannot be read, and may be checkpoints."""
     scan: Scan
 
 
 def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
-    """:func:`list_runs`, with what it was found out from."""
+    """Return the result of :func:`list_runs`, with the scan and the bases."""
     scan = Scan(root, others=True, in_flight=True)
     warn_of_unreadable(scan.unreadable)
     states = [*scan.states.values(), *local_below(root, local_dir, storage_options)]
@@ -159,13 +160,13 @@ class _Looked:
 
     @property
     def step(self) -> int | None:
-        """Its own; of a part without one, that of the folder above."""
+        """Its own step; for a part without a step, that of the folder above."""
         is_named = self.is_part and self.listed.step is None
         return step_in_name(self.listed.path.parent) if is_named else self.listed.step
 
     @property
     def is_part(self) -> bool:
-        """Whether the folder above has the name of a checkpoint, of which this is a file or a part."""
+        """Whether this is a part of the checkpoint after which the folder above is named."""
         without_step = self.found.name != "" if isinstance(self.found, Saved) else self.found.step is None
         return without_step and step_in_name(self.listed.path.parent) is not None
 
@@ -180,7 +181,7 @@ def _run(folder: Where, members: list[_Looked]) -> Run:
 
 
 def _look(one: CheckpointState | Saved, medium: Medium) -> _Looked | None:
-    """None for what is not there any more, and for a file that has nothing to do with a training."""
+    """Examine a checkpoint. Return None if it was deleted meanwhile, and for a file without a training."""
     try:
         if isinstance(one, Saved):
             return _look_into_saved(one, medium)
@@ -218,7 +219,7 @@ def _step_in(one: Saved) -> int | None:
 
 
 def _look_into(one: CheckpointState, medium: Medium) -> _Looked:
-    if is_workspace(one.path.parent.name) and not one.committed:  # a save in flight, as the scan has told
+    if is_workspace(one.path.parent.name) and not one.committed:  # a save in flight, according to the scan
         return _Looked(ListedCheckpoint(one.path, "torn", one.reason, OURS, one.step, one.time, 0, 0), Usage(), one)
     return in_one_view(one.path, lambda path, files: _look_at_files(one, files), medium=medium)
 
@@ -272,5 +273,5 @@ def _with_base(looked: _Looked, summary: Summary) -> _Looked:
 
 
 def is_in_flight(one: ListedCheckpoint) -> bool:
-    """Whether it stands for a save that has no name yet, or for what is moved aside."""
+    """Return whether it is a save that is not published yet, or a checkpoint that is being replaced."""
     return is_workspace(one.path.parent.name)
