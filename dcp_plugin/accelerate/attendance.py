@@ -1,26 +1,30 @@
 """Decides for each save whether all ranks make it together, or rank 0 makes it alone.
 
-Accelerate alone writes a replicated training on rank 0, so many scripts have ``if accelerator.is_main_process:
-accelerator.save_state(path)``. Here a save is collective, and rank 0 would wait for ranks that never come. So before
-any collective of a save the ranks decide by one ``compare_set`` in the store of the process group:
+Stock Accelerate writes a replicated training on rank 0, so many scripts have ``if accelerator.is_main_process:
+accelerator.save_state(path)``. Here a save is collective, and rank 0 would wait for ranks that never call. So before
+any collective of a save the ranks decide with a ``compare_set`` in the store of the process group:
 
 - Another rank than 0 decides "together", and waits for rank 0 in the save.
-- Rank 0 waits for such a rank, for :data:`FIRST_WAIT` seconds, and then decides "alone". From then on it waits for
-  :data:`LATER_WAIT` seconds, until a rank comes late.
-- A rank that comes late finds "alone" and saves nothing. It asks rank 0 to wait for the long time again.
+- Rank 0 waits for such a rank, for :data:`FIRST_WAIT` seconds, and then decides "alone". Later it waits for
+  :data:`LATER_WAIT` seconds, until a rank is late.
+- A late rank reads "alone" and saves nothing. It asks rank 0 to wait for the long time again.
 
 The key of a save is the attachment, the path, and the number of optimizer steps since ``attach``. All ranks have the
-same. Counts of calls differ once rank 0 has called alone.
+same. Counts of calls differ once rank 0 has called alone. A rank that waits in the same call of the program as rank 0,
+after as many steps, but with another path, makes the same save: rank 0 joins, and the save fails on all ranks.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -39,16 +43,16 @@ logger = logging.getLogger("dcp_plugin")
 FIRST_WAIT = 60.0
 """Seconds that rank 0 waits for another rank."""
 LATER_WAIT = 1.0
-"""Seconds that it waits while it is known to save alone. Never 0: the other ranks may call, too, and come second."""
+"""Seconds that rank 0 waits once it has saved alone. Never 0: the other ranks may call, too, and later."""
 _MOST_DECISIONS = 100
-"""Decisions "alone" that stay in the store for ranks that come late. No rank is that many saves behind rank 0."""
+"""Decisions "alone" that stay in the store for late ranks. No rank is that many saves behind rank 0."""
 
 _TOGETHER, _ALONE = "together", "alone"
 _attachments = itertools.count()
 
 
 class Attendance:
-    """The ranks that come to the saves of one accelerator with several processes.
+    """The ranks that take part in the saves of an accelerator with several processes.
 
     Args:
         timeout: Seconds after which a store that does not answer is given up.
@@ -62,20 +66,22 @@ class Attendance:
         self._steps = 0
         self._saves_alone = False
         self._decided_alone: deque[str] = deque()
-        self._key = ""  # of the save that has begun, until all ranks have come
+        self._call: list[Any] = []  # steps and lines of the program
+        self._key = ""  # of the current save, until all ranks take part
         hook = register_optimizer_step_post_hook(self._count)
         self.close = weakref.finalize(accelerator, hook.remove)
         """Stop counting steps."""
 
     def rank_0_saves_alone(self, path: Where) -> bool:
-        """Decide about the save that begins. On rank 0, wait for another rank.
+        """Decide about the save that begins, and return whether rank 0 saves alone. On rank 0, wait for another rank.
 
         Raises:
             RankFailure: The store of the process group is gone, or does not answer.
         """
-        if not dist.is_initialized():  # as at the end of a script
+        if not dist.is_initialized():  # at the end of a script
             return False
         self._key = f"{self._prefix}/{self._steps}/{resolved(path)}"
+        self._call = [self._steps, *(f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(None))]
         caller = Call.save(path, None).caller
         decide = partial(self._come, path) if dist.get_rank() > 0 else partial(self._wait_for_others, path, caller)
         return within_timeout(decide, FIRST_WAIT + self._timeout)
@@ -91,16 +97,15 @@ class Attendance:
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         accelerator = self._accelerator()
-        if accelerator is not None and any(optimizer is one for one in _accelerate.optimizers(accelerator)):
+        if accelerator is not None and any(optimizer is other for other in _accelerate.optimizers(accelerator)):
             self._steps += 1
 
     def _come(self, path: Where) -> bool:
         """Decide on another rank than 0."""
         store = default_store()
-        store.set(self._waiting, str(resolved(path)))
         if store.compare_set(self._key, "", _TOGETHER) == _TOGETHER.encode():
+            store.set(self._waiting, json.dumps([str(resolved(path)), self._call]))
             return False
-        store.delete_key(self._waiting)
         store.set(self._late, "")
         logger.warning(
             "rank %d came to the save of %s after rank 0 had waited and saved it alone: the checkpoint lacks the "
@@ -120,10 +125,13 @@ class Attendance:
             self._saves_alone = False
         wait = min(LATER_WAIT if self._saves_alone else FIRST_WAIT, self._timeout)
         elsewhere = ""
-        is_decided = _appears(store, self._key, wait)
+        _appears(store, (self._key, self._waiting), wait)
+        is_decided = store.check([self._key])
         if not is_decided and store.check([self._waiting]):
-            elsewhere = store.get(self._waiting).decode()
-            if elsewhere == str(resolved(path)):  # with uneven inputs a rank may have made fewer steps
+            elsewhere, other_call = json.loads(store.get(self._waiting))
+            # With uneven inputs a rank may have made fewer steps. A save that fails leaves the key.
+            if elsewhere == str(resolved(path)) or other_call == self._call:
+                store.delete_key(self._waiting)
                 return False
         if store.compare_set(self._key, "", _ALONE) == _TOGETHER.encode():
             return False
@@ -151,16 +159,13 @@ class Attendance:
             store.delete_key(self._decided_alone.popleft())
 
 
-def _appears(store: Any, key: str, seconds: float) -> bool:
-    """Wait for a key of the store; False if it is not there after so many seconds.
+def _appears(store: Any, keys: Iterable[str], seconds: float) -> None:
+    """Wait until the store has one of the keys, or the time is over.
 
     ``store.wait`` would write two warnings to standard error when the time is over, and lock the store for other
     threads until then.
     """
     deadline, pause = time.monotonic() + seconds, 0.0005
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            return False
+    while not any(store.check([key]) for key in keys) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    return True

@@ -45,12 +45,12 @@ class _Waits:
         self._appears = attendance._appears
         attendance._appears = self
 
-    def __call__(self, store: Any, key: str, seconds: float) -> bool:
+    def __call__(self, store: Any, keys: tuple[str, ...], seconds: float) -> None:
         self.seconds.append(seconds)
-        if not self.alone:
-            return self._appears(store, key, 60.0)
-        self.at_deadline()
-        return False
+        if self.alone:
+            self.at_deadline()
+        else:
+            self._appears(store, keys, 60.0)
 
 
 def _start(layout: str = "ddp", **options: Any) -> Any:
@@ -230,6 +230,19 @@ def test_rank_0_names_the_path_at_which_another_rank_waits(tmp_path: Path) -> No
         run.accelerator.save_state(str(tmp_path / "best"))
         assert messages.about(f"Another rank waits in a save of {tmp_path / 'last'}: ")
     run.accelerator.save_state(str(tmp_path / "last"))
+
+
+@on_ranks(2)
+def test_a_save_to_another_path_on_each_rank_fails_on_all_ranks(tmp_path: Path) -> None:
+    run = _start()
+    for step in (1, 2):
+        run.train(1)
+        with pytest.raises(dcp.CheckpointMismatch) as error:
+            run.accelerator.save_state(str(tmp_path / f"step-{step}-of-rank-{dist.get_rank()}"))
+        assert all(f"rank {rank} saves {tmp_path}/step-{step}-of-rank-{rank}" in str(error.value) for rank in (0, 1))
+    run.accelerator.save_state(str(tmp_path / "last"))
+    assert _ranks_of(tmp_path / "last") == 2
+    assert not list(tmp_path.glob("*-of-rank-*"))
 
 
 @on_ranks(2)
