@@ -130,10 +130,14 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
-    def of_default_group(cls, timeout: float) -> Ranks:
+    def of_default_group(cls, timeout: float, patience: float | None = None) -> Ranks:
         """Put all ranks of the default process group into a new gloo group; without one, return this process alone.
 
         Collective.
+
+        Args:
+            timeout: Seconds after which a collective of the group fails.
+            patience: Seconds to wait for the first meeting; ``timeout`` if omitted.
 
         Raises:
             RankFailure: Ranks do not join within the timeout. The message names them.
@@ -143,7 +147,7 @@ class Ranks:
         if dist.get_world_size() == 1:
             return cls()
         with _making_group:
-            meet(timeout)
+            meet(timeout if patience is None else patience)
             try:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             except Exception as error:

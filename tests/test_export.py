@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -289,6 +290,18 @@ def _save_and_export(root: Path) -> None:
     except dcp.CheckpointError as error:
         outcome = str(error)
     assert "exists" in outcome
+
+
+@on_ranks(2)
+def test_an_export_on_one_rank_names_the_ranks_that_do_not_call_it(tmp_path: Path) -> None:
+    export = importlib.import_module("dcp_plugin.tools.export")
+    export._PATIENCE = 0.5
+    dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "step-1")
+    if dist.get_rank() == 0:
+        with pytest.raises(dcp.RankFailure, match="rank 1; does every rank call export"):
+            dcp.export(tmp_path / "step-1", tmp_path / "model.safetensors", format="safetensors")
+    dist.barrier()
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_each_rank_writes_some_of_the_files(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 import torch
 
+from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import medium_of
@@ -34,6 +35,8 @@ Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIMEOUT = 1800.0
+_PATIENCE = 300.0
+"""Seconds that a rank waits for the others to call: a script that exports on rank 0 alone is to fail, not to hang."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def export(
         CheckpointMismatch: A pattern matches nothing, or the format cannot hold what is selected.
         UnsafeCheckpoint: A value could only be had by executing code.
         CheckpointError: The checkpoint cannot be opened, or its bytes are not those that were saved.
+        RankFailure: Some ranks do not call it within five minutes; ``dcp-plugin export`` needs no other ranks.
 
     Example:
         >>> import torch, dcp_plugin
@@ -138,7 +142,8 @@ def export(
     named = bool(keys.texts(include)) or rename is not None
     options = _Options(format, _dtype(dtype), _size(max_shard_size), config, ranks, allow_pickle, named)
     where = as_path(out, storage_options)
-    group = Ranks.of_default_group(_TIMEOUT)
+    with together(Call("call export", f"exports {path}", ["export"])):
+        group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
