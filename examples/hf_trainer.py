@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from dcp_plugin import resolve_resume
-from dcp_plugin.accelerate import DCPTrainerMixin
+from dcp_plugin.transformers import DCPTrainerMixin
 
 
 class MyTrainer(DCPTrainerMixin, Trainer):

@@ -1,7 +1,7 @@
-"""Accelerate: ``attach(accelerator)``; ``DCPTrainerMixin`` for ``transformers.Trainer`` is here, too.
+"""Accelerate: ``attach(accelerator)``. ``DCPTrainerMixin`` of :mod:`dcp_plugin.transformers` has a second name here.
 
 Enters: an accelerator with its prepared models, optimizers, schedulers and dataloaders. Leaves: named state for the
-core, and what it read put back. The rule: a script stays as it is, and saves and loads on any number of processes.
+core, and objects filled from it. The rule: a script stays as it is, and saves and loads on any number of processes.
 Transformers is imported only when ``DCPTrainerMixin`` is used.
 """
 

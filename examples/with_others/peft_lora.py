@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from dcp_plugin import CheckpointConfig, resolve_resume
-from dcp_plugin.accelerate import DCPTrainerMixin
+from dcp_plugin.transformers import DCPTrainerMixin
 
 
 class MyTrainer(DCPTrainerMixin, Trainer):  # added

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 from trl import SFTConfig, SFTTrainer
 
 from dcp_plugin import CheckpointConfig, resolve_resume
-from dcp_plugin.accelerate import DCPTrainerMixin
+from dcp_plugin.transformers import DCPTrainerMixin
 
 
 class MyTrainer(DCPTrainerMixin, SFTTrainer):  # added
