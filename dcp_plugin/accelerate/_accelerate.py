@@ -2,7 +2,7 @@
 
 ``tests/accelerate/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
 
-In which ways of training checkpoints can be made: not those that Accelerate has silently fallen back to.
+Ways of training that Accelerate has silently fallen back to are refused here, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher
 
 
 def models(accelerator: Accelerator) -> list[nn.Module]:
-    """The live list of prepared models; what users' hooks get. There is no public one."""
+    """Return the live list of prepared models, which users' hooks get. No public name has it."""
     return cast("list[nn.Module]", accelerator._models)
 
 
@@ -40,12 +40,12 @@ def schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
 
 
 def dataloaders(accelerator: Accelerator) -> list[PreparedLoader]:
-    """Only those that Accelerate has prepared: a user may have put others there."""
-    return [one for one in accelerator._dataloaders if type(one) in (DataLoaderShard, DataLoaderDispatcher)]
+    """Return the loaders that Accelerate has prepared: a user may have added others to the list."""
+    return [loader for loader in accelerator._dataloaders if type(loader) in (DataLoaderShard, DataLoaderDispatcher)]
 
 
 def registered_objects(accelerator: Accelerator) -> list[Any]:
-    """What users gave to ``register_for_checkpointing``."""
+    """Return the objects that users gave to ``register_for_checkpointing``."""
     return cast("list[Any]", accelerator._custom_objects)
 
 
@@ -58,8 +58,8 @@ def load_hooks(accelerator: Accelerator) -> list[Callable[..., None]]:
 
 
 def trackers_in_files(accelerator: Accelerator) -> list[str]:
-    """The names of trackers that Accelerate will make, and that write to its ``logging_dir``. It keeps their classes
-    by name; what users have made themselves is told no directory."""
+    """Return the names of trackers that Accelerate will make, and that write to its ``logging_dir``. Trackers that
+    users have made get no directory."""
     kinds = {str(name): LOGGER_TYPE_TO_CLASS.get(str(name)) for name in accelerator.log_with}
     return [name for name, kind in kinds.items() if kind is not None and kind.requires_logging_directory]
 
@@ -68,10 +68,10 @@ _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribu
 
 
 def refuse_silent_fallbacks(accelerator: Accelerator) -> None:
-    """Accelerate trains on, without a word, when it cannot do what it was asked for.
+    """Refuse a training that Accelerate has silently made another one than the user asked for.
 
     Raises:
-        CheckpointError: It did so, or trains in a way that is not supported.
+        CheckpointError: Accelerate did so, or trains in a way that is not supported.
     """
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:

@@ -1,14 +1,14 @@
 """``attach(accelerator)``: from then on ``save_state`` and ``load_state`` go through the core, on all ranks.
 
-Accelerate has no public place to take over from: its hooks cannot replace the optimizer, nor anything under FSDP. So
-the instance gets a subclass of its class, in which the two methods are replaced; a script stays as it is. ``model`` and
+Accelerate has no public hook for this: its own hooks can replace neither the optimizer nor a model under FSDP. So the
+instance gets a subclass of its class, in which the two methods are replaced; a script stays as it is. ``model`` and
 ``optim`` are the prepared models and optimizers, numbered if there are several; the rest is in
 :mod:`dcp_plugin.accelerate.extra_state`.
 
 Users' hooks run as in stock Accelerate: save hooks before models are saved (under FSDP stock runs them after), and may
-take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
-directory in which the checkpoint is being made, and what they write is published with it. With a URL each rank has a
-local directory of its own instead: what its save hooks write there is uploaded, and load hooks find all of it there.
+take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They get the
+directory in which the checkpoint is being made, and their files are published with it. With a URL each rank has a
+local directory of its own instead: files of its save hooks are uploaded, and load hooks find all of them in it.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batc
 def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
     """Make ``accelerator.save_state`` and ``accelerator.load_state`` sharded, atomic, and asynchronous when asked.
 
-    Call it before or after ``prepare``; before the training loop. Attaching again with the same settings, or none,
-    returns what is attached already.
+    Call it before or after ``prepare``; before the training loop. A second call with the same settings, or none,
+    returns the same attachment.
 
     Args:
-        accelerator: Whose two methods are replaced, until :meth:`Attachment.detach`.
-        config: How to save and load; the defaults if omitted.
+        accelerator: Object whose methods are replaced, until :meth:`Attachment.detach`.
+        config: Settings of saves and loads; the defaults if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Returns:
-        What waits for saves, tells what a load did, and undoes it.
+        An object that waits for saves, has the report of the last load, and undoes the attachment.
 
     Raises:
         CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
@@ -102,14 +102,14 @@ class _Kept:
     attendance: Attendance | None
     """None for a single process, and where no save of rank 0 alone would be complete."""
     alone: Checkpointer | None = None
-    """On rank 0: what saves without the other ranks, from the first such save on."""
+    """On rank 0: the Checkpointer of saves without the other ranks, from the first such save on."""
     last_load: LoadReport | None = None
     has_announced: bool = False
-    attachment: Callable[[], Attachment | None] = lambda: None  # the one that the user holds, if it is still there
+    attachment: Callable[[], Attachment | None] = lambda: None  # the attachment that the user has, if it is alive
 
     def checkpointer_alone(self) -> Checkpointer:
-        """Return what saves on rank 0 without the other ranks. Its saves go to their paths at once, since other nodes
-        would have no part of them in their local tier."""
+        """Return the Checkpointer of saves on rank 0 without the other ranks. Its saves go to their paths at once:
+        other nodes would have no part of them in their local tier."""
         if self.alone is None:
             self.alone = FrameworkCheckpointer(self.config.without_local_tier(), solo=True)
             self.alone.pace = self.checkpointer.pace
@@ -125,7 +125,7 @@ def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
     """Replace the accelerator's methods by those of :class:`Attachment`."""
     refuse_silent_fallbacks(accelerator)
     _refuse_trackers_at_url(accelerator)
-    Project.of(accelerator, config.storage_options)  # raises for what is no path
+    Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
     checkpointer = FrameworkCheckpointer(config, solo=accelerator.num_processes == 1)
     trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
     config = config.that_waits("the rotation of checkpoints")
@@ -167,27 +167,25 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
 
 
 class Attachment(BaseAttachment):
-    """What :func:`attach` returns: a way to wait for saves, to see what a load did, and to undo it all.
-
-    As a context manager it detaches at the end.
-    """
+    """The saves and loads of one accelerator, until :meth:`detach`. Leaving its ``with`` block detaches."""
 
     def __init__(self, accelerator: Accelerator, kept: _Kept) -> None:
+        super().__init__(kept.config)
         self._accelerator = accelerator
         self._kept = kept
+        self._checkpointer = kept.checkpointer
         kept.attachment = weakref.ref(self)
 
     @property
-    def config(self) -> CheckpointConfig:
-        """The settings of saves and loads."""
-        return self._kept.config
+    def world_size(self) -> int:
+        return int(self._accelerator.num_processes)
 
     @property
     def last_load(self) -> LoadReport | None:
-        """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
+        """The report of the last ``load_state``; None if that loaded files of stock Accelerate."""
         return self._kept.last_load
 
-    # What replaces the accelerator's methods
+    # Methods in place of the accelerator's
 
     def save_state(
         self,
@@ -208,7 +206,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: This save failed, or an earlier one in the background; on every rank that calls.
         """
-        self._kept.checkpointer.wait_until_kept()
+        self.checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         earlier = Attempt.of(self._kept.finish_alone)
@@ -223,11 +221,11 @@ class Attachment(BaseAttachment):
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
-        checkpointer = self._kept.checkpointer_alone() if alone else self._kept.checkpointer
+        checkpointer = self._kept.checkpointer_alone() if alone else self.checkpointer
         self._announce_background_save(path)
         step = self._step_to_save()
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
-        # Accelerate alone reads directories only, and would not know a copy of what is in a store.
+        # Stock Accelerate reads directories only, and does not recognise a copy of a checkpoint in a store.
         for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
@@ -245,7 +243,7 @@ class Attachment(BaseAttachment):
         named = _step_named(path.name)
         handle = checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
-            delete = self._kept.checkpointer.remove
+            delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
         accelerator.project_configuration.iteration += 1
         return str(path)
@@ -265,15 +263,15 @@ class Attachment(BaseAttachment):
             TypeError: There is no such ``map_location``, or another keyword argument.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
-        self._kept.checkpointer.wait_until_kept()
-        self._kept.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._kept.finish_alone)
+        self.checkpointer.wait_until_kept()
+        self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._kept.finish_alone)
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
         if project is not None:
-            project = project.with_local(self._kept.checkpointer)
+            project = project.with_local(self.checkpointer)
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
-        with self._kept.checkpointer.shown(path) as files:
+        with self.checkpointer.shown(path) as files:
             self._load_state(path, files, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
@@ -286,24 +284,25 @@ class Attachment(BaseAttachment):
         load_model_func_kwargs: Any,
     ) -> None:
         accelerator = self._accelerator
-        given = {"strict": True, "map_location": None, **load_model_func_kwargs}
-        strict, map_location = bool(given.pop("strict")), given.pop("map_location")
+        arguments = {"strict": True, "map_location": None, **load_model_func_kwargs}
+        strict, map_location = bool(arguments.pop("strict")), arguments.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(f"map_location={map_location!r}: Accelerate has 'cpu', 'on_device' and None.")
         training = Training.of(accelerator)
-        if given and not training.sharded:
-            raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
-        ranks = self._kept.checkpointer.ranks
+        if arguments and not training.sharded:
+            name = min(arguments)
+            raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
+        ranks = self.checkpointer.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
         taken = [] if training.sharded else self._run_load_hooks(training.models, path, files)
         if is_stock:
             self._kept.last_load = None
-            left = {name: model for name, model in training.models.items() if name not in taken}
-            remaining = replace(training, models=left)
+            models = {name: model for name, model in training.models.items() if name not in taken}
+            remaining = replace(training, models=models)
             options = stock_format.ReadOptions(strict, map_location, load_kwargs)
-            accelerator.step = stock_format.load(accelerator, self._kept.checkpointer, path, remaining, options)
+            accelerator.step = stock_format.load(accelerator, self.checkpointer, path, remaining, options)
         else:
             self._load(path, training, taken, extra_keys, strict)
         if training.sharded:
@@ -320,14 +319,14 @@ class Attachment(BaseAttachment):
     ) -> Restart:
         """``load_state`` of the run's own newest checkpoint; else its models' weights from ``init_from``. Collective.
 
-        Call it after ``prepare``: nothing else tells which models there are.
+        Call it after ``prepare``, which gives the accelerator its models.
 
         Args:
-            root: Where this run's checkpoints are; if omitted, those of the project with automatic naming.
-            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`; the weights are the models'.
+            root: Directory of this run's checkpoints; if omitted, that of the project with automatic naming.
+            resume, init_from, partial, strict: See :func:`dcp_plugin.resume_or_init`; the weights are the models'.
 
         Returns:
-            How the run starts, see there.
+            The start of the run, see :func:`dcp_plugin.resume_or_init`.
 
         Raises:
             CheckpointError: No model is prepared; or as :func:`dcp_plugin.resume_or_init`.
@@ -341,29 +340,30 @@ class Attachment(BaseAttachment):
             )
         self.wait()
         project = self._project() if root is None else None
-        given: Where = Path() if project is not None else self._given(root)
+        folder: Where = Path() if project is not None else self._given(root)
         if project is not None:
-            project = project.with_local(self._kept.checkpointer)
+            project = project.with_local(self.checkpointer)
         elif resume != "never":
-            options = replace(options, local=self._kept.checkpointer.surviving(given))
+            options = replace(options, local=self.checkpointer.surviving(folder))
 
         def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):
                 return project.resume_from(resume == "must", damaged)
-            return options.find(given, (ACCELERATE,), damaged)
+            return options.find(folder, (ACCELERATE,), damaged)
 
         def load(path: Where) -> LoadReport | None:
             self.load_state(path, strict=strict)
             return self.last_load
 
-        return options.start(self._kept.checkpointer, models, find, load)
+        return options.start(self.checkpointer, models, find, load)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()
         before = len(_accelerate.dataloaders(self._accelerator))
         with untracked_sampler(data_loader):
             prepared = self._original("prepare_data_loader")(data_loader, *args, **kwargs)
-        self._kept.trackers = tracked + [Tracker.of(one) for one in _accelerate.dataloaders(self._accelerator)[before:]]
+        new = _accelerate.dataloaders(self._accelerator)[before:]
+        self._kept.trackers = [*tracked, *map(Tracker.of, new)]
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -378,34 +378,20 @@ class Attachment(BaseAttachment):
         self.close()
         self._original("end_training")()
 
-    # What a script calls besides
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        return self._kept.checkpointer
+    # Methods for scripts
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """To the accelerator's trackers, which take them on the main process."""
+        """Give figures to the accelerator's trackers, which take them on the main process."""
         if self._accelerator.trackers:
             self._accelerator.log(figures, step=step)
 
     def wait(self) -> None:
-        """Wait until no save is in flight.
-
-        Raises:
-            SaveFailed: It failed, on every rank that has called ``save_state``; raised once.
-        """
-        self._kept.checkpointer.wait()
+        super().wait()
         self._kept.finish_alone()
 
     def close(self) -> None:
-        """Wait, and free what saving needed. Saving again is possible.
-
-        Raises:
-            SaveFailed: As :meth:`wait`.
-        """
         try:
-            self._kept.checkpointer.close()
+            super().close()
         finally:
             if self._kept.alone is not None:
                 self._kept.alone.close()
@@ -443,17 +429,17 @@ class Attachment(BaseAttachment):
             )
 
     def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
-        """Returns the names of the models whose weights a hook has taken out, to save them itself."""
+        """Return the names of the models whose weights a hook has taken out, to save them itself."""
         hooks = _accelerate.save_hooks(self._accelerator)
         models = training.models if hooks and not training.sharded else {}
-        given = {name: self._accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
-        left = list(given.values())
+        weights = {name: self._accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
+        remaining = list(weights.values())
         for hook in hooks:
-            hook(_accelerate.models(self._accelerator), left, str(directory))
-        return [name for name, weights in given.items() if all(weights is not one for one in left)]
+            hook(_accelerate.models(self._accelerator), remaining, str(directory))
+        return [name for name, value in weights.items() if all(value is not other for other in remaining)]
 
     def _step_to_save(self) -> int:
-        """Gradients are in no checkpoint: what was accumulated since the last optimizer step is done again."""
+        """Return the step to save: that of the last optimizer step, since no checkpoint has gradients."""
         accelerator = self._accelerator
         step: int = accelerator.step
         within = 0 if accelerator.sync_gradients else step % accelerator.gradient_accumulation_steps
@@ -471,36 +457,36 @@ class Attachment(BaseAttachment):
     # Load
 
     def _run_load_hooks(self, models: dict[str, nn.Module], path: Where, files: SourceFiles | None) -> list[str]:
-        """Returns the names of the models that a hook has taken out, to load them itself."""
-        left = list(models.values())
+        """Return the names of the models that a hook has taken out, to load them itself."""
+        remaining = list(models.values())
 
         def run() -> None:
             if not (hooks := _accelerate.load_hooks(self._accelerator)):
                 return
             with local_copy(path, files=files) as directory:
                 for hook in hooks:
-                    hook(left, str(directory))
+                    hook(remaining, str(directory))
 
-        self._kept.checkpointer.ranks.agree(f"run the hooks for {path}", run)
-        return [name for name, model in models.items() if all(model is not one for one in left)]
+        self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
+        return [name for name, model in models.items() if all(model is not other for other in remaining)]
 
     def _load(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
         restoring = extra_state.RestoringExtraState(self._accelerator, self._tracked(), training.registered, extra_keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
-        self._kept.last_load = self._kept.checkpointer.restore(state, path, strict=strict)
-        said = self._kept.checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
-        for message in said if self._accelerator.is_main_process else ():
+        self._kept.last_load = self.checkpointer.restore(state, path, strict=strict)
+        messages = self.checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
+        for message in messages if self._accelerator.is_main_process else ():
             logger.warning("%s: %s", path, message)
 
     def _original(self, name: str) -> Callable[..., Any]:
-        """The accelerator's own method, which :func:`attach` has replaced."""
+        """Return the accelerator's own method, which :func:`attach` has replaced."""
         method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
         return method
 
     def _tracked(self) -> list[Tracker]:
-        """In the order in which they were prepared, without those that ``free_memory`` has let go."""
+        """Return the trackers of loaders in the order of ``prepare``, without loaders that ``free_memory`` drops."""
         prepared = _accelerate.dataloaders(self._accelerator)
         return [tracker for tracker in self._kept.trackers if any(map(tracker.tracks, prepared))]
 
@@ -508,8 +494,8 @@ class Attachment(BaseAttachment):
         return Project.of(self._accelerator, self.config.storage_options)
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
-        """Rank 0 chooses, all go there; or all raise."""
-        return self._given(self._kept.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+        """Return the path that rank 0 chooses, on all ranks; or raise on all."""
+        return self._given(self.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
 
     def _given(self, path: PathLike | None) -> Where:
         if path is None:
@@ -536,24 +522,23 @@ _STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)",
 
 
 def _step_named(name: str) -> int | None:
-    """The training step that a script says by the name of a directory: step_500, step-500, global_step500,
-    epoch_1_step_500, or checkpoint-500, as transformers calls it. Accelerate has no other word for it, and the
-    automatic checkpoint_0, checkpoint_1 only count saves."""
-    found = _STEP.fullmatch(name)
-    return int(found[1] or found[2]) if found else None
+    """Return the training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or
+    checkpoint-500 of transformers. Accelerate records none; the automatic checkpoint_0, checkpoint_1 count saves."""
+    match = _STEP.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
-def _through_link(given: Where) -> Where:
-    """A script that saves into a link to a directory has the checkpoint in that directory, and the link stays."""
-    return resolved(given) if is_link(given) else given
+def _through_link(path: Where) -> Where:
+    """Return the directory that a link leads to: a save into the link goes there, and the link stays."""
+    return resolved(path) if is_link(path) else path
 
 
 def _refuse_trackers_at_url(accelerator: Accelerator) -> None:
-    """Accelerate makes a directory for trackers below ``logging_dir``, which is the project's unless it is given."""
-    where = accelerator.logging_dir
-    if where is not None and (trackers := _accelerate.trackers_in_files(accelerator)):
+    """Refuse a URL as the ``logging_dir``, below which Accelerate makes a directory for trackers."""
+    folder = accelerator.logging_dir
+    if folder is not None and (trackers := _accelerate.trackers_in_files(accelerator)):
         as_local(
-            where,
+            folder,
             f"the logging_dir of {', '.join(trackers)}",
             "Give a local one: ProjectConfiguration(project_dir=URL, logging_dir=DIRECTORY).",
         )

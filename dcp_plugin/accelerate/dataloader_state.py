@@ -1,12 +1,12 @@
-"""Where prepared dataloaders are, independent of the number of processes, and how they get back there.
+"""Positions of prepared dataloaders, independent of the number of processes.
 
 Accelerate saves the position of a ``StatefulDataLoader`` only, all ranks into one file, in batches of one rank. Here
 a position is: the epoch, the state of the random generator from which the order of this epoch came, and the number of
-samples that all ranks together have consumed of it. From these any number of processes continues.
+samples that all ranks together have consumed of it. Any number of processes continues from these.
 
-- :class:`TrackedSampler`, around the innermost sampler, remembers where the order of an epoch came from, and can give
-  the rest of an epoch.
-- :class:`Tracker` counts what a loader has handed out. Accelerate's loader reads one batch ahead, so the tracker counts
+- :class:`TrackedSampler`, around the innermost sampler, records the generator's state that gives the order of an epoch,
+  and can yield the rest of an epoch.
+- :class:`Tracker` counts the batches of a loader. Accelerate's loader reads one batch ahead, so the tracker counts
   in the ``DataLoader`` inside of it, whose ``__iter__`` Accelerate calls by name: :class:`_TrackedIter` takes its place
   on the instance.
 
@@ -14,7 +14,7 @@ A loader made with ``use_stateful_dataloader=True`` continues by itself, as it d
 begins its epoch again, in the same order. If the script skips no batches then, a warning says how many to skip.
 
 Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
-middle of an epoch. So they are set once more, when the first batch of a resumed epoch is there.
+middle of an epoch. They are restored again when the first batch of a resumed epoch is read.
 
 References to loaders are weak: a loader refers to its tracker, and a cycle would keep the loader, with its workers,
 until the garbage collector runs.
@@ -42,7 +42,7 @@ logger = logging.getLogger("dcp_plugin")
 
 
 class TrackedSampler(Sampler[int]):
-    """Yields what the sampler inside yields, and can do so from a given order and sample on, once."""
+    """A sampler around another one that can yield, once, the rest of an epoch of a recorded order."""
 
     def __init__(self, sampler: Any) -> None:
         self.inside = sampler
@@ -70,7 +70,7 @@ class TrackedSampler(Sampler[int]):
                 self.inside.generator = own
 
     def next_order(self) -> torch.Tensor | None:
-        """The state of the sampler's own generator, from which the next epoch's order comes; None if it has none."""
+        """Return the state of the sampler's own generator, which orders the next epoch; None without one."""
         generator = getattr(self.inside, "generator", None)
         return None if generator is None else generator.get_state()
 
@@ -83,7 +83,7 @@ class TrackedSampler(Sampler[int]):
         return getattr(self.inside, name)
 
     def _order_to_come(self) -> torch.Tensor:
-        """The state of the generator that the order comes from, or would come from if the sampler had its own."""
+        """Return the state of the generator that gives the order: the sampler's own, or a copy of the global one."""
         if (own := self.next_order()) is not None:
             return own
         state = torch.get_rng_state()
@@ -97,7 +97,7 @@ class TrackedSampler(Sampler[int]):
 
 @contextmanager
 def untracked_sampler(loader: Any) -> Iterator[None]:
-    """Accelerate looks at the class of a sampler when it prepares a loader, which may have been prepared before."""
+    """Take the tracked sampler out of a loader that is prepared again: Accelerate looks at the class of the sampler."""
     owner: Any = owner_of_sampler(loader) if isinstance(loader, DataLoader) else None
     sampler = getattr(owner, "sampler", None)
     if not isinstance(sampler, TrackedSampler):
@@ -112,7 +112,7 @@ def untracked_sampler(loader: Any) -> Iterator[None]:
 
 
 def owner_of_sampler(loader: Any) -> Any:
-    """What draws single samples: the innermost batch sampler. None where the dataset itself gives the order.
+    """Return the innermost batch sampler, which draws single samples. None if the dataset itself gives the order.
 
     Accelerate's ``get_sampler`` does not see through the batch sampler that it puts around the user's.
     """
@@ -140,7 +140,7 @@ class _Iteration:
 
     @property
     def over(self) -> bool:
-        """Whether the epoch has ended. Of ``skip_first_batches``, the loader lives no longer than the loop over it."""
+        """Whether the epoch has ended. The loader of ``skip_first_batches`` is freed with the loop over it."""
         loader = self.loader()
         return self.exhausted and (loader is None or loader.end_of_dataloader)
 
@@ -153,7 +153,7 @@ class _Resumed:
     own_state: Any
     restore_rng: Callable[[], None] | None
     batches_to_skip: int
-    """By the script, as the loader does not do it itself."""
+    """Number that the script has to skip, where the loader does not."""
 
 
 class Tracker:
@@ -161,8 +161,8 @@ class Tracker:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._loader = weakref.ref(loader)
-        self.step_back = 0  # batches handed out that have to come again: their gradients are not saved
-        self._iteration: _Iteration | None = None  # the last one, whether it goes on or not
+        self.step_back = 0  # batches to repeat, since their gradients are not saved
+        self._iteration: _Iteration | None = None  # the newest one, running or not
         self._skipping: Callable[[], Any] = lambda: None
         self._to_skip = 0
         self._resumed: _Resumed | None = None
@@ -172,20 +172,21 @@ class Tracker:
             self._owner.sampler = TrackedSampler(self._owner.sampler)
         equal_batches = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
         self._counts = equal_batches and not hasattr(loader.dataset, "state_dict")
-        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and the
-        dataset has no state."""
+        """Whether a number of samples is a position: all batches have the size that their sampler says, and the dataset
+        has no state."""
         self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         _TrackedIter(self, loader.base_dataloader).install()
 
     @classmethod
     def of(cls, loader: PreparedLoader) -> Tracker:
-        """The one tracker of a loader, which may be prepared again, or by several accelerators."""
-        known = vars(loader.base_dataloader).get("__iter__")
-        return known.tracker if isinstance(known, _TrackedIter) and known.tracker.tracks(loader) else cls(loader)
+        """Return the tracker of a loader, which may be prepared again, or by several accelerators."""
+        installed = vars(loader.base_dataloader).get("__iter__")
+        is_ours = isinstance(installed, _TrackedIter) and installed.tracker.tracks(loader)
+        return installed.tracker if is_ours else cls(loader)
 
     @property
     def loader(self) -> PreparedLoader:
-        """The prepared loader, while it lives."""
+        """The prepared loader, until it is freed."""
         loader = self._loader()
         assert loader is not None, "only a live loader is iterated over, saved and loaded"
         return loader
@@ -202,7 +203,7 @@ class Tracker:
         return self._iteration is not None and self._iteration.running
 
     def follow(self, skipping: Any, batches: int) -> None:
-        """``skipping`` is what ``skip_first_batches`` made of the loader: its epoch is the loader's epoch."""
+        """Track ``skipping`` too, which ``skip_first_batches`` has made of the loader: both have the same epoch."""
         self._skipping, self._to_skip = weakref.ref(skipping), batches
         _TrackedIter(self, skipping.base_dataloader).install()
 
@@ -222,12 +223,12 @@ class Tracker:
     # Save
 
     def position(self, others_run: bool) -> Position | None:
-        """Where the training is. An epoch whose last batch has been handed out is over.
+        """Return the position of the training. An epoch ends with its last batch.
 
-        None on a rank that does not read the data itself but gets it dispatched.
+        None on a rank to which another rank dispatches the data.
 
         Args:
-            others_run: Whether a dataloader is being iterated over.
+            others_run: Whether a loop over any dataloader is running.
         """
         if isinstance(self.loader, DataLoaderDispatcher) and self.loader.state.process_index != 0:
             return None
@@ -239,7 +240,7 @@ class Tracker:
         if now is not None and not over and not self._was_left(now, others_run):
             within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
         sampler = self._sampler
-        in_last_batch = over and any(one is self.loader for one in self.loader.gradient_state.dataloader_references)
+        in_last_batch = over and any(other is self.loader for other in self.loader.gradient_state.dataloader_references)
         return {
             "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
             "batches": consumed,
@@ -249,7 +250,7 @@ class Tracker:
         }
 
     def own_state(self) -> Any:
-        """The state of a stateful loader over a dataset that only the dataset itself can find its place in."""
+        """Return the state of a stateful loader over a dataset that keeps its own position; else None."""
         if not self._is_stateful or self._counts:
             return None
         return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
@@ -257,7 +258,7 @@ class Tracker:
     # Load
 
     def resume(self, position: Position, own_state: Any, restore_rng: Callable[[], None]) -> str:
-        """Go on at ``position`` with the next iteration. Returns what has to be said about it, if anything."""
+        """Continue at ``position`` with the next iteration. Return a message for the user, if any."""
         self.loader.set_epoch(position["epoch"])
         if own_state is not None:
             self.loader.load_state_dict(own_state)
@@ -267,7 +268,7 @@ class Tracker:
             with torch.random.fork_rng(devices=[]):
                 _untracked_iter(self.loader.base_dataloader)
         samples, total = position["samples"], self._samples_per_batch()
-        batches, rest = divmod(samples, total) if total else (position["batches"], 0)
+        batches, remainder = divmod(samples, total) if total else (position["batches"], 0)
         by_itself = own_state is not None or counts_itself
         if self._sampler is not None:
             if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
@@ -276,20 +277,20 @@ class Tracker:
         to_skip = 0 if by_itself else batches
         self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None, to_skip)
         self._to_skip = batches if by_itself else 0
-        return self._what_to_say(position, rest) if position["batches"] else ""
+        return self._message(position, remainder) if position["batches"] else ""
 
-    def _what_to_say(self, position: Position, rest: int) -> str:
-        said = []
+    def _message(self, position: Position, remainder: int) -> str:
+        parts = []
         if position["order"] is None and self._sampler is not None and position["seed"] is None:
-            said.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
-        if rest:
-            said.append(
+            parts.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
+        if remainder:
+            parts.append(
                 f"had consumed {position['samples']} samples of this epoch, which is no multiple of the "
-                f"{self._samples_per_batch()} that all processes now take at once: {rest} are repeated"
+                f"{self._samples_per_batch()} that all processes now take at once: {remainder} are repeated"
             )
-        return f"{self.name} {'; '.join(said)}" if said else ""
+        return f"{self.name} {'; '.join(parts)}" if parts else ""
 
-    # What _TrackedIter calls
+    # Called by _TrackedIter
 
     def begin(self, base: Any) -> _Iteration:
         skipping = self._skipping()
@@ -314,7 +315,7 @@ class Tracker:
 
     def deliver(self, iteration: _Iteration) -> None:
         iteration.delivered += 1
-        self._resumed = None  # an iteration from before the load goes on
+        self._resumed = None  # an iteration that began before the load continues
         if (restore := self._at_first_batch) is not None:
             self._at_first_batch = None
             restore()
@@ -326,12 +327,12 @@ class Tracker:
 
     @staticmethod
     def _was_left(iteration: _Iteration, others_run: bool) -> bool:
-        """Whether the program will start the next iteration from the beginning: it broke this one off, and trains on
-        with another loader; or it evaluated. Else it has stopped training here, and a resumed run continues."""
+        """Return whether the program begins the next iteration with the first batch: it has left this one and trains
+        with another loader, or it evaluated. Otherwise the training stopped here, and a resumed run continues."""
         return not iteration.running and (others_run or not iteration.with_gradients)
 
     def _ahead(self, iteration: _Iteration) -> int:
-        """Batches that Accelerate's loader has read and not handed out."""
+        """Return the number of batches that Accelerate's loader has read and not yielded."""
         if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
             processes: int = self.loader.state.num_processes  # it reads one batch for each; the last may be fewer
             return iteration.delivered % processes or processes

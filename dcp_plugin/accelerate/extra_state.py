@@ -1,16 +1,16 @@
 """Everything of a training but its models and optimizers: into a checkpoint, and back on any number of processes.
 
-| name                        | what                                                                    |
+| name                        | value                                                                   |
 |-----------------------------|-------------------------------------------------------------------------|
 | ``extra.accelerate``        | step, iteration                                                         |
 | ``extra.schedulers.N``      | see :class:`RestoringSchedule`                                          |
 | ``extra.dataloaders.N``     | see :mod:`dcp_plugin.accelerate.dataloader_state`                       |
 | ``extra.datasets.N.RANK``   | the state of stateful loaders over datasets that keep their own place   |
-| ``extra.registered.N``      | what was given to ``register_for_checkpointing``                        |
+| ``extra.registered.N``      | an object of ``register_for_checkpointing``                             |
 | ``extra.scaler``            | the gradient scaler                                                     |
 | ``extra.rng.RANK.streams``  | the random generators of each rank                                      |
 
-A checkpoint from another integration has other extra state. What is not there keeps its value, and is named.
+A checkpoint from another integration has other extra state. Objects without stored state keep theirs, and are named.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from dcp_plugin.tensors._torch import DTensor
 
 @dataclass(frozen=True)
 class Training:
-    """What an accelerator trains at this moment: the models, optimizers and other objects of a checkpoint."""
+    """The models, optimizers and other objects of a checkpoint that an accelerator trains at this moment."""
 
     models: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     registered: list[Any]
-    """Given to ``register_for_checkpointing``, and neither a model nor an optimizer of the training."""
+    """Objects of ``register_for_checkpointing`` that are neither a model nor an optimizer of the training."""
     sharded: bool  # Accelerate itself shards the models (FSDP), and then saves them in formats of its own
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:
-        """Models and optimizers may be prepared, or sharded by the user and registered only: a registered module is a
-        model if an optimizer trains it."""
-        given = _accelerate.registered_objects(accelerator)
+        """Return the prepared models and optimizers, and those that the user has sharded and only registered: a
+        registered module is a model if an optimizer trains it."""
+        registered = _accelerate.registered_objects(accelerator)
         optimizers = _accelerate.optimizers(accelerator)
-        optimizers += [one for one in given if isinstance(one, torch.optim.Optimizer)]
-        trained = {id(p) for one in optimizers for group in groups_of(one) for p in group["params"]}
+        optimizers += [value for value in registered if isinstance(value, torch.optim.Optimizer)]
+        trained = {id(p) for optimizer in optimizers for group in groups_of(optimizer) for p in group["params"]}
         models = list(_accelerate.models(accelerator))
-        known = {id(one) for one in models}
-        models += [one for one in given if id(one) not in known and _has_any(one, trained)]
-        live = {id(one) for one in (*models, *optimizers)}
+        prepared = {id(model) for model in models}
+        models += [value for value in registered if id(value) not in prepared and _has_any(value, trained)]
+        live = {id(value) for value in (*models, *optimizers)}
         return cls(
             dict(zip(numbered(MODEL, len(models)), models, strict=True)),
             dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)),
-            [one for one in given if id(one) not in live],
+            [value for value in registered if id(value) not in live],
             accelerator.distributed_type == DistributedType.FSDP,
         )
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank has all of the models and optimizers."""
+        """Whether no rank has shards only."""
         return not self.sharded and not any(map(_has_shards, self.models.values()))
 
     @property
@@ -87,8 +87,8 @@ class Training:
         return names
 
 
-def _has_any(one: Any, parameters: set[int]) -> bool:
-    return isinstance(one, nn.Module) and any(id(parameter) in parameters for parameter in one.parameters())
+def _has_any(value: Any, parameters: set[int]) -> bool:
+    return isinstance(value, nn.Module) and any(id(parameter) in parameters for parameter in value.parameters())
 
 
 def _has_shards(model: nn.Module) -> bool:
@@ -98,7 +98,7 @@ def _has_shards(model: nn.Module) -> bool:
 def gather(
     accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], step: int, with_rng: bool
 ) -> dict[str, Any]:
-    """The extra state of this rank as named state."""
+    """Return the extra state of this rank as named state."""
     rank = accelerator.process_index
     extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
@@ -110,7 +110,7 @@ def gather(
             extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own
-    extra.update({f"registered.{number}": one for number, one in enumerate(registered)})
+    extra.update({f"registered.{number}": value for number, value in enumerate(registered)})
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler.state_dict()
     if with_rng:
@@ -119,7 +119,7 @@ def gather(
 
 
 class RestoringExtraState:
-    """The extra state of one load: want what is there, and when it has been read, put it where it belongs.
+    """The extra state of a load: the targets of the core, and the objects that take it when it has been read.
 
     Args:
         stored: The keys of the checkpoint, without the leading ``extra.``.
@@ -141,8 +141,9 @@ class RestoringExtraState:
         self._check_registered(registered)
         self._want("accelerate", "step", self._put_counters)
         for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-            what = f"state of the scheduler {type(scheduler.scheduler).__name__}"
-            self._want(f"schedulers.{number}", what, RestoringSchedule(scheduler, stride(scheduler, ranks)).finish)
+            description = f"state of the scheduler {type(scheduler.scheduler).__name__}"
+            schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
+            self._want(f"schedulers.{number}", description, schedule.finish)
         for number, tracker in enumerate(trackers):
             put = partial(self._put_position, tracker, f"datasets.{number}.{rank}")
             self._want(f"dataloaders.{number}", f"position of {tracker.name}", put)
@@ -151,46 +152,46 @@ class RestoringExtraState:
                 self._want(f"datasets.{number}.{rank}")
             elif saved_on:
                 self._absent.append(f"place of {ranks} processes in {tracker.name}")
-        for number, one in enumerate(registered):
-            self._want(f"registered.{number}", f"state of the registered {type(one).__name__}", target=one)
+        for number, value in enumerate(registered):
+            self._want(f"registered.{number}", f"state of the registered {type(value).__name__}", target=value)
         if accelerator.scaler is not None:
             self._want("scaler", "gradient scaler", accelerator.scaler.load_state_dict)
         if self._streams.name is not None:
             self._want(self._streams.name)
 
     def targets(self) -> dict[str, Any]:
-        """What the core has to fill, by name."""
+        """Return the targets of the core, by name."""
         return {f"{EXTRA}.{name}": target for name, target in self._targets.items()}
 
     def apply(self) -> list[str]:
-        """Restore everything from the filled targets. Returns what has to be said about it, the same on all ranks."""
-        said = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
-        said += [message for name, put in self._puts if (message := put(self._targets[name]))]
+        """Restore everything from the filled targets. Return messages for the user, the same on all ranks."""
+        messages = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
+        messages += [message for name, put in self._puts if (message := put(self._targets[name]))]
         self._puts.clear()  # some are methods of this object, and the cycle would keep the accelerator alive
         self._restore_rng()
         if self._streams.about_new_ranks:
-            said.append(f"it has {self._streams.about_new_ranks}")
-        return said
+            messages.append(f"it has {self._streams.about_new_ranks}")
+        return messages
 
     def _want(
-        self, name: str, what: str = "", put: Callable[[Any], str | None] = lambda _: None, target: Any = None
+        self, name: str, description: str = "", put: Callable[[Any], str | None] = lambda _: None, target: Any = None
     ) -> None:
-        """Have ``target``, or a new mapping, filled with what is stored under a name, and given to ``put``.
+        """Have ``target``, or a new mapping, filled from a name of the checkpoint, and given to ``put``.
 
         Args:
-            what: What is said to be missing if it is not there.
+            description: Text for the message if the checkpoint lacks the name.
         """
         if name in self._stored:
             self._targets[name] = {} if target is None else target
             self._puts.append((name, put))
         else:
-            self._absent.append(what)
+            self._absent.append(description)
 
     def _check_registered(self, registered: list[Any]) -> None:
-        found = sum(name.startswith("registered.") and name.count(".") == 1 for name in self._stored)
-        if "accelerate" in self._stored and found != len(registered):
+        count = sum(name.startswith("registered.") and name.count(".") == 1 for name in self._stored)
+        if "accelerate" in self._stored and count != len(registered):
             raise CheckpointMismatch(
-                f"the checkpoint has {found} objects given to register_for_checkpointing, this run has "
+                f"the checkpoint has {count} objects given to register_for_checkpointing, this run has "
                 f"{len(registered)}: register the same ones, in the same order"
             )
 
@@ -211,7 +212,7 @@ _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum
 
 
 def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
-    """How often the schedule is stepped per optimizer step."""
+    """Return the number of steps of the schedule per optimizer step."""
     return 1 if scheduler.split_batches or not scheduler.step_with_optimizer else num_processes
 
 
@@ -220,7 +221,7 @@ class RestoringSchedule:
     """One schedule while a checkpoint is loaded, on any number of processes.
 
     Accelerate steps a schedule once per process at every optimizer step, and users give it a horizon in those units
-    (``num_training_steps * num_processes``). So a position means another moment of the training when the number of
+    (``num_training_steps * num_processes``). A position means another moment of the training when the number of
     processes changes. The moment is kept: a schedule saved after 30 optimizer steps on 4 processes (position 120) goes
     on at position 60 on 2, with the horizon that the script gave it for 2. No schedule can be asked for its state at a
     position, and many compute a value from the last one, so a fresh one is stepped there.
@@ -238,7 +239,7 @@ class RestoringSchedule:
         self._rates = [{field: group[field] for field in _SCHEDULED & group.keys()} for group in groups]
 
     def finish(self, saved: dict[str, Any]) -> str:
-        """Bring the schedule to the saved moment. Returns what has to be said about it, if anything."""
+        """Bring the schedule to the saved moment. Return a message for the user, if any."""
         inner, state = self.scheduler.scheduler, saved["state"]
         if saved["stride"] == self.stride:
             inner.load_state_dict(state)

@@ -1,7 +1,7 @@
 """Accelerate's own layout on disk: the numbered directories of a project, and what stock Accelerate loads from one.
 
-What ``save_state`` wrote through this package under FSDP, stock Accelerate resumes: model and optimizer are there a
-second time as views (:mod:`dcp_plugin.format.metadata`), its small files beside them. Its single-file formats (DDP,
+Stock Accelerate resumes a checkpoint that ``save_state`` wrote through this package under FSDP: it has views of model
+and optimizer (:mod:`dcp_plugin.format.metadata`), and Accelerate's small files. Its single-file formats (DDP,
 one process) are not imitated: that would write every byte twice.
 """
 
@@ -46,16 +46,16 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Under which directories and names Accelerate looks for the models and optimizers of these names."""
-    found = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
-    found.update(
+    """Return the directories and names under which Accelerate looks for the models and optimizers of these names."""
+    views = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    views.update(
         {_OPTIMIZER_DIRECTORY.format(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)}
     )
-    return found
+    return views
 
 
 def write_small_files(accelerator: Accelerator, directory: Path, registered: list[Any], step: int) -> None:
-    """Everything besides models and optimizers as Accelerate writes it. On every rank."""
+    """Write all but models and optimizers as Accelerate does. On every rank."""
     main = accelerator.is_main_process
     save_accelerator_state(
         str(directory),
@@ -67,13 +67,13 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
         step,
         accelerator.scaler if main else None,
     )
-    for number, one in enumerate(registered):
-        save_custom_state(one, str(directory), number)
+    for number, value in enumerate(registered):
+        save_custom_state(value, str(directory), number)
 
 
 def is_stock(path: Where) -> bool:
-    """Whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files that
-    the user's hooks wrote."""
+    """Return whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files
+    that the user's hooks wrote."""
     if files.has_our_files(path):
         return False
     return not files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
@@ -81,7 +81,7 @@ def is_stock(path: Where) -> bool:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What ``load_state`` was given for the files of stock Accelerate."""
+    """Arguments of ``load_state`` for the files of stock Accelerate."""
 
     strict: bool
     map_location: str | None
@@ -91,9 +91,9 @@ class ReadOptions:
 def load(
     accelerator: Accelerator, checkpointer: Checkpointer, path: Where, training: Training, options: ReadOptions
 ) -> int:
-    """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
+    """Load a checkpoint of stock Accelerate without executing code from it. Return the step of rank 0, on all ranks.
 
-    From an object store shards are read as they are; files that only Accelerate reads are fetched first, by each rank.
+    Shards are read in place from an object store; each rank first fetches the files that only Accelerate reads.
 
     Raises:
         CheckpointMismatch: Something does not fit; or another number of objects was registered.
@@ -121,7 +121,7 @@ def _load(
         models, optimizers = [], []
 
     def load_the_rest() -> int:
-        found = load_accelerator_state(
+        values = load_accelerator_state(
             str(local),
             models,
             optimizers,
@@ -134,7 +134,7 @@ def _load(
             strict=options.strict,
         )
         _load_registered(path, local, training.registered)
-        return int(found.get("step", 0))
+        return int(values.get("step", 0))
 
     return checkpointer.ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
@@ -153,7 +153,7 @@ def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, s
 def _load_full_state(
     accelerator: Accelerator, path: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """``StateDictType.FULL_STATE_DICT``: one file, which only Accelerate's own loader distributes."""
+    """Load a file of ``StateDictType.FULL_STATE_DICT``, which only Accelerate's own loader distributes."""
     plugin = accelerator.state.fsdp_plugin
     for number, model in enumerate(models):
         load_fsdp_model(plugin, accelerator, model, str(path), number)
@@ -168,11 +168,11 @@ def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
             f"{path} has {len(stored)} objects given to register_for_checkpointing, this run has {len(registered)}. "
             f"Register the same ones, in the same order."
         )
-    for number, one in enumerate(registered):
+    for number, value in enumerate(registered):
         name = f"custom_checkpoint_{number}.pkl"
         with damage_in(path / name):
             state = files.load_torch_file(local / name, True, "detach, load it with Accelerate, and save it again")
-        one.load_state_dict(state)
+        value.load_state_dict(state)
 
 
 def _is_sharded(path: Where) -> bool:
@@ -183,12 +183,12 @@ def _is_sharded(path: Where) -> bool:
 class Project:
     """The checkpoints of automatic naming, ``<project_dir>/checkpoints/checkpoint_<iteration>``.
 
-    Accelerate's own rotation deletes the oldest before the new one is written, and its choice of the newest is the last
-    name in the directory, whatever is in it. Here only a committed checkpoint is the newest, and only after the new one
-    is committed an old one is deleted.
+    Accelerate's own rotation deletes the oldest before it writes the new one, and takes the last name in the directory
+    for the newest. Here only a committed checkpoint is the newest, and an old one is deleted only after the new one is
+    committed.
 
     Args:
-        storage_options: How the store of a project at a URL is reached.
+        storage_options: Options of the store of a project at a URL.
 
     Raises:
         ValueError: The project is at a URL of something else than an object store.
@@ -197,18 +197,18 @@ class Project:
     config: ProjectConfiguration
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[Where, ...] = ()
-    """What can be loaded although nothing is there."""
+    """Paths of checkpoints that nodes have in their local tier alone."""
 
     @classmethod
     def of(cls, accelerator: Accelerator, storage_options: StorageOptions | None) -> Project | None:
-        """The project of an accelerator; None without automatic naming."""
+        """Return the project of an accelerator; None without automatic naming."""
         config = accelerator.project_configuration
         return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
     def with_local(self, checkpointer: Checkpointer) -> Project:
-        """With the saves that survive on the nodes alone. Collective."""
-        found = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
-        return replace(self, local=tuple(path for path in found if _NUMBERED.fullmatch(path.name)))
+        """Return the project with the saves that only nodes have. Collective."""
+        paths = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
+        return replace(self, local=tuple(path for path in paths if _NUMBERED.fullmatch(path.name)))
 
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
@@ -216,14 +216,14 @@ class Project:
 
     @property
     def current_path(self) -> Where:
-        """The path of the next automatic name, whatever is there."""
+        """The path of the next automatic name, taken or not."""
         return self.root / f"{_PREFIX}{self.config.iteration}"
 
     def next_path(self, source: Source) -> Where:
-        """Return where the next automatic save goes.
+        """Return the path of the next automatic save.
 
         Raises:
-            SaveFailed: There is something already, and this run does not continue it.
+            SaveFailed: The path is taken, and this run does not continue what is at it.
         """
         path = self.current_path
         if files.is_taken(path) or source.newest_time(path) is not None:
@@ -234,40 +234,41 @@ class Project:
         return path
 
     def newest(self, must: bool = False, without: Collection[Where] = ()) -> Where:
-        """The committed checkpoint with the highest number, but for those that turned out to be damaged. On rank 0.
+        """Return the committed checkpoint with the highest number. On rank 0.
 
         Args:
-            must: It is this one or none: it is not set aside if it is damaged.
+            must: A damaged checkpoint is an error, and is not quarantined.
+            without: Damaged checkpoints, to pass over.
 
         Raises:
-            CheckpointNotFound: There is none.
+            CheckpointNotFound: The project has no committed checkpoint.
         """
         paths = [path for path in reversed(self._paths()) if path not in without]
-        found, refused = catalog.first_usable(paths, self._require_complete)
+        newest, refused = catalog.first_usable(paths, self._require_complete)
         for error in refused:
             logger.warning("passing over %s", error)
-        if found is None:
+        if newest is None:
             raise CheckpointNotFound(f"there is no committed checkpoint in {self.root}")
         if not must:
-            note_chosen(found)
-        return found
+            note_chosen(newest)
+        return newest
 
     def resume_from(self, must: bool, without: Collection[Where] = ()) -> Where | None:
-        """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
+        """Return :meth:`newest`; None if nothing has ever been saved, unless a checkpoint is a ``must``. On rank 0.
 
         Raises:
-            CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
+            CheckpointNotFound: None can be resumed from, and it is a must or there are incomplete checkpoints.
         """
         return self.newest(must, without) if must or self._paths() else None
 
     def continue_numbering(self) -> None:
-        """After a load, number the next save after all that are there: also after those of a branch that was left."""
+        """After a load, number the next save after all checkpoints of the project, also those of another branch."""
         if paths := self._paths():
             self.config.iteration = _number_of(paths[-1]) + 1
 
     def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = retention.remove) -> None:
-        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. ``local_keep`` says how
-        many stay on the nodes alone."""
+        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. ``local_keep`` is
+        the number that stays in the local tier."""
         if self.config.total_limit is not None and event.tier == "durable":
             complete: list[Where] = []
             for path in self._paths():
@@ -281,8 +282,8 @@ class Project:
         return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
     def _paths(self) -> list[Where]:
-        there = [path for _, path in catalog.numbered(self.root, _PREFIX)]
-        return sorted({*there, *self.local}, key=_number_of)
+        paths = [path for _, path in catalog.numbered(self.root, _PREFIX)]
+        return sorted({*paths, *self.local}, key=_number_of)
 
     def _require_complete(self, path: Where) -> Where:
         if path not in self.local and (reason := _why_incomplete(path)):
@@ -295,7 +296,8 @@ def _number_of(path: Where) -> int:
 
 
 def _why_incomplete(path: Where) -> str:
-    """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
+    """Return why a directory cannot be loaded; an empty string if it can. Accelerate commits nothing, but writes
+    a known file last."""
     if files.has_our_files(path):
         return files.uncommitted_reason(path)
     return "" if RANDOM_STATES in files.names_in(path) else "a half-written checkpoint"

@@ -1,7 +1,7 @@
 """The integration for Lightning Fabric: ``attach(fabric)``.
 
 Enters: a Fabric and the state of ``fabric.save`` and ``fabric.load``. Leaves: checkpoints under the names of
-:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save and load, straight from and into the live objects.
+:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save and load, directly from and into the live objects.
 
 ``DCPSingleDeviceStrategy``, ``DCPDDPStrategy``, ``DCPFSDPStrategy`` and ``DCPModelParallelStrategy`` are those of
 ``lightning.fabric``; for ``lightning_fabric``: ``dcp_strategy_class(FSDPStrategy)``.

@@ -1,4 +1,4 @@
-"""The one place for what is private in Lightning Fabric, each with the reason.
+"""The one place for private names of Lightning Fabric, each with its reason.
 
 ``tests/fabric/test_canaries.py`` fails loudly when one of these moves or changes its meaning.
 """
@@ -11,7 +11,7 @@ from dcp_plugin.integration.lightning_packages import package_behind
 
 
 def plugin_of(strategy: Any) -> Any:
-    """The ``CheckpointIO`` of a strategy; FSDP and ModelParallel have none, and raise when they are asked."""
+    """Return the ``CheckpointIO`` of a strategy; None for FSDP and ModelParallel, whose property raises."""
     try:
         return strategy.checkpoint_io
     except NotImplementedError:
@@ -19,6 +19,6 @@ def plugin_of(strategy: Any) -> Any:
 
 
 def unwrapped(fabric: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    """What the strategy has made of modules, without Fabric's own wrapper, whose state dict under FSDP1 is not that of
-    the shards. ``fabric.load`` does the same; the function is not public."""
+    """Return the modules that the strategy has made, without Fabric's wrapper, whose state dict under FSDP1 is not that
+    of the shards. ``fabric.load`` does the same; the function is not public."""
     return dict(package_behind(fabric).fabric("wrappers")._unwrap_objects(objects))

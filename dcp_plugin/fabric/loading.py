@@ -1,6 +1,6 @@
-"""What ``fabric.load`` takes from where: checkpoints of every framework, and of Fabric without this package.
+"""Loads of ``fabric.load``: checkpoints of every framework, and of Fabric without this package.
 
-Rank 0 looks at what is there and tells the others, so that all ranks ask the core for the same, or raise the same.
+Rank 0 examines the checkpoint for all ranks, so that all ask the core for the same keys, or raise the same error.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint has, under the names that whoever saved it gave."""
+    """The contents of a checkpoint, under the names of its saver."""
 
     path: Where
     tops: list[str]
     """The first segments of its keys, but for ``extra``."""
     optimizers: list[str]
-    """Those of them under which there is the state of an optimizer."""
+    """The first segments with the state of an optimizer."""
     sharded: list[str]
-    """Those under which there are tensors."""
+    """The first segments with tensors."""
     extras: dict[str, list[int]]
-    """What it has of ``extra``, and which ranks have it, if it is kept by rank."""
+    """The names in ``extra``, with the ranks that have state of their own under them."""
     names: dict[str, str]
     """The users' names of modules and optimizers, by ours."""
     made_by_fabric: bool
@@ -61,7 +61,7 @@ class Contents:
 
     @classmethod
     def of(cls, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
-        """Return what a checkpoint has, as this rank sees it.
+        """Return the contents of a checkpoint, as this rank reads them.
 
         Args:
             files: Of :meth:`dcp_plugin.Checkpointer.shown`.
@@ -78,20 +78,20 @@ class Contents:
                 ranks = extras.setdefault(name, [])
                 if rank.isdecimal() and int(rank) not in ranks:
                     ranks.append(int(rank))
-        found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
+        names: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
         if extras.pop(NAMES, None) is not None:
-            Checkpointer(solo=True).restore(found, path, files=files)
+            Checkpointer(solo=True).restore(names, path, files=files)
         return cls(
             path,
             tops=list(keys),
             optimizers=[
                 top
-                for top, rest in keys.items()
-                if kinds.get(top) == "optimizer" or {key.partition(".")[0] for key in rest} <= OPTIMIZER_KEYS
+                for top, below in keys.items()
+                if kinds.get(top) == "optimizer" or {key.partition(".")[0] for key in below} <= OPTIMIZER_KEYS
             ],
             sharded=[top for top in keys if top in with_tensors],
             extras=extras,
-            names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
+            names={str(name): str(user) for name, user in names[f"{EXTRA}.{NAMES}"].items()},
             made_by_fabric=info.format != "dcp_plugin" and is_regular_file(path / META),
         )
 
@@ -109,12 +109,12 @@ def load(
     Random streams are restored with an optimizer: loading weights alone does not change them.
 
     Returns:
-        What the checkpoint has and ``state`` did not ask for. Where the strategy keeps shards this leaves out models
-        and optimizers, which no rank could hold, as Fabric does; otherwise they are in it as state dicts.
+        The values of the checkpoint that ``state`` does not name. Without models and optimizers if the strategy keeps
+        shards, which no rank could hold, as in Fabric; otherwise these are state dicts.
 
     Raises:
         NotInCheckpoint: A name of ``state`` is not in the checkpoint, if ``strict``.
-        CheckpointMismatch: What is there does not fit.
+        CheckpointMismatch: The checkpoint does not fit.
     """
     if isinstance(state, (nn.Module, Optimizer)):
         _load_raw(adapter, path, files, state, strict)
@@ -128,74 +128,77 @@ def load(
     objects = state_mapping.as_asked(state)
     modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
     data = [name for name in state if name not in modules and name not in optimizers]
-    found = _contents(adapter, path, files, data)
-    if found.made_by_fabric:
+    contents = _contents(adapter, path, files, data)
+    if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
-    places = _places(state, found, strict)
+    places = _places(state, contents, strict)
     target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), list(modules.values()))}
     for name, place in places.items():
-        target.update(_target(adapter, name, objects[name], place, found))
-    remainder = _remainder(adapter, found, set(places.values()))
+        target.update(_target(adapter, name, objects[name], place, contents))
+    remainder = _remainder(adapter, contents, set(places.values()))
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
-        target.update(_streams(adapter, found))
+        target.update(_streams(adapter, contents))
     adapter.checkpointer.restore(target, path, strict=strict)
     for name, place in places.items():
         if _is_replaced(state[name]):
             state[name] = target[place]
-    return {name: _nested(target[place], place in found.optimizers) for name, place in remainder.items()}
+    return {name: _nested(target[place], place in contents.optimizers) for name, place in remainder.items()}
 
 
 def _contents(adapter: FabricAdapter, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
-    """Return what rank 0 sees; on every rank."""
+    """Return the contents as rank 0 reads them; on every rank."""
     return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, wanted))
 
 
-def _places(state: dict[str, Any], found: Contents, strict: bool) -> dict[str, str]:
-    """Where the items of the state are in the checkpoint.
+def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
+    """Return the names in the checkpoint of the items of the state.
 
     Raises:
-        NotInCheckpoint: One is not there, if ``strict``.
+        NotInCheckpoint: The checkpoint lacks an item, if ``strict``.
     """
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
-    places = {**_live_places(MODEL, modules, found), **_live_places(OPTIM, optimizers, found)}
-    plain = {name: name for name in found.tops} | {name: f"{EXTRA}.{name}" for name in found.extras}
+    places = {**_live_places(MODEL, modules, contents), **_live_places(OPTIM, optimizers, contents)}
+    plain = {name: name for name in contents.tops} | {name: f"{EXTRA}.{name}" for name in contents.extras}
     live = modules.keys() | optimizers.keys()
     places.update({name: plain[name] for name in state if name in plain and name not in live})
     missing = [name for name in state if name not in places]
     if strict and missing:
-        there = [*(found.names.get(top, top) for top in found.tops), *(name for name in found.extras if name != RNG)]
+        present = [
+            *(contents.names.get(top, top) for top in contents.tops),
+            *(name for name in contents.extras if name != RNG),
+        ]
         raise NotInCheckpoint(
-            f"{found.path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what "
-            "fits."
+            f"{contents.path} has no {', '.join(map(repr, missing))}; it has {', '.join(present)}. strict=False loads "
+            "what fits."
         )
     return places
 
 
-def _live_places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[str, str]:
-    """Where the user's modules, or optimizers, are in the checkpoint: by the user's names, else by their order."""
+def _live_places(kind: str, live: Mapping[str, Any], contents: Contents) -> dict[str, str]:
+    """Return the names in the checkpoint of modules, or optimizers: by the user's names, else by their order."""
     places: dict[str, str] = {}
-    by_order = among(kind, found.tops)
-    for user in mine:
-        known = [name for name, other in found.names.items() if other == user and name in by_order]
-        if known or user in found.tops:
-            places[user] = known[0] if known else user
-    others = [user for user in mine if user not in places]
-    rest = [name for name in by_order if name not in places.values()]
-    if len(others) == len(rest):
-        places.update(zip(others, rest, strict=True))
-    elif len(mine) == 1 and not by_order:
-        places[others[0]] = kind  # of another name: the core finds the only one of its kind, and says so
+    by_order = among(kind, contents.tops)
+    for user in live:
+        same = [name for name, other in contents.names.items() if other == user and name in by_order]
+        if same or user in contents.tops:
+            places[user] = same[0] if same else user
+    unplaced = [user for user in live if user not in places]
+    unused = [name for name in by_order if name not in places.values()]
+    if len(unplaced) == len(unused):
+        places.update(zip(unplaced, unused, strict=True))
+    elif len(live) == 1 and not by_order:
+        places[unplaced[0]] = kind  # of another name: the core finds the only object of its kind, and logs it
     return places
 
 
-def _target(adapter: FabricAdapter, name: str, value: Any, place: str, found: Contents) -> dict[str, Any]:
-    """What the core has to fill for one item of the state, by key."""
+def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
+    """Return the targets of the core for an item of the state, by key."""
     if not state_mapping.has_position(value):
         return {place: None if _is_replaced(value) else value}
     rank, ranks = data_rank(adapter.strategy)
-    saved_on = found.extras.get(name, [])
-    warn = partial(_warn, adapter, found)
+    saved_on = contents.extras.get(name, [])
+    warn = partial(_warn, adapter, contents)
     if len(saved_on) == ranks:
         return {f"{place}.{rank}": Callbacks(load_state_dict=partial(state_mapping.continue_at, value, warn))}
     warn(
@@ -206,37 +209,37 @@ def _target(adapter: FabricAdapter, name: str, value: Any, place: str, found: Co
     return {}
 
 
-def _warn(adapter: FabricAdapter, found: Contents, message: str) -> None:
-    """Warn of something about a checkpoint, on rank 0."""
+def _warn(adapter: FabricAdapter, contents: Contents, message: str) -> None:
+    """Log a warning about a checkpoint, on rank 0."""
     if adapter.rank == 0:
-        logger.warning("%s: %s", found.path, message)
+        logger.warning("%s: %s", contents.path, message)
 
 
 def _is_replaced(value: Any) -> bool:
-    """Whether a value of the state is exchanged for that of the checkpoint, as Fabric does with plain ones; live and
-    sharded ones are filled in place."""
+    """Return whether the checkpoint's value replaces a value of the state, as in Fabric for plain values; live and
+    sharded objects are filled in place."""
     if isinstance(value, Mapping):
         return all(_is_replaced(item) for item in value.values())
     return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
 
 
-def _remainder(adapter: FabricAdapter, found: Contents, taken: set[str]) -> dict[str, str]:
-    """Where the remainder is, by the name under which the user gets it."""
-    tops = [top for top in found.tops if top not in taken and not (adapter.keeps_shards and top in found.sharded)]
-    extras = {name: f"{EXTRA}.{name}" for name in found.extras if name != RNG and f"{EXTRA}.{name}" not in taken}
-    return {found.names.get(top, top): top for top in tops} | extras
+def _remainder(adapter: FabricAdapter, contents: Contents, taken: set[str]) -> dict[str, str]:
+    """Return the names in the checkpoint of the remainder, by the names that the user gets."""
+    tops = [top for top in contents.tops if top not in taken and not (adapter.keeps_shards and top in contents.sharded)]
+    extras = {name: f"{EXTRA}.{name}" for name in contents.extras if name != RNG and f"{EXTRA}.{name}" not in taken}
+    return {contents.names.get(top, top): top for top in tops} | extras
 
 
-def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
-    saved_on = frozenset(found.extras.get(RNG, []))
+def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
+    saved_on = frozenset(contents.extras.get(RNG, []))
     streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
-        _warn(adapter, found, f"it has {streams.about_new_ranks}")
+        _warn(adapter, contents, f"it has {streams.about_new_ranks}")
     return {} if streams.name is None else {f"{EXTRA}.{streams.name}": RandomStreams(load_state_dict=streams.restore)}
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
-    """An optimizer's state dict as Fabric would have it; any other value as it is."""
+    """Return an optimizer's state dict as Fabric has it; any other value unchanged."""
     if not is_optimizer or not isinstance(value, dict) or not any(map(_is_flat, value)):
         return value
     return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
@@ -250,7 +253,7 @@ def _is_flat(key: Any) -> bool:
 def _load_made_by_fabric(
     adapter: FabricAdapter, path: Where, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """A sharded checkpoint of Fabric without this package: tensors by the user's names, all else in a file."""
+    """Load a sharded checkpoint of stock Fabric: tensors by the user's names, all else in a file."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
     metadata: dict[str, Any] = adapter.checkpointer.ranks.from_zero(
         f"read {path}",
@@ -272,12 +275,12 @@ def _load_raw(
     adapter: FabricAdapter, path: Where, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
 ) -> None:
     """Load one module or optimizer, from a checkpoint that has one."""
-    found = _contents(adapter, path, files, [])
+    contents = _contents(adapter, path, files, [])
     if isinstance(value, nn.Module):
-        name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
+        name = _only("model", path, [top for top in contents.sharded if top not in contents.optimizers])
         adapter.checkpointer.restore({name: inside_ddp(value)}, path, strict=strict)
         return
-    name = _only("optimizer", path, found.optimizers)
+    name = _only("optimizer", path, contents.optimizers)
     of_none = adapter.checkpointer.ranks.from_zero(
         f"read {path}", lambda: is_of_no_module(keys_by_name(path, files)[name])
     )
@@ -291,10 +294,10 @@ def _load_raw(
     adapter.checkpointer.restore({**names_for({name: module}, []), name: value}, path, strict=strict)
 
 
-def _only(what: str, path: Where, found: list[str]) -> str:
-    if len(found) == 1:
-        return found[0]
-    there = f"{len(found)} ({', '.join(found)})" if found else "none"
+def _only(kind: str, path: Where, names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    present = f"{len(names)} ({', '.join(names)})" if names else "none"
     raise CheckpointMismatch(
-        f"load_raw takes the only {what} of a checkpoint, and {path} has {there}: use fabric.load."
+        f"load_raw takes the only {kind} of a checkpoint, and {path} has {present}: use fabric.load."
     )

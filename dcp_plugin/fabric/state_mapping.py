@@ -1,4 +1,4 @@
-"""What ``fabric.save(path, state)`` puts where, so that every other framework's integration finds it.
+"""Names of ``fabric.save(path, state)`` in a checkpoint, which every other framework's integration knows.
 
 | in the state                         | in the checkpoint                                                |
 |--------------------------------------|------------------------------------------------------------------|
@@ -12,7 +12,7 @@
 A plain value, or an object with ``state_dict`` that is no dataloader, is saved as rank 0 has it.
 
 Creating an iterator over a dataloader draws from the random generators, and the loop that does it is the user's,
-after the load. So the load itself creates the iterator: ``StatefulDataLoader.state_dict()`` makes the one that the
+after the load. The load itself creates the iterator: ``StatefulDataLoader.state_dict()`` makes the one that the
 next ``for batch in loader`` takes, and the random streams are restored after that. Between two epochs that iterator
 is at its end, and the loop begins the next one in its ordinary way, with the same draws as without the interruption.
 All that is asked of the user: the loader is in the state, and ``fabric.load`` comes before the loop over it.
@@ -78,10 +78,10 @@ def as_asked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
-    """The state under the names of the table above.
+    """Return the state under the names of the table above.
 
     Raises:
-        CheckpointMismatch: The user has a name that is taken.
+        CheckpointMismatch: The user has a name of this package.
     """
     state = as_asked(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
@@ -109,17 +109,18 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
 
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
-    """The module that each optimizer of the state trains: one of the state, or else one that was set up; put together
-    if it trains several, or parameters of none (:mod:`dcp_plugin.state.names`).
+    """Return the module that each optimizer of the state trains: of the state, or else of ``setup``; a joint module if
+    the optimizer trains several, or parameters of none (:mod:`dcp_plugin.state.names`).
 
     Args:
-        loose: Whether all parameters of an optimizer may be in no module that is known.
+        loose: Whether an optimizer may have no parameter of a known module.
 
     Raises:
         CheckpointMismatch: They must not, or shards are kept, and the module that they belong to was not set up by
             this Fabric after ``attach``.
     """
-    return {name: _trained(adapter, name, one, state, loose) for name, one in of_kind(Optimizer, state).items()}
+    optimizers = of_kind(Optimizer, state)
+    return {name: _trained(adapter, name, optimizer, state, loose) for name, optimizer in optimizers.items()}
 
 
 def _trained(
@@ -138,12 +139,12 @@ def _trained(
 
 
 def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
-    """What the core needs to name the parameters of optimizers whose modules are not ``present`` in the state."""
+    """Return the modules that name the parameters of optimizers, where these are not ``present`` in the state."""
     return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
 
 
 def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
-    """What passes the filter of a module's, or an optimizer's, state dict, as Fabric defines it."""
+    """Return the part of a module's, or an optimizer's, state dict that passes a filter, as Fabric defines it."""
     if trained is None:
         return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
 
@@ -172,7 +173,7 @@ def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
 
 
 def has_position(value: object) -> bool:
-    """Whether this is a dataloader that knows where it is, as torchdata's ``StatefulDataLoader``."""
+    """Return whether this is a dataloader with a position, as torchdata's ``StatefulDataLoader``."""
     return isinstance(value, DataLoader) and isinstance(value, Stateful)
 
 
@@ -187,7 +188,7 @@ def position_of(loader: Any) -> dict[str, Any]:
 
 
 def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, Any]) -> None:
-    """Have the next iteration over the loader go on where :func:`position_of` was asked, without drawing first.
+    """Have the next iteration over the loader continue at a :func:`position_of`, without drawing first.
 
     Args:
         warn: Warns the user of a position that this loader cannot take.
@@ -209,7 +210,7 @@ def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, An
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
-    """The sampler that is told the epoch, as torch's ``DistributedSampler``; None if there is none."""
+    """Return the sampler that has ``set_epoch``, as torch's ``DistributedSampler``; None if the loader has none."""
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
             return sampler
@@ -217,8 +218,8 @@ def _sampler_with_epoch(loader: Any) -> Any:
 
 
 def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
-    """Fabric calls ``set_epoch`` with the number of times that the loader was iterated in this process. Count on from
-    the epoch of the checkpoint instead; otherwise the orders of the first epochs would come again."""
+    """Count epochs from that of the checkpoint. Fabric calls ``set_epoch`` with the number of iterations of the loader
+    in this process, which would repeat the orders of the first epochs."""
     set_epoch = type(sampler).set_epoch.__get__(sampler)
     offset: int | None = None
 

@@ -1,13 +1,12 @@
-"""``attach(fabric)``: strategies that save and load with all ranks, straight from and into the live objects.
+"""``attach(fabric)``: strategies that save and load with all ranks, directly from and into the live objects.
 
-Fabric takes no plugin for FSDP and ModelParallel, the strategies that need one most. So :func:`attach` changes the
-class of a strategy that exists already to :func:`dcp_strategy_class` of it: a subclass whose methods for checkpoints
+Fabric takes no plugin for FSDP and ModelParallel, the strategies that need it most. :func:`attach` changes the
+class of an existing strategy to :func:`dcp_strategy_class` of it: a subclass whose methods for checkpoints
 forward to a :class:`FabricAdapter`. Those who build their strategies themselves (Hydra) make one of the promoted class:
 ``dcp_strategy_class(FSDPStrategy)(...)``.
 
-Fabric never tears a strategy down, so nobody but the user knows when the last background save has to be finished:
-``Attachment.wait()``, or the end of its ``with`` block. A program that ends without either is held up until the save is
-on disk, and is told so.
+Fabric never tears a strategy down, so the user finishes the last background save: ``Attachment.wait()``, or the end of
+its ``with`` block. A program that ends without either waits until the save is on disk, and logs that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_path, local_path
+from dcp_plugin.paths import PathLike, Where, local_path
 from dcp_plugin.runs.foreign import OTHERS
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
@@ -47,12 +46,13 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     Args:
         fabric: A Fabric of ``lightning`` or of ``lightning_fabric``, with any strategy for one device, DDP, FSDP or
             ModelParallel.
-        config: How to save and load; if neither this nor ``overrides`` is given, as the plugin among
-            ``Fabric(plugins=[DCPCheckpointIO(...)])`` says, else the defaults.
+        config: Settings of saves and loads; without this and ``overrides``, those of the plugin among
+            ``Fabric(plugins=[DCPCheckpointIO(...)])``, else the defaults.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Returns:
-        What to ``wait()`` for at the end of a training with ``async_save``, and to ``detach()``; a context manager.
+        An object to ``wait()`` for at the end of a training with ``async_save``, and to ``detach()``; a context
+        manager.
 
     Raises:
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
@@ -90,46 +90,38 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
 
 
 class Attachment(BaseAttachment):
-    """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
+    """The saves and loads of one strategy. A context manager: ``with attach(fabric):``."""
+
+    _kind = Checkpointer
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
+        super().__init__(config)
         self._strategy = strategy
-        self._config = config
         self._class_before = None if getattr(strategy, "promoted_by_dcp_plugin", False) else type(strategy)
-        self._checkpointer: Checkpointer | None = None
         self.fabric: Any = None
-        """What :func:`attach` was given; None for a strategy that its user has made."""
+        """The Fabric that :func:`attach` was given; None for a strategy that its user has made."""
 
-    @property
-    def config(self) -> CheckpointConfig:
-        """What :func:`attach` was given, else what the plugin among ``Fabric(plugins=...)`` was, else the defaults.
+    def _find_config(self) -> CheckpointConfig:
+        """Return the settings of the plugin among ``Fabric(plugins=...)``, else the defaults.
 
         Raises:
             ValueError: The plugin has an ``init_from``.
         """
-        if self._config is None:
-            refuse_init_from(self._strategy)
-            config = getattr(plugin_of(self._strategy), "config", None)
-            self._config = config if isinstance(config, CheckpointConfig) else CheckpointConfig()
-        return self._config
-
-    def where(self, path: PathLike) -> Where:
-        """A path, or a URL and how its store is reached."""
-        return as_path(path, self.config.storage_options)
+        refuse_init_from(self._strategy)
+        config = getattr(plugin_of(self._strategy), "config", None)
+        return config if isinstance(config, CheckpointConfig) else CheckpointConfig()
 
     def reconfigure(self, config: CheckpointConfig) -> None:
-        """Use other settings from now on. What is in flight is finished first."""
+        """Use other settings from now on, after the save in flight."""
         self.close()
-        self._config = config
+        self._config, self._checkpointer = config, None
 
     @property
-    def checkpointer(self) -> Checkpointer:
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self.config, solo=getattr(self._strategy, "world_size", 1) == 1)
-        return self._checkpointer
+    def world_size(self) -> int:
+        return getattr(self._strategy, "world_size", 1)
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """To the Fabric's loggers, which take them on rank 0."""
+        """Give figures to the Fabric's loggers, which take them on rank 0."""
         if self.fabric is not None and self.fabric.loggers:
             self.fabric.log_dict(figures, step)
 
@@ -149,11 +141,11 @@ class Attachment(BaseAttachment):
 
         Args:
             state: As for ``fabric.load``.
-            root: Where this run's checkpoints are.
-            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`.
+            root: Directory of this run's checkpoints.
+            resume, init_from, partial, strict: See :func:`dcp_plugin.resume_or_init`.
 
         Returns:
-            How the run starts, see there; without a report if it resumes.
+            The start of the run, see :func:`dcp_plugin.resume_or_init`; without a report if it resumes.
 
         Raises:
             CheckpointError: :func:`attach` was given no Fabric; or as :func:`dcp_plugin.resume_or_init`.
@@ -175,25 +167,6 @@ class Attachment(BaseAttachment):
     def _load(self, path: Where, state: dict[str, Any], strict: bool) -> None:
         self.fabric.load(path, state, strict=strict)
 
-    def wait(self) -> None:
-        """Wait until what was saved is on disk.
-
-        Raises:
-            SaveFailed: It failed; on every rank, and once.
-        """
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
-
-    def close(self) -> None:
-        """Wait, and free what saving needed. Saving again is possible.
-
-        Raises:
-            SaveFailed: As :meth:`wait`.
-        """
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
-
     def detach(self) -> None:
         """Finish, and have the Fabric save and load as it did before :func:`attach`.
 
@@ -205,7 +178,7 @@ class Attachment(BaseAttachment):
 
 
 def refuse_init_from(strategy: Any) -> None:
-    """Raises ValueError for a plugin with ``init_from``: a Fabric has no ``fit`` that would heed it."""
+    """Raise ValueError for a plugin with ``init_from``: a Fabric has no ``fit`` that would use it."""
     if getattr(plugin_of(strategy), "init_from", None) is not None:
         raise ValueError(
             "DCPCheckpointIO(init_from=...) among Fabric(plugins=...): a Fabric takes only the settings of it, and "
@@ -235,7 +208,7 @@ class FabricAdapter(StrategyAdapter):
 
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
-        """What was set up since, in that order: an optimizer that is loaded alone belongs to one of these."""
+        """Modules of ``setup``, in order: an optimizer that is loaded alone trains one of these."""
         return weakref.WeakValueDictionary()
 
     @override
@@ -278,10 +251,10 @@ class FabricAdapter(StrategyAdapter):
             # Fabric's own format, or plain torch: in Fabric's own way
             if self.keeps_shards:
                 local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
-            rest: dict[str, Any] = self.stock.load_checkpoint(
+            remainder: dict[str, Any] = self.stock.load_checkpoint(
                 path, state=state, strict=strict, weights_only=weights_only
             )
-            return rest
+            return remainder
         with self.checkpointer.shown(path) as files:
             remainder = loading.load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
@@ -299,9 +272,9 @@ class FabricAdapter(StrategyAdapter):
 
 @functools.cache
 def dcp_strategy_class(base: type) -> type:
-    """The promoted subclass of a strategy class of Fabric.
+    """Return the promoted subclass of a strategy class of Fabric.
 
-    Its constructor takes ``checkpoint_config``, a :class:`~dcp_plugin.CheckpointConfig`, besides what ``base`` takes.
+    Its constructor takes the arguments of ``base``, and ``checkpoint_config``, a :class:`~dcp_plugin.CheckpointConfig`.
 
     Args:
         base: One of Fabric's strategies for one device, DDP, FSDP or ModelParallel, or a subclass; of
@@ -339,7 +312,7 @@ def _init(strategy: Any, *args: Any, checkpoint_config: CheckpointConfig | None 
 
 
 def _by_its_base(strategy: Any, protocol: Any) -> Any:
-    """How a strategy goes to processes that ``fabric.launch`` starts: nobody finds its class, made here, by name."""
+    """Reduce a strategy for processes that ``fabric.launch`` starts: pickle cannot find its class by name."""
     cls = type(strategy)
     return _bare, (cls.__mro__[1] if cls is strategy.promoted_class else cls,), strategy.__dict__
 

@@ -1,8 +1,9 @@
 """Code that the packages for Lightning, Fabric, Accelerate and transformers share.
 
 Enters: a framework's objects and their settings. Leaves: the names under which they are stored
-(:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, the positions of samplers, and
-:class:`BaseAttachment`, the base of what ``attach`` returns. The rule: what one framework saved, any other can load.
+(:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, positions of samplers, and :class:`Saver`, the
+base of everything that saves and loads for an object of a framework. The rule: what one framework saved, any other can
+load.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs.interval import SaveInterval
 
 
@@ -22,26 +24,54 @@ class FrameworkCheckpointer(Checkpointer):
     _compares_ranks = False
 
 
-class BaseAttachment(ABC):
-    """Until :meth:`detach`, a framework's object saves and loads through the core.
+class Saver(ABC):
+    """The settings and the Checkpointer of one object of a framework.
 
-    As a context manager it detaches at the end. If the block raises, a failure of the save in flight is a note on
-    that exception and does not replace it.
+    Args:
+        config: Settings of saves and loads; the framework's own, or the defaults, if None.
     """
+
+    _kind: type[Checkpointer] = FrameworkCheckpointer
+
+    def __init__(self, config: CheckpointConfig | None) -> None:
+        self._config = config
+        self._checkpointer: Checkpointer | None = None
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """The settings of saves and loads."""
+        if self._config is None:
+            self._config = self._find_config()
+        return self._config
+
+    def _find_config(self) -> CheckpointConfig:
+        """Return the settings for an object that was given none."""
+        return CheckpointConfig()
 
     @property
     @abstractmethod
-    def checkpointer(self) -> Checkpointer:
-        """What saves and loads."""
+    def world_size(self) -> int:
+        """Number of ranks that save and load together."""
 
     @abstractmethod
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Give figures to the loggers of the framework, on whichever rank has some."""
+        """Give figures to the loggers of the framework, on the ranks that have loggers."""
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer that saves and loads, made at its first use."""
+        if self._checkpointer is None:
+            self._checkpointer = self._kind(self.config, solo=self.world_size == 1)
+        return self._checkpointer
+
+    def where(self, path: PathLike) -> Where:
+        """Return a path, or a URL with the options of its store."""
+        return as_path(path, self.config.storage_options)
 
     def due(self, step: int) -> bool:
-        """Whether to save now, by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
+        """Return whether to save now, by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
 
-        When a save is due, the loggers get what is known of its interval: ``checkpoint/proposed_interval_seconds``.
+        When a save is due, the loggers get the figures of its interval: ``checkpoint/proposed_interval_seconds``.
         """
         due = self.checkpointer.due(step)
         if due and (proposed := self.proposed_interval()) is not None:
@@ -49,16 +79,34 @@ class BaseAttachment(ABC):
         return due
 
     def proposed_interval(self) -> SaveInterval | None:
-        """How often to save: see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
+        """Return the interval to save at: see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
         return self.checkpointer.proposed_interval()
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait until no save is in flight.
 
         Raises:
-            SaveFailed: It failed; on every rank, and once.
+            SaveFailed: A save failed; on every rank that has called it, and once.
         """
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Wait, and free what saving needed. Saving again is possible.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+class BaseAttachment(Saver):
+    """Until :meth:`detach`, a framework's object saves and loads through the core.
+
+    Leaving its ``with`` block detaches. If the block raises, a failure of the save in flight is a note on
+    that exception and does not replace it.
+    """
 
     @abstractmethod
     def detach(self) -> None:
@@ -76,7 +124,7 @@ class BaseAttachment(ABC):
     ) -> None:
         try:
             self.detach()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"Besides, a checkpoint could not be saved: {failure}")

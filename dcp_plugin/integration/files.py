@@ -1,7 +1,7 @@
 """Files of checkpoints for the framework packages, which open no path themselves.
 
-A framework package asks what is at a path, reads small files of stock frameworks, and hands a local directory with the
-extra files of a checkpoint to code that opens files itself (:func:`local_copy`).
+A framework package asks for the kind of a path, reads small files of stock frameworks, and hands a local directory
+with the extra files of a checkpoint to code that opens files itself (:func:`local_copy`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map
     Args:
         weights_only: Whether to refuse values that only executing code from the file restores. None: torch's default,
             which refuses.
-        if_trusted: What a user who trusts the file does, for the message.
+        if_trusted: The way out for a user who trusts the file, for the message.
 
     Raises:
         UnsafeCheckpoint: The file holds such values.

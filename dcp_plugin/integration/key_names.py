@@ -1,4 +1,4 @@
-"""The names that every integration gives to things in a checkpoint, so that any other one finds them.
+"""The names that all integrations give to objects in a checkpoint, so that any other finds them.
 
 ``model`` and ``optim``; ``model_0``, ``model_1``, … and ``optim_0``, … when there are several; ``extra.<name>`` for
 everything else: schedulers, loops, samplers, and ``extra.rng.<rank>.streams`` for the random generators.
@@ -37,8 +37,8 @@ def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | Non
     info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect_files(checkpoint, files)
     keys: dict[str, list[str]] = {}
     for key in (*(tensor.key for tensor in info.tensors), *info.values):
-        name, _, rest = key.partition(".")
-        keys.setdefault(name, []).append(rest)
+        name, _, below = key.partition(".")
+        keys.setdefault(name, []).append(below)
     return keys
 
 

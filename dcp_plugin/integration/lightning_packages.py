@@ -2,17 +2,17 @@
 
 ``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other one is ``pytorch_lightning`` with
 ``lightning_fabric``. Which package is meant is read from the class of the object at hand, so that neither has to be
-installed and nothing is imported before a Trainer or a Fabric exists. Only names that users ask for before there is an
-object (``DCPCallback``) go by what the program has imported.
+installed and nothing is imported before a Trainer or a Fabric exists. Only names that users ask for before
+an object exists (``DCPCallback``) depend on the package that the program has imported.
 
 A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
 instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
 
 On several ranks, Lightning 2.6 wraps the shuffling sampler of ``StatefulDataLoader(dataset, shuffle=True)`` in one
 that has no state: each time it is iterated it draws a new order from the inner sampler's generator. Resumed in the
-middle of an epoch, such a loader would skip the right number of samples of the wrong order, without a word.
-:class:`ResumableSampler` yields what Lightning's sampler yields, and has a position: it remembers which state of the
-generator the order of this epoch came from.
+middle of an epoch, such a loader would silently skip the right number of samples of the wrong order.
+:class:`ResumableSampler` yields what Lightning's sampler yields, and has a position: it records the state of the
+generator that gave the order of this epoch.
 """
 
 from __future__ import annotations
@@ -70,42 +70,42 @@ PACKAGES = (LIGHTNING, PYTORCH_LIGHTNING)
 
 
 def home_of(cls: type) -> Package | None:
-    """The package that a class itself is defined in."""
+    """Return the package that defines a class."""
     module = f"{cls.__module__}."
-    return next((one for one in PACKAGES if module.startswith((f"{one.name}.", f"{one.fabric_name}."))), None)
+    return next((known for known in PACKAGES if module.startswith((f"{known.name}.", f"{known.fabric_name}."))), None)
 
 
 def package_of(cls: type) -> Package | None:
-    """The package that a class, or the first of its bases that does, comes from."""
+    """Return the package that defines a class, or the first of its bases that either package defines."""
     return next((package for base in cls.__mro__ if (package := home_of(base)) is not None), None)
 
 
 def package_behind(value: object) -> Package:
-    """The package of a trainer, a strategy, a LightningModule."""
+    """Return the package of a trainer, a strategy, a LightningModule."""
     package = package_of(type(value))
     assert package is not None, f"{type(value)} is not Lightning's"
     return package
 
 
 def has_base(cls: type, *names: str) -> bool:
-    """Whether a class is, or derives from, Lightning's class of one of these names, of either package."""
+    """Return whether a class is, or derives from, a class of Lightning with one of these names, of either package."""
     return any(base.__name__ in names and home_of(base) is not None for base in cls.__mro__)
 
 
 def has_fabric_base(cls: type, *names: str) -> bool:
-    """The same for classes of Fabric. Those of ``lightning.pytorch`` may have the same name."""
+    """Return the same for classes of Fabric. Classes of ``lightning.pytorch`` may have the same name."""
     fabrics = tuple(f"{package.fabric_name}." for package in PACKAGES)
     return any(base.__name__ in names and f"{base.__module__}.".startswith(fabrics) for base in cls.__mro__)
 
 
 def inside_distributed_sampler(sampler: Any) -> Any:
-    """The user's sampler, which Lightning and Fabric wrap on several ranks; None if this is not their wrapper. There is
-    no public way to it."""
+    """Return the user's sampler inside the wrapper of Lightning and Fabric on several ranks; None without a wrapper. No
+    public name leads to it."""
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
 def is_supported(cls: type, has: Callable[..., bool] = has_base) -> bool:
-    """Whether a class is a strategy whose state the core can take, as all of it is in modules and optimizers.
+    """Return whether a class is a strategy whose state is in modules and optimizers alone, which the core saves.
 
     Args:
         has: :func:`has_base`, or :func:`has_fabric_base` for a strategy of Fabric.
@@ -114,30 +114,30 @@ def is_supported(cls: type, has: Callable[..., bool] = has_base) -> bool:
 
 
 def installed() -> list[Package]:
-    """The packages that could be imported.
+    """Return the packages that are installed.
 
     Raises:
         ImportError: None is installed.
     """
-    found = [package for package in PACKAGES if importlib.util.find_spec(package.name.partition(".")[0]) is not None]
-    if not found:
+    packages = [package for package in PACKAGES if importlib.util.find_spec(package.name.partition(".")[0]) is not None]
+    if not packages:
         raise ImportError(
             "dcp_plugin.lightning needs Lightning, as `lightning` or as `pytorch_lightning`, and neither is installed: "
             'pip install "dcp-plugin[lightning]"'
         )
-    return found
+    return packages
 
 
 def in_use() -> Package:
-    """The package that the program has imported; ``lightning`` if it is both, the one that is installed if neither."""
+    """Return the package that the program has imported; ``lightning`` if both, the installed package if neither."""
     return next((package for package in PACKAGES if package.name in sys.modules), installed()[0])
 
 
 class StrategyAdapter:
-    """What one promoted strategy does differently: its methods with :func:`override` replace the strategy's.
+    """The methods of a promoted strategy: those with :func:`override` replace the strategy's own.
 
     Args:
-        strategy: The promoted strategy. It has its adapter as ``dcp_adapter``.
+        strategy: The promoted strategy, whose ``dcp_adapter`` this is.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -145,7 +145,7 @@ class StrategyAdapter:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether the full model may fit on no rank."""
+        """Whether the full model may be too large for a rank."""
         return has_base(type(self.strategy), *SHARDED)
 
     @property
@@ -161,16 +161,20 @@ def override(method: Method) -> Method:
 
 
 def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
-    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own; itself if it is one.
+    """Return a subclass of a strategy class whose instances forward to an ``adapter`` of their own.
 
     Args:
         base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
         adapter: Its marked methods become methods of the new class.
         attributes: More attributes of the new class.
+
+    Returns:
+        The subclass; ``base`` itself if it is such a subclass.
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
-    methods = {name: _forwarding(one) for name, one in vars(adapter).items() if hasattr(one, "overrides_strategy")}
+    marked = {name: method for name, method in vars(adapter).items() if hasattr(method, "overrides_strategy")}
+    methods = {name: _forwarding(method) for name, method in marked.items()}
     ours = {"promoted_by_dcp_plugin": True, "dcp_adapter": functools.cached_property(adapter)}
     promoted: Any = type(f"DCP{base.__name__}", (base,), {**ours, **methods, **attributes})
     promoted.promoted_class = promoted
@@ -186,7 +190,7 @@ def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ResumableSampler(Sampler[int]):
-    """A sampler whose order comes from ``generator`` when it is iterated; ``StatefulDataLoader`` saves its position."""
+    """A sampler that ``generator`` orders when it is iterated; ``StatefulDataLoader`` saves its position."""
 
     def __init__(self, sampler: Any, generator: torch.Generator) -> None:
         self._sampler = sampler
@@ -220,8 +224,8 @@ class ResumableSampler(Sampler[int]):
 
 
 def made_by(dataloader: Any) -> str:
-    """What has to be the same for a stateful dataloader to take a position: its sampler, which Lightning and Fabric
-    wrap for strategies of several ranks, and the number of workers. Given another one, it fails without a reason."""
+    """Return the properties that have to be equal for a stateful dataloader to take a position: its sampler, which
+    Lightning and Fabric wrap on several ranks, and the number of workers. It fails without a reason otherwise."""
     sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
     return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
 
@@ -235,9 +239,10 @@ def make_resumable(dataloader: Any) -> None:
 
 
 def data_rank(owner: Any) -> tuple[int, int]:
-    """This rank's number among the ranks that see different data, and how many those are.
+    """Return this rank's number among the ranks with different data, and the number of these.
 
-    ``owner`` is what a framework keeps its ``distributed_sampler_kwargs`` on: a trainer, a strategy.
+    Args:
+        owner: The trainer or strategy that has ``distributed_sampler_kwargs``.
     """
     kwargs = getattr(owner, "distributed_sampler_kwargs", None)
     return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])

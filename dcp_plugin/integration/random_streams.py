@@ -24,11 +24,11 @@ RngState = dict[str, Any]
 
 
 def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str, Any]]:
-    """What a rank stores as ``extra.rng``: its own streams under its own number.
+    """Return the value of ``extra.rng`` on a rank: its own streams under its own number.
 
     Args:
-        device: Whose generator is stored besides those of the CPU.
-        more: What a framework keeps beside the streams.
+        device: The device with another generator to store, besides those of the CPU.
+        more: Further state of a framework.
     """
     return {str(rank): {"streams": capture(device), **more}}
 
@@ -45,30 +45,30 @@ class SavedStreams:
 
     @classmethod
     def among(cls, names: Iterable[str], rank: int, world_size: int, device: torch.device) -> SavedStreams:
-        """Of a checkpoint with these names or keys in ``extra``, such as ``rng.0`` or ``rng.0.streams.torch``."""
+        """Return the streams of a checkpoint with these names or keys in ``extra``, as ``rng.0.streams.torch``."""
         stored = [name.split(".", 2)[1] for name in names if name.startswith(f"{RNG}.")]
         return cls(frozenset(int(number) for number in stored if number.isdecimal()), rank, world_size, device)
 
     @property
     def source(self) -> int | None:
-        """Whose streams this rank has to read: its own, else those of rank 0; None if there are no streams."""
+        """The rank whose streams this rank reads: itself, else rank 0; None if the checkpoint has no streams."""
         return next((rank for rank in (self.rank, 0) if rank in self.saved_on), None)
 
     @property
     def name(self) -> str | None:
-        """Where in ``extra`` the streams of :attr:`source` are: ``rng.<rank>``."""
+        """The name in ``extra`` of the streams of :attr:`source`: ``rng.<rank>``."""
         return None if self.source is None else f"{RNG}.{self.source}"
 
     @property
     def is_new_rank(self) -> bool:
-        """Whether the checkpoint, made by fewer ranks, has no streams of this one."""
+        """Whether the checkpoint, made by fewer ranks, has no streams of this rank."""
         return self.rank not in self.saved_on
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue this rank's streams, or start derived ones if it has none.
 
         Args:
-            state: What :func:`of_rank` gave for the rank :attr:`source`.
+            state: The value of :func:`of_rank` for the rank :attr:`source`.
         """
         if self.is_new_rank:
             derive(state["streams"], self.rank)
@@ -77,18 +77,18 @@ class SavedStreams:
 
     @property
     def about_new_ranks(self) -> str:
-        """What the checkpoint has, to tell the user when ranks are new; empty if none is, or without any streams."""
-        known = len(self.saved_on)
-        if not 0 < known < self.world_size:
+        """A message for the user about new ranks; empty if no rank is new, or the checkpoint has no streams."""
+        count = len(self.saved_on)
+        if not 0 < count < self.world_size:
             return ""
         return (
-            f"random states for {known} of {self.world_size} ranks: the others start streams of their own, derived "
+            f"random states for {count} of {self.world_size} ranks: the others start streams of their own, derived "
             "from rank 0's state and their number"
         )
 
 
 def capture(device: torch.device) -> RngState:
-    """The state of every generator that training code commonly draws from. Draws nothing."""
+    """Return the state of every generator that training code commonly draws from, without drawing."""
     version, words, gauss = random.getstate()
     python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
     state: RngState = {"torch": torch.get_rng_state(), "python": python}
@@ -102,7 +102,7 @@ def capture(device: torch.device) -> RngState:
 
 
 def restore(state: RngState, device: torch.device) -> None:
-    """Continue the streams of :func:`capture`. On another kind of device than then, the device is seeded anew."""
+    """Continue the streams of :func:`capture`. Seed the device if it is of another kind than at the save."""
     if device.type != "cpu" and device.type not in state:
         torch.get_device_module(device).manual_seed(_seed(state, "device"))
     elif device.type != "cpu":
@@ -117,7 +117,7 @@ def restore(state: RngState, device: torch.device) -> None:
 
 
 def derive(state_of_rank_0: RngState, rank: int) -> None:
-    """Start streams for a rank that the checkpoint does not know."""
+    """Start streams for a rank without streams in the checkpoint."""
     seed = _seed(state_of_rank_0, f"rank {rank}")
     torch.manual_seed(seed)  # every device too
     random.seed(seed)

@@ -25,7 +25,7 @@ from dcp_plugin.tensors._torch import is_tensor
 
 
 def plain(value: Any) -> Any:
-    """Return settings as plain values, where they cannot be stored as what they are."""
+    """Return settings as plain values, unless they can be stored unchanged."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return plain(omegaconf.OmegaConf.to_container(value))

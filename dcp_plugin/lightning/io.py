@@ -1,22 +1,21 @@
 """The plugin that users see: ``Trainer(plugins=[DCPCheckpointIO(async_save=True)])``.
 
-Lightning calls a ``CheckpointIO`` on rank 0 alone, and for sharded strategies not at all. So the plugin does not do
-the work: it holds the configuration and the checkpointer, and the trainer's strategy, promoted by
+Lightning calls a ``CheckpointIO`` on rank 0 alone, and for sharded strategies not at all. The plugin therefore only
+holds the configuration and the Checkpointer. The trainer's strategy, promoted by
 :class:`~dcp_plugin.lightning.DCPCallback`, saves and loads with them on all ranks.
 
-Called directly, by the user or by ``ddp_spawn`` to bring the weights home, it does what a ``CheckpointIO`` is asked
-to do: this process alone saves the dictionary it got, and loads it back.
+Called directly, by the user or by ``ddp_spawn`` to return the weights, it is an ordinary ``CheckpointIO``: this process
+alone saves its dictionary, and loads it.
 
-People and loggers are told of a save on rank 0, in the training's thread, when the checkpoint is published:
+Rank 0 reports a save to the log and the loggers, in the training's thread, when the checkpoint is published:
 
-- Each save is a line of text, and one call of ``log_metrics`` with ``checkpoint/blocked_seconds`` (what the training
-  waited for), ``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the complete checkpoint) and
-  ``checkpoint/gb_per_second`` (of what was written, not of what was linked), and with the figures of the interval that
-  is proposed then (``checkpoint/proposed_interval_seconds`` and what it comes from). These do not pass through the
-  trainer's own metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the
-  one at which loggers are told, which with saves in the background is a few after the one that was saved: many loggers
-  want steps in order.
-- ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun: this is delayed, too.
+- Each save is a line of text, and a call of ``log_metrics`` with ``checkpoint/blocked_seconds`` (of the training),
+  ``checkpoint/seconds`` (until the save was on disk), ``checkpoint/gigabytes`` (of the complete checkpoint) and
+  ``checkpoint/gb_per_second`` (of written bytes, without linked ones), and with the figures of the proposed interval
+  (``checkpoint/proposed_interval_seconds`` and its inputs). These do not pass through the trainer's own metrics, so
+  nothing is monitored, shown in the progress bar or stored because of them. The step is that of the report, which with
+  saves in the background is a few after the saved step: many loggers want steps in order.
+- ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun: this call is delayed, too.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import FrameworkCheckpointer, lightning_packages
+from dcp_plugin.integration import Saver, lightning_packages
 from dcp_plugin.integration.files import is_regular_file, read_summary
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
@@ -65,29 +64,29 @@ in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 
 
 class PostCommit:
-    """What follows the newest save of a plugin when it is published, on this rank; nothing does if it fails.
+    """Actions of this rank after the newest save of a plugin is published; none if the save fails.
 
-    ``ModelCheckpoint`` links to a checkpoint, deletes the one that it replaces and tells the loggers as soon as
+    ``ModelCheckpoint`` links to a checkpoint, deletes the replaced one and notifies the loggers as soon as
     ``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link
-    would lead nowhere, and neither the new nor the old checkpoint would be there.
+    would be broken, and neither the new nor the old checkpoint would exist.
 
-    With a local tier a save may have ended and not be at its path, or have ended while the one before is on its way
-    there. Then links lead to what is at its path, and what is there is deleted when something newer has come, too.
+    With a local tier a save may have ended without being at its path, or while the save before is still on its way
+    there. Links then lead to a checkpoint at its path, which is deleted only after a newer one is at its path.
     """
 
     def __init__(self) -> None:
         self._newest: SaveHandle | None = None
         self._due: deque[Callable[[], object]] = deque()
         self._count = 0
-        """Saves that were followed."""
+        """Number of saves so far."""
         self._links: list[Callable[[], object]] = []
         """To the newest save, if it is in the local tier alone."""
         self._removals: deque[tuple[int, Where, Callable[[], object]]] = deque()
-        """What is deleted after the save of that number."""
+        """Deletions to make after the save of that number."""
         self._only_local: set[Where] = set()
 
     def follow(self, handle: SaveHandle | None) -> None:
-        """From now on, actions follow this save; with None they do not wait for any."""
+        """Make later actions follow this save; with None they run at once."""
         self._newest = handle
         self._count, number = self._count + 1, self._count + 1
         self._links = []
@@ -103,13 +102,13 @@ class PostCommit:
         for removal in tuple(self._removals):
             after, path, remove = removal
             if after <= number and (durable or path in self._only_local):
-                with suppress(ValueError):  # taken meanwhile
+                with suppress(ValueError):  # another thread has taken it
                     self._removals.remove(removal)
                     self._only_local.discard(path)
                     self._due.append(remove)
 
     def link(self, action: Callable[[], object]) -> None:
-        """Link to the newest save when it is published, before what the link leads to so far is deleted."""
+        """Link to the newest save when it is published, before the old target of the link is deleted."""
         newest = self._newest
         if newest is None:
             action()
@@ -134,7 +133,7 @@ class PostCommit:
             self._ended(number, self._newest.finished)
 
     def brought(self) -> None:
-        """The newest save has come to its path after all, if that was possible."""
+        """Run the actions that wait for the newest save to be at its path, if it is."""
         newest = self._newest
         if newest is not None and newest.finished is not None and newest.finished.tier == "durable":
             links, self._links = self._links, []
@@ -143,24 +142,23 @@ class PostCommit:
             self._ended(self._count, newest.finished)
 
     def forget_failed(self) -> None:
-        """The training has been told that the newest save failed: what it does next waits for no save."""
+        """Forget a failed save, which was reported: later actions wait for no save."""
         if self._newest is not None and self._newest.finished is None:
             self._newest = None
 
     def is_under_way(self, path: PathLike) -> bool:
-        """Whether ``path`` will be a checkpoint soon."""
+        """Return whether a save to ``path`` is in flight."""
         return self._newest is not None and not self._newest.done() and self._newest.path == as_path(path)
 
     def with_files(self, action: Callable[[], object]) -> None:
-        """Change files when the newest save is published, in the thread that publishes; now if there is nothing to wait
-        for."""
+        """Change files when the newest save is published, in the thread that publishes; at once without a save."""
         if self._newest is None:
             action()
         else:
             self._newest.on_published(lambda event: action())
 
     def in_training(self, action: Callable[[SaveFinished], object]) -> None:
-        """The same for what only the training's thread may do (loggers): it runs in :meth:`settle`."""
+        """Run an action that only the training's thread may run (loggers) in :meth:`settle`."""
         newest = self._newest
         if newest is not None and newest.finished is not None:
             action(newest.finished)
@@ -168,21 +166,21 @@ class PostCommit:
             newest.on_published(lambda event: self._due.append(partial(action, event)))
 
     def settle(self) -> None:
-        """In the training's thread: do what became due."""
+        """Run the actions that are due, in the training's thread."""
         while self._due:
             self._due.popleft()()
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a published save cost."""
+    """The cost of a published save."""
 
     event: SaveFinished
     gigabytes: float
     linked: float = 0.0
     """Gigabytes of these that have not changed since the last checkpoint."""
     proposed: SaveInterval | None = None
-    """How often to save, by what is known then."""
+    """The interval to save at, as known at that time."""
 
     @classmethod
     def of(cls, event: SaveFinished, proposed: SaveInterval | None = None) -> Report:
@@ -223,34 +221,34 @@ def _in_words(gigabytes: float) -> str:
 
 @dataclass(frozen=True)
 class _WhenPublished:
-    """Tells a logger of a callback as it was at the save.
+    """Notifies a logger of a callback with the state at the save.
 
-    ``ModelCheckpoint`` hands out a weak proxy of itself. When the logger looks at it, its ``best_model_path`` may be of
-    the next save, which is not there yet.
+    ``ModelCheckpoint`` hands out a weak proxy of itself. When the logger reads it, its ``best_model_path`` may be of
+    the next save, which is not complete yet.
     """
 
-    tell: Callable[[Any], None]
+    notify: Callable[[Any], None]
     post_commit: PostCommit
     copies: dict[int, Any] = field(default_factory=dict)
-    """One for each callback: loggers keep what they are told of until the end, by its identity."""
+    """A copy of each callback, by its identity: loggers keep these until the end."""
 
     def __call__(self, callback: Any) -> None:
         at_save = {name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()}
-        kind, whose = callback.__class__, id(callback.__dict__)  # of what is behind the proxy
+        kind, identity = callback.__class__, id(callback.__dict__)  # of the object behind the proxy
 
-        def tell(event: SaveFinished) -> None:
-            copy = self.copies.setdefault(whose, kind.__new__(kind))
+        def notify(event: SaveFinished) -> None:
+            copy = self.copies.setdefault(identity, kind.__new__(kind))
             copy.__dict__.update(at_save)
-            self.tell(copy)
+            self.notify(copy)
 
-        self.post_commit.in_training(tell)
+        self.post_commit.in_training(notify)
 
 
-class DCPCheckpointIO:
+class DCPCheckpointIO(Saver):
     """Sharded, crash-safe checkpoints that any strategy on any number of ranks resumes from.
 
     Args:
-        config: How to save and load; the defaults if omitted.
+        config: Settings of saves and loads; the defaults if omitted.
         weights_only: For checkpoints of Lightning's own (files, and ``meta.pt`` in directories of its sharded
             strategies), what ``fit(weights_only=...)`` is for: False executes code from the file, None leaves it to
             torch, which does not. Lightning drops that argument where a strategy is sharded. Our own checkpoints
@@ -268,6 +266,8 @@ class DCPCheckpointIO:
         ``Trainer(plugins=[DCPCheckpointIO(async_save=True)]).fit(module, ckpt_path="last")``
     """
 
+    world_size = 1
+
     @fields_in_signature
     def __init__(
         self,
@@ -281,49 +281,40 @@ class DCPCheckpointIO:
         StartOptions(init_from=init_from, partial=partial)  # raises if they do not go together
         _be_a_plugin_for_all()
         besides = ("weights_only", "init_from", "partial")
-        self.config = CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint")
+        super().__init__(CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint"))
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
         self.restart: Restart | None = None
-        """How the last ``fit`` has started, known from ``on_sanity_check_start`` and ``on_train_start`` on; None if it
-        went on with what the one before it had in memory."""
-        self._checkpointer: Checkpointer | None = None
+        """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
+        continued an earlier ``fit`` of the same Trainer."""
         self.post_commit = PostCommit()
         self.on_saved: Callable[[Report], None] | None = None
         """Set by the callback on rank 0: called in the training's thread when a save is published."""
         self.others: OthersHooks | None = None
-        """Set by the callback with ``staging="lazy"``: what may write weights between two steps."""
+        """Set by the callback with ``staging="lazy"``: the hooks that may write weights between two steps."""
         self._held_back: list[Any] = []
         self._asked: int | None = None
         self.serves_strategy = False
-        """Set by a promoted strategy: all ranks save."""
+        """Set by a promoted strategy, with ``world_size``: all ranks save."""
         self.compares = False
-        """Set while a callback saves that keeps the best: it may name any of its checkpoints at the end."""
+        """Set while a callback saves that keeps the best: it may name any of its checkpoints later."""
         self.monitor: str | None = None
         """Set while a callback saves: the metric by which it keeps the best."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """What Lightning shows when it refuses this as a plugin, made before Lightning was imported."""
+        """Return the text of Lightning's error for a plugin that was made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
-    def where(self, path: PathLike) -> Where:
-        """A path, or a URL and how its store is reached."""
-        return as_path(path, self.config.storage_options)
-
-    def checkpointer(self, world_size: int) -> Checkpointer:
-        """The checkpointer of a promoted strategy, whose ranks all use it together."""
-        if self._checkpointer is None:
-            self._checkpointer = FrameworkCheckpointer(self.config, solo=world_size == 1)
-        return self._checkpointer
+    def log(self, figures: dict[str, float], step: int) -> None:
+        """Do nothing: loggers get the interval with the report of a save."""
 
     def save(
         self,
         state: dict[str, Any],
         path: PathLike,
         step: int | None,
-        world_size: int,
         owners: Iterable[Any] = (),
         added: ForStock | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -332,8 +323,8 @@ class DCPCheckpointIO:
 
         Args:
             owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
-            metrics: What the trainer knows of the model that it saves.
-            added: What lets stock Lightning resume from this checkpoint.
+            metrics: Metrics of the saved model.
+            added: Additions for stock Lightning, which resumes from this checkpoint.
 
         Raises:
             SaveFailed: This save failed, or the one before, whose failure was not raised yet.
@@ -341,7 +332,7 @@ class DCPCheckpointIO:
         self._wait_until_kept()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
         self.post_commit.follow(None)
-        handle = self.checkpointer(world_size).save(
+        handle = self.checkpointer.save(
             state,
             path,
             step,
@@ -361,15 +352,15 @@ class DCPCheckpointIO:
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:
-        """Until the teardown, have loggers told of a checkpoint only when it is published. Some upload what they find
-        at the paths of a ``ModelCheckpoint``, or miss it."""
+        """Until the teardown, notify loggers of a checkpoint only when it is published. Some upload the files at the
+        paths of a ``ModelCheckpoint``, or miss them."""
         self._held_back = list(loggers)
         for logger in loggers:
             if "after_save_checkpoint" not in vars(logger):
                 logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
-        if event.rank != 0:  # nobody would hear of it
+        if event.rank != 0:  # only rank 0 reports
             return
         proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
         report = Report.of(event, proposed)
@@ -377,38 +368,36 @@ class DCPCheckpointIO:
         if self.on_saved is not None:
             self.on_saved(report)
 
-    def is_due(self, step: int, world_size: int) -> bool:
-        """After a batch: whether a save is due, by ``save_interval``. Measures the steps. Collective.
+    def is_due(self, step: int) -> bool:
+        """Return after a batch whether a save is due, by ``save_interval``, and measure the steps. Collective.
 
         Args:
-            step: Of the optimizer. After further batches of the same one none is due, nor after the first of a fit,
-                which may be within one.
+            step: Step of the optimizer. No save is due after further batches of the same step, or after the first batch
+                of a fit, which may be within a step.
         """
         before, self._asked = self._asked, step
         if before in (None, step):
             return False
-        checkpointer = self.checkpointer(world_size)
         if self.config.save_interval is None:
-            checkpointer.step_ended()
+            self.checkpointer.step_ended()
             return False
-        return checkpointer.due(step)
+        return self.checkpointer.due(step)
 
     def wait(self) -> None:
         """Wait for the save in flight and for what follows it: links, deletions.
 
         Raises:
-            SaveFailed: It failed; raised once. Nothing follows it then.
+            SaveFailed: It failed; raised once, and its links and deletions are dropped.
         """
-        if self._checkpointer is not None:
-            try:
-                self._checkpointer.wait()
-            except Exception:
-                self.post_commit.forget_failed()
-                raise
+        try:
+            super().wait()
+        except Exception:
+            self.post_commit.forget_failed()
+            raise
         self.post_commit.settle()
 
     def _wait_until_kept(self) -> None:
-        """Wait until the saves are complete: with a local tier, not until they are at their paths."""
+        """Wait until the saves are complete; with a local tier they may still be on the way to their paths."""
         if not self.config.has_local_tier:
             self.wait()
             return
@@ -420,11 +409,11 @@ class DCPCheckpointIO:
         """Return whether this node has a part of a save to this path in its local tier."""
         return source_of(self.config).newest_time(self.where(path)) is not None
 
-    def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
+    def start(self, model: nn.Module, strict: bool) -> Restart:
         """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
 
         Raises:
-            CheckpointError: ``init_from`` is not there, or does not fit; on every rank.
+            CheckpointError: ``init_from`` does not exist, or does not fit; on every rank.
         """
         if self.init_from is None:
             return Restart("fresh")
@@ -434,7 +423,7 @@ class DCPCheckpointIO:
             strict=strict,
             storage_options=self.config.storage_options,
         )
-        return options.start(self.checkpointer(world_size), {MODEL: model})
+        return options.start(self.checkpointer, {MODEL: model})
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""
@@ -446,7 +435,7 @@ class DCPCheckpointIO:
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        """The full dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        """Return the full dictionary, in host memory. Files are checkpoints of Lightning's own."""
         weights_only = self.weights_only if weights_only is None else weights_only
         where = self.where(path)
         if self.post_commit.is_under_way(where):
@@ -498,11 +487,11 @@ class DCPCheckpointIO:
                 checkpointer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """On its way to the processes of ``ddp_spawn``."""
+        """Return the state for the processes of ``ddp_spawn``."""
         return {**self.__dict__, "_checkpointer": None, "post_commit": PostCommit(), "on_saved": None, "_held_back": []}
 
     def _alone(self) -> Checkpointer:
-        """A checkpointer that needs no closing: no process group, no background, no keeper."""
+        """Return a Checkpointer that needs no closing: no process group, no background, no keeper."""
         return Checkpointer(self.config.without_local_tier(), solo=True, async_save=False, writer="thread")
 
     def _warn_if_not_promoted(self) -> None:
@@ -527,8 +516,8 @@ def refuse_storage_options(storage_options: Any | None) -> None:
 
 
 def _be_a_plugin_for_all() -> None:
-    """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``, and their errors
-    name what opens a directory."""
+    """Register the class as a ``CheckpointIO`` of both packages, and have their errors name the function that opens a
+    directory."""
     imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
     for package in imported or lightning_packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)

@@ -4,18 +4,18 @@
 |-----------------------------------|--------------------------------------------------------|
 | ``state_dict``                    | ``model.<FQN>``                                        |
 | ``optimizer_states``              | ``optim.…``, or ``optim_0.…``, ``optim_1.…`` of several |
-| everything else, whoever added it | ``extra.…``                                            |
+| everything else                   | ``extra.…``                                            |
 
-Hooks may put anything anywhere: what a value is, sharded or not, tensor or not, is left to the core.
+Hooks may add any value: the core stores it by its kind, sharded or not, tensor or not.
 
 Hyper-parameters are stored so that no code needs to be executed to load them. ``save_hyperparameters()`` takes every
-argument of ``__init__``: configurations, paths and enums are stored as what they are, or as the plain values that they
-stand for; modules, loss functions and classes are left out, with one warning that names them, and
+argument of ``__init__``: configurations, paths and enums are stored unchanged, or as plain values; modules, loss
+functions and classes are left out, with a warning that names them, and
 ``load_from_checkpoint`` takes them as arguments. (Stock Lightning pickles them, and ``torch.load`` then refuses the
 checkpoint.) ``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
 
-Configurations of OmegaConf are stored as plain values, and beside them (:data:`TYPES`) which class of OmegaConf each
-was. Loading makes these classes again and no others, and resolves no interpolation.
+Configurations of OmegaConf are stored as plain values, with their classes of OmegaConf under :data:`TYPES`. Loading
+makes these classes and no others, and resolves no interpolation.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from dcp_plugin.state.optimizer import GROUPS
 from dcp_plugin.tensors._torch import is_tensor
 
 Checkpoint = dict[str, Any]
-"""What Lightning and all hooks take for a checkpoint."""
+"""The checkpoint dictionary of Lightning and all hooks."""
 
 KEYS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 """Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and for their class."""
 TYPES = "hyper_parameter_types"
-"""Our key beside Lightning's: which of the plain values are OmegaConf's, by the keys above."""
+"""Our key for the classes of OmegaConf, by the keys above."""
 
 
 def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra).
+    """Return the named state of a dictionary of Lightning's, or of any other (all of which is then extra).
 
     Args:
         allow_pickle: Keys (globs) of hyper-parameters that are stored although only executing code restores them.
@@ -61,22 +61,22 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict
     optimizers = extra.get("optimizer_states")
     if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
         del extra["optimizer_states"]
-        # What Lightning has where a module has no optimizer is an empty state.
+        # Lightning has an empty state for a module without optimizer.
         flat = [flatten_optimizer(state) or {} for state in optimizers]
         state.update(zip(numbered(OPTIM, len(optimizers)), flat, strict=True))
     return {**state, EXTRA: extra}
 
 
 def kinds_of(state: dict[str, Any]) -> dict[str, str]:
-    """Which names of :func:`to_state` have the state of a module, and which that of an optimizer."""
+    """Return the names of :func:`to_state` with the state of a module or an optimizer, and that kind."""
     return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
 
 
 def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The state with what DDP keeps equal marked, so that its ranks share the writing."""
+    """Mark the values that DDP keeps equal in a state, so that its ranks share the writing."""
     marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}
     names = among(OPTIM, state)
-    if len(names) == len(optimizers):  # else a hook has changed the list: nobody knows whose state it is
+    if len(names) == len(optimizers):  # else a hook has changed the list, and the owners are unknown
         marked |= {
             name: mark_slots(model, optimizer, state[name])
             for name, optimizer in zip(names, optimizers, strict=True)
@@ -86,7 +86,7 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
 
 
 def from_state(state: dict[str, Any]) -> Checkpoint:
-    """The inverse of :func:`to_state`."""
+    """Return the dictionary of a state: the inverse of :func:`to_state`."""
     checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
     made_again(checkpoint)
     if MODEL in state:
@@ -105,20 +105,20 @@ def optimizer_of(stored: Any) -> Any:
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:
-    """Whether an optimizer's state is keyed by FQN, as the promoted strategies make it, and not by number."""
+    """Return whether an optimizer's state is keyed by FQN, as the promoted strategies make it, and not by number."""
     groups = optimizer_state.get("param_groups", ()) if isinstance(optimizer_state, dict) else ()
     return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
 
 
 def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
-    """A checkpoint with its hyper-parameters as they are stored; warns of what is left out."""
+    """Return a checkpoint with its hyper-parameters in their stored form; warn of those that are left out."""
     made = dict(checkpoint)
     left_out: list[str] = []
     allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
     for key, kind in KEYS.items():
         if key in made:
-            if how := _how_made(made[key]):
-                made[TYPES] = {**made.get(TYPES, {}), key: how}
+            if classes := _how_made(made[key]):
+                made[TYPES] = {**made.get(TYPES, {}), key: classes}
             unstorable: list[str] = []
             made[key] = _storable_part(key, plain(made[key]), allowed, unstorable)
             left_out += sorted(unstorable)
@@ -130,8 +130,8 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
 
 
 def made_again(checkpoint: Checkpoint) -> None:
-    """Have OmegaConf make its hyper-parameters of what is stored, in place. What it cannot make stays plain, with a
-    warning: a resume does not need them."""
+    """Have OmegaConf make its hyper-parameters from the stored values, in place. Values that it refuses stay plain,
+    with a warning: a resume does not need them."""
     types = checkpoint.pop(TYPES, None)
     if not isinstance(types, dict) or not importlib.util.find_spec("omegaconf"):
         return
@@ -146,19 +146,20 @@ def made_again(checkpoint: Checkpoint) -> None:
 
 
 def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
-    """The items of a ``DictConfig`` as they are written, and what makes one of such items again; None for all else."""
+    """Return the items of a ``DictConfig``, unresolved, and a function that makes a configuration of such items; None
+    for any other value."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return None
     how = {**_how_made(value), "root": None, "keys": []}
-    return omegaconf.OmegaConf.to_container(value), lambda others: _make(others, how)
+    return omegaconf.OmegaConf.to_container(value), lambda items: _make(items, how)
 
 
 def _how_made(value: Any) -> dict[str, Any]:
-    """What of a value, or of the items in it, is OmegaConf's; empty if nothing is.
+    """Return the classes of OmegaConf in a value; an empty mapping without any.
 
-    ``{"is": class, "root": …, "keys": …}`` for a configuration; the root, and the way to this part of it, are what its
-    interpolations may lead to. ``{"in": {key: …}}`` for a container.
+    ``{"is": class, "root": …, "keys": …}`` for a configuration; interpolations may refer to the root, of which the keys
+    lead to this part. ``{"in": {key: …}}`` for a container.
     """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
@@ -199,7 +200,7 @@ def _make(value: Any, how: dict[str, Any]) -> Any:
 
 
 def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str]) -> Any:
-    """The value without the items of nested dictionaries that cannot be stored; their names go into ``left_out``."""
+    """Return the value without unstorable items of nested dictionaries, whose names are added to ``left_out``."""
     if not isinstance(value, dict):
         return value
     kept = {}

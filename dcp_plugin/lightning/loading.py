@@ -1,13 +1,13 @@
-"""A load into the live model and optimizers with Lightning's hooks in between, and ``load_from_checkpoint``.
+"""Loads into the live model and optimizers with Lightning's hooks in between, and ``load_from_checkpoint``.
 
 Lightning asks for a checkpoint before it sets up a single device or DDP, and after it has sharded a model. Callbacks
-rely on that: what they restore may decide which groups an optimizer gets. So the optimizers' state is read by itself,
-when the optimizers are complete.
+rely on that: their restored state may decide which groups an optimizer gets. The state of the optimizers is therefore
+read separately, when the optimizers are complete.
 
-Whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks get the live
-tensors, and what they replaced or removed is applied after them, which is nothing for almost all. Only if the
-LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the model's state is
-read into tensors of its own, and loaded when that hook has run.
+A change by a hook has the same effect as with Lightning's own checkpoints. Hooks get the live tensors, and their
+replacements and removals are applied afterwards; most hooks make none. If the LightningModule has an
+``on_load_checkpoint`` of its own, which may refuse tensors, the model's state is read into separate tensors, and loaded
+when that hook has run.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ class Loaded:
 
     path: Where
     checkpoint: Checkpoint
-    """What Lightning and the hooks get."""
+    """The dictionary for Lightning and the hooks."""
     model: dict[str, Any] | None
-    """What the model has been given, to tell what hooks replaced; None if it has been given nothing yet."""
+    """The values that the model has, to find replacements by hooks; None before the model is loaded."""
     optimizer_names: list[str] = field(default_factory=list)
-    """Of the optimizers whose state is there to be loaded; none if it has only the weights, and of a file."""
+    """The names of optimizers with state in the checkpoint; none for weights alone, and for a file."""
     optimizers: list[dict[str, Any]] | None = None
-    """What each optimizer has been given, flat; None if they are not loaded yet."""
+    """The flat state that each optimizer has; None before they are loaded."""
     report: LoadReport | None = None
-    """What of the model and of all but the optimizers was loaded; None for a file of Lightning's."""
+    """The report of the load without the optimizers; None for a file of Lightning's."""
     of_lightning: bool = False
-    """A sharded strategy of Lightning's has saved it, without this package."""
+    """Whether a sharded strategy of stock Lightning has saved it."""
 
     @classmethod
     def of_file(cls, path: Where, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
-        """A file of Lightning's: nothing is given to anybody before the hooks have seen it."""
-        known, given = gather_module(model), checkpoint["state_dict"]
-        state_dict = {key if key in known else without_wrappers(key): value for key, value in given.items()}
+        """Return a file of Lightning's. Nothing is loaded before the hooks have run."""
+        live, saved = gather_module(model), checkpoint["state_dict"]
+        state_dict = {key if key in live else without_wrappers(key): value for key, value in saved.items()}
         return cls(path, {**checkpoint, "state_dict": state_dict}, model=None, optimizers=[])
 
 
@@ -99,8 +99,8 @@ def load(
 
     Args:
         files: Of :meth:`dcp_plugin.Checkpointer.shown`.
-        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
-        strict: Whether keys that do not fit are an error; if ``hooked``, they are judged later.
+        weights_only: For ``meta.pt`` of a sharded strategy of stock Lightning: whether to refuse executing code.
+        strict: Whether keys that do not fit are an error; with ``hooked``, the later apply raises it.
         hooked: Whether the LightningModule's own hook runs before the model's state is applied.
 
     Raises:
@@ -117,12 +117,12 @@ def load(
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
     report = checkpointer.restore(state, path, strict=strict and not hooked)
     made_again(checkpoint)
-    given = None
+    loaded = None
     if not hooked:
         missing = set(report.missing)
-        given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
-    checkpoint["state_dict"] = unapplied.state_dict if given is None else dict(given)
-    return Loaded(path, checkpoint, given, among(OPTIM, keys), report=report, of_lightning=of_lightning)
+        loaded = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
+    checkpoint["state_dict"] = unapplied.state_dict if loaded is None else dict(loaded)
+    return Loaded(path, checkpoint, loaded, among(OPTIM, keys), report=report, of_lightning=of_lightning)
 
 
 def _look_into(path: Where, files: SourceFiles | None) -> tuple[dict[str, list[str]], bool]:
@@ -140,12 +140,12 @@ def load_optimizers(
     """
     path, names = loaded.path, loaded.optimizer_names
     _refuse_other_number(path, names, optimizers)
-    # The model tells the names of the parameters, also if the checkpoint's have a prefix.
+    # The model names the parameters, also if the checkpoint's names have a prefix.
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
     # An optimizer whose own state dict is empty has one key, its name.
     only = PartialLoad(include=tuple(f"{name}*" for name in names), cast=True)
     report = checkpointer.restore(state, path, partial=only, strict=False)
-    # Another part of the model may be frozen now: that is said, and no error.
+    # Another part of the model may be frozen now, which the core logs.
     if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
     states = [gather_optimizer(model, optimizer) for optimizer in optimizers]
@@ -154,8 +154,8 @@ def load_optimizers(
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """The full state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
-    optimizers. Collective."""
+    """Return the full state of each optimizer in the checkpoint, in host memory, for hooks that run before optimizers
+    exist. Collective."""
     state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
     checkpointer.restore(state, loaded.path)
     return [layout.optimizer_of(tree) for tree in state.values()]
@@ -164,10 +164,9 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
 def _allocate_like_parameters(
     path: Where, files: SourceFiles | None, keys: list[str], model: nn.Module, checkpoint: Checkpoint
 ) -> None:
-    """Give what callbacks keep of every parameter, such as averages, distributed tensors to be loaded into.
+    """Allocate distributed tensors for the state that callbacks keep of every parameter, such as averages.
 
-    What has a parameter's name and shape comes back distributed as the parameter is, as it was handed in, and no rank
-    reads all of it."""
+    A tensor with a parameter's name and shape is distributed like the parameter, so that no rank reads all of it."""
     parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
     if not parameters:
         return
@@ -186,13 +185,13 @@ def _allocate_like_parameters(
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Make the model what the hooks left in ``state_dict``. Collective if there was a hook.
+    """Apply to the model the ``state_dict`` that the hooks have left. Collective if a hook has changed it.
 
     Raises:
         CheckpointMismatch: Keys are missing or unexpected, if ``strict``, or a shape differs.
     """
-    given = loaded.model
-    if given is not None and all(state_dict.get(key) is value for key, value in given.items()):
+    applied = loaded.model
+    if applied is not None and all(state_dict.get(key) is value for key, value in applied.items()):
         return
     live = gather_module(model)
     placed = {key: _placed_like(key, live.get(key), source) for key, source in state_dict.items()}
@@ -206,7 +205,7 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
 
 
 def _placed_like(key: str, target: Any, source: Any) -> Any:
-    """What a hook has left, distributed as the model is."""
+    """Return a value from a hook, distributed like the model's."""
     if not isinstance(target, (DTensor, ShardedTensor)) or isinstance(source, type(target)) or not is_tensor(source):
         return source
     placed = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
@@ -217,20 +216,20 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
 def apply_optimizers(
     model: nn.Module, optimizers: list[Optimizer], loaded: Loaded, states: list[dict[str, Any]], strict: bool
 ) -> None:
-    """Make the optimizers what the hooks left in ``states``."""
+    """Apply to the optimizers the ``states`` that the hooks have left."""
     _refuse_other_number(loaded.path, states, optimizers)
-    for optimizer, state, given in zip_longest(optimizers, states, loaded.optimizers or ()):
-        if not state:  # of what Lightning has where a module has no optimizer
+    for optimizer, state, applied in zip_longest(optimizers, states, loaded.optimizers or ()):
+        if not state:  # Lightning's state of a module without optimizer
             continue
-        if isinstance(given, OwnLayout):
-            if isinstance(state, OwnLayout) and not _same(flatten_tree(state)[0], flatten_tree(given)[0]):
+        if isinstance(applied, OwnLayout):
+            if isinstance(state, OwnLayout) and not _same(flatten_tree(state)[0], flatten_tree(applied)[0]):
                 unwrapped_optimizer(optimizer).load_state_dict(state)  # type: ignore[arg-type]
             continue
-        if given is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
+        if applied is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
             load_optimizer(model, optimizer, state, strict=strict)
             continue
-        flat = {key: _in_place_of(given.get(key), value) for key, value in flatten_optimizer(state).items()}
-        if not _same(flat, given):
+        flat = {key: _in_place_of(applied.get(key), value) for key, value in flatten_optimizer(state).items()}
+        if not _same(flat, applied):
             load_into(model, unwrapped_optimizer(optimizer), {}).commit(flat)
 
 
@@ -243,9 +242,9 @@ def _refuse_other_number(path: Where, saved: Sized, optimizers: Sized) -> None:
 
 
 def _in_place_of(live: Any, value: Any) -> Any:
-    """A plain tensor copied into the memory that the optimizer has for it, so that device and dtype stay; any other
-    value as it is."""
-    plain = all(isinstance(one, torch.Tensor) and not isinstance(one, DTensor) for one in (live, value))
+    """Copy a plain tensor into the optimizer's memory for it, so that device and dtype stay. Return any other value
+    unchanged."""
+    plain = all(isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) for tensor in (live, value))
     return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
 
 
@@ -269,19 +268,19 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
 
-    Only reading differs from ``LightningModule.load_from_checkpoint``, which cannot open a directory; what is done with
-    the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``) is Lightning's own code.
+    Only reading differs from ``LightningModule.load_from_checkpoint``, which cannot open a directory; Lightning's own
+    code applies the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``).
 
     Args:
         cls: The class to make an object of.
         path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file; or the URL of one.
-        map_location: The device of the model, as ``torch.load`` takes it. What is in a directory is on no device: it
+        map_location: The device of the model, as ``torch.load`` takes it. The tensors of a directory have no device: it
             counts as ``"cpu"``, which is also the default.
-        strict: Whether keys have to be the same; by default what the module's ``strict_loading`` says.
+        strict: Require equal keys; by default the module's ``strict_loading``.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyper-parameters to use instead of those of the checkpoint.
         weights_only: False executes code from the checkpoint where only that restores a value: allow it only for a
             checkpoint of your own.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
 
     Returns:
@@ -292,7 +291,7 @@ def load_from_checkpoint(
         CheckpointNotFound, CheckpointCorrupt: There is no checkpoint, or its bytes have changed.
         UnsafeCheckpoint: A value needs ``weights_only=False``; or the hyper-parameters name a function to be called.
         CheckpointMismatch: It has no model.
-        RuntimeError: From torch, as of Lightning's own method: the model does not fit.
+        RuntimeError: The model does not fit, as with Lightning's own method.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -328,7 +327,7 @@ def _package_of(cls: Any) -> Package:
 
 
 def _read(path: Where, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
-    """Lightning's dictionary. Without a module only what is small; the state of optimizers only for a hook."""
+    """Return Lightning's dictionary; without a module no tensors, and without a hook no state of optimizers."""
     left_out = list(among(OPTIM, keys_by_name(path)))
     if module_class is None:
         left_out.append(MODEL)
@@ -343,11 +342,11 @@ def _read(path: Where, package: Package, module_class: Any, weights_only: bool |
 def read_full(
     path: Where, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
 ) -> Checkpoint:
-    """The dictionary of Lightning's that a directory holds, with full tensors in host memory.
+    """Return Lightning's dictionary of a directory, with full tensors in host memory.
 
     Args:
-        checkpointer: One of this process alone.
-        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
+        checkpointer: A Checkpointer of this process alone.
+        weights_only: For ``meta.pt`` of a sharded strategy of stock Lightning: whether to refuse executing code.
         left_out: Names that are not read, such as ``optim``.
     """
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
@@ -359,28 +358,29 @@ def read_full(
 
 
 def _refuse_unknown_instantiator(path: Where, checkpoint: Checkpoint, cls: Any, package: Package) -> None:
-    """LightningCLI stores the name of the function that makes the object: whoever wrote the checkpoint chose it."""
-    for one in _lightning.hyper_parameters_of(package, cls, checkpoint):
-        named = one.get("_instantiator")
-        if named is not None and not (isinstance(named, str) and named in _lightning.instantiators(package)):
+    """Refuse a function that makes the object, unless it is one of LightningCLI, which stores its name: the author of
+    the checkpoint chose it."""
+    for parameters in _lightning.hyper_parameters_of(package, cls, checkpoint):
+        name = parameters.get("_instantiator")
+        if name is not None and not (isinstance(name, str) and name in _lightning.instantiators(package)):
             raise UnsafeCheckpoint(
-                f"{path}: its hyper-parameters name {named!r} as the function that makes the {cls.__name__}, which is "
+                f"{path}: its hyper-parameters name {name!r} as the function that makes the {cls.__name__}, which is "
                 "none of LightningCLI's. Whoever wrote the checkpoint could have any code executed; it is not called."
             )
 
 
 def _take_hyper_parameters(
-    checkpoint: Checkpoint, cls: Any, package: Package, hparams_file: PathLike | None, given: dict[str, Any]
+    checkpoint: Checkpoint, cls: Any, package: Package, hparams_file: PathLike | None, arguments: dict[str, Any]
 ) -> None:
     key, kind = cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.CHECKPOINT_HYPER_PARAMS_TYPE
     if hparams_file is not None:
         checkpoint[key] = _lightning.hyper_parameters_in(package, hparams_file)
     saved = checkpoint.get(key, {})
-    if unresolved := made_of(saved):  # to ask it for its items would resolve what is in them
+    if unresolved := made_of(saved):  # reading its items would resolve them
         saved, remake = unresolved
         takes_it_whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
         checkpoint[kind] = remake if takes_it_whole else None
-    checkpoint[key] = {**saved, **given}
+    checkpoint[key] = {**saved, **arguments}
     if str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
         checkpoint[kind] = importlib.import_module("omegaconf").OmegaConf.create
 
@@ -395,26 +395,26 @@ def _device(map_location: Any) -> torch.device:
 
 
 def name_ours_in_errors() -> None:
-    """Have Lightning's own ``load_from_checkpoint`` name ours where it cannot open a directory: of those of its two
-    packages that are imported by now."""
+    """Have Lightning's own ``load_from_checkpoint`` name ours where it cannot open a directory, in each imported
+    package."""
     for package in PACKAGES:
         _lightning.add_notes_to_reading(package, _what_opens)
 
 
 def _what_opens(path: Any, error: Exception) -> str:
-    """A note on what Lightning's own method raises for a directory.
+    """Return a note for an error of Lightning's own method; an empty string for errors of other causes.
 
-    At a URL it cannot tell, and no store is asked for the sake of a message: some of fsspec's file systems find no
-    object where a directory is, and s3fs opens an empty one.
+    For a URL the note is general: no request is made for a message. Some file systems of fsspec report no object for a
+    directory, and s3fs opens an empty one.
     """
     if isinstance(error, IsADirectoryError):
-        found = "This is a directory"
+        reason = "This is a directory"
     elif isinstance(error, (FileNotFoundError, EOFError)) and "://" in str(path):
-        found = "There is no single object with a checkpoint in it"
+        reason = "There is no single object with a checkpoint in it"
     else:
         return ""
     return (
-        f"{found}, and Lightning's own load_from_checkpoint opens nothing but single files. What is in a checkpoint "
+        f"{reason}, and Lightning's own load_from_checkpoint opens nothing but single files. What is in a checkpoint "
         "directory is loaded with dcp_plugin.lightning.load_from_checkpoint(Model, path)."
     )
 

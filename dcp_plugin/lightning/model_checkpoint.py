@@ -1,19 +1,19 @@
 """``ModelCheckpoint`` and its like, corrected where they assume finished saves and checkpoints that are files.
 
-They ask the file system which names are taken, link to what was saved, and look for ``last`` by time of modification.
-A save in the background has none of this on disk yet; and what a crash of another tool left behind may look like a
-checkpoint. They also save when an exception ends the training, on whichever ranks it was raised.
+They ask the file system which names are taken, link to saved checkpoints, and find ``last`` by time of modification. A
+save in the background is not on disk yet, and garbage of another tool's crash may look like a checkpoint. They
+also save when an exception ends the training, on the ranks that raised it.
 
 A promoted callback is a subclass of the user's own class, like a promoted strategy. Its state, its name in a
-checkpoint, and what it decides to save and to delete are Lightning's.
+checkpoint, and its decisions to save and to delete are Lightning's.
 
-With ``save_interval`` the last of them saves besides, when a save is due: to one name in its directory, where each
-replaces the one before. It is among those that ``"last"`` finds.
+With ``save_interval`` the last of them also saves when a save is due, to a fixed name in its directory, where each save
+replaces the one before. ``"last"`` finds it too.
 
 W&B and MLflow, with ``log_model``, look for files among the paths of a ``ModelCheckpoint`` and ignore directories. Each
 checkpoint of ours becomes one artifact, under the names and with the aliases that its file would have: a directory
-``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow. What is in an object store
-stays there, as a file of Lightning's does.
+``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow. Checkpoints in an object store
+are not uploaded, as files of Lightning's are not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dcp_plugin.types import CheckpointState
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
 TIMED = "last-timed.ckpt"
-"""What is saved when ``save_interval`` says so."""
+"""Name of the checkpoints of ``save_interval``."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 
 
 def promote_callbacks(trainer: Any) -> None:
-    """Have the trainer's callbacks that save checkpoints know about its :class:`DCPCheckpointIO`."""
+    """Promote the trainer's callbacks that save checkpoints."""
     for callback in trainer.callbacks:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
     _lightning.replace_choice_of_checkpoint(trainer, _Stores(trainer))
-    with suppress(ValueError):  # that concerns a fit alone
+    with suppress(ValueError):  # matters to a fit alone
         tidy_dirpaths(trainer)
 
 
 def tidy_dirpaths(trainer: Any) -> None:
-    """Where the trainer's callbacks save, when it is known, in the usual form: a ``file://`` URL is a local path.
+    """Normalise the directories of the trainer's callbacks: a ``file://`` URL becomes a local path.
 
     Raises:
-        ValueError: It is a URL of something else than an object store.
+        ValueError: A directory is a URL of something else than an object store.
     """
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
@@ -85,7 +85,7 @@ def _promoted(base: type[Any]) -> type[Any]:
         promoted_by_dcp_plugin = True
 
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-            """Save if all ranks come to do so; and never hide what has ended the training."""
+            """Save if all ranks take part. A failure becomes a note on the exception that has ended the training."""
             adapter = _adapter_of(trainer)
             if adapter is None or not _may_save_on_exception(self, base):
                 super().on_exception(trainer, pl_module, exception)
@@ -103,7 +103,7 @@ def _promoted(base: type[Any]) -> type[Any]:
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            """Lightning links on a disk only."""
+            """Set up, also for ``save_last="link"`` in an object store, which Lightning refuses."""
             if _adapter_of(trainer) is None:
                 super().setup(trainer, pl_module, stage)
                 return
@@ -141,8 +141,8 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
-    """With lazy staging it matters who saves: see :class:`dcp_plugin.lightning.callback.OthersHooks`. And what
-    keeps the best is to be durable."""
+    """Return a hook that saves. Lazy staging needs to know the saving callback, see
+    :class:`dcp_plugin.lightning.callback.OthersHooks`, and saves of a callback that keeps the best are durable."""
 
     @functools.wraps(original)
     def saving(self: Any, trainer: Any, *args: Any) -> None:
@@ -165,25 +165,25 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _save_when_due(callback: Any, trainer: Any, adapter: LightningAdapter) -> None:
-    """The last of those that save is called after all other callbacks, which are saved as they are after the batch."""
-    if callback is with_directory(trainer)[-1] and adapter.io.is_due(trainer.global_step, adapter.strategy.world_size):
+    """Save after the last callback that saves, which runs after all others: these are saved as after the batch."""
+    if callback is with_directory(trainer)[-1] and adapter.io.is_due(trainer.global_step):
         trainer.save_checkpoint(f"{callback.dirpath}/{TIMED}")
 
 
 def with_directory(trainer: Any) -> list[Any]:
-    """The trainer's callbacks that know where to save."""
+    """Return the trainer's callbacks that have a directory to save in."""
     return [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "dirpath")]
 
 
 def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
-    """Whether ranks have to meet before the callback's hook: one that is not Lightning's may do anything. An exception
-    of one rank alone waits long for the others."""
+    """Return whether the callback's hook may save, so that ranks have to meet before it. A user's hook may do anything;
+    for all others, an exception of a single rank need not wait for the other ranks."""
     owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
     return home_of(owner) is None or (owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True))
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
-    """None if the strategy does not save with the plugin: the callback may come from a trainer whose strategy did."""
+    """Return the adapter of the strategy; None without the plugin: the callback may have been in another trainer."""
     return getattr(trainer.strategy, "dcp_adapter", None)
 
 
@@ -193,9 +193,9 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
     if adapter is None:
         original(trainer, target, link)
         return
-    there, name = adapter.io.where(target), adapter.io.where(link)
-    if trainer.is_global_zero and there != name:
-        adapter.io.post_commit.link(lambda: catalog.link(name, there))
+    checkpoint, name = adapter.io.where(target), adapter.io.where(link)
+    if trainer.is_global_zero and checkpoint != name:
+        adapter.io.post_commit.link(lambda: catalog.link(name, checkpoint))
     trainer.strategy.barrier("link to a checkpoint")
 
 
@@ -225,10 +225,10 @@ def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 
 @dataclass(frozen=True)
 class _Stores:
-    """What Lightning has to know of object stores to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
+    """Object stores as Lightning needs them to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
 
-    And of what is in the local tier alone, as far as this node has it: Lightning chooses before ranks can talk to each
-    other. Nothing is asked for a trainer without the plugin.
+    Includes checkpoints in this node's local tier alone: Lightning chooses before ranks can communicate. A trainer
+    without the plugin makes no requests.
     """
 
     trainer: Any
@@ -249,28 +249,28 @@ class _Stores:
         root = io.where(folder)
         local = [state.path for state in _local_in(io, root)]
         paths = [*local, *(path for path in paths_in(root) if path not in local)]
-        there = [(found, path) for path in paths if (found := name.fullmatch(path.name))]
-        usable = [(found, path) for found, path in there if not committed or not _reason_to_pass_over(path, local)]
-        return [int(found[1]) for found, _ in usable]
+        named = [(match, path) for path in paths if (match := name.fullmatch(path.name))]
+        usable = [match for match, path in named if not committed or not _reason_to_pass_over(path, local)]
+        return [int(match[1]) for match in usable]
 
 
 def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
-    """What was saved to a folder and is not there, as far as this node has it. Keepers of a training before are waited
-    for first: they may be about to put it there."""
+    """Return the saves to a folder that only this node's local tier has. First, wait for keepers of an earlier
+    training, which may be publishing them."""
     source = source_of(io.config)
     source.settle(folder, Ranks())
     return [state for state in source.states(folder) if state.path.parent in (folder, resolved(folder))]
 
 
 def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
-    """When a checkpoint, or a file that is one, was made; None if it is not there."""
+    """Return when a checkpoint, or a file that is one, was made; None if it does not exist."""
     if (local := source_of(io.config).newest_time(path)) is not None:
         return local
     return saved_at(path)
 
 
 def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> set[str]:
-    """What is called ``last``, and can be resumed from."""
+    """Return the checkpoints called ``last`` that can be resumed from."""
     io = _plugin_of(trainer)
     if io is None:
         return search(callback, trainer)
@@ -289,33 +289,33 @@ def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> 
     return _committed(io, found)
 
 
-def _committed(io: DCPCheckpointIO, found: set[str]) -> set[str]:
-    """Of what is called ``last``, what can be resumed from; if there is nothing, the newest checkpoint beside it.
+def _committed(io: DCPCheckpointIO, paths: set[str]) -> set[str]:
+    """Return the checkpoints called ``last`` that can be resumed from; without any, the newest in their folder.
 
     Raises:
-        CheckpointNotFound: Something was saved and nothing can be resumed from. To train from scratch without a word
-            would be wrong then.
+        CheckpointNotFound: Checkpoints were saved and none can be resumed from: to train silently from scratch would
+            be wrong.
     """
-    passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(io.where(path)))}
+    passed_over = {path: reason for path in sorted(paths) if (reason := _reason_to_pass_over(io.where(path)))}
     if not passed_over:
-        _note_chosen(found)
-        return found
-    said = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
-    remaining = found - passed_over.keys()
+        _note_chosen(paths)
+        return paths
+    reasons = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
+    remaining = paths - passed_over.keys()
     if not remaining:
-        beside = catalog.latest(io.where(next(iter(passed_over))).parent, io.config.storage_options)
-        if beside is None:
+        newest = catalog.latest(io.where(next(iter(passed_over))).parent, io.config.storage_options)
+        if newest is None:
             raise CheckpointNotFound(
-                f'ckpt_path="last", but nothing here can be resumed from: {said}. Delete it to train from scratch.'
+                f'ckpt_path="last", but nothing here can be resumed from: {reasons}. Delete it to train from scratch.'
             )
-        remaining = {str(beside)}
-    rank_zero_warn(f'ckpt_path="last" passes over {said}. Resuming from {" or ".join(sorted(remaining))}.')
+        remaining = {str(newest)}
+    rank_zero_warn(f'ckpt_path="last" passes over {reasons}. Resuming from {" or ".join(sorted(remaining))}.')
     _note_chosen(remaining)
     return remaining
 
 
-def _note_chosen(found: set[str]) -> None:
-    for path in found:
+def _note_chosen(paths: set[str]) -> None:
+    for path in paths:
         note_chosen(path)
 
 
@@ -330,14 +330,14 @@ def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
 
 
 def upload_directories(loggers: list[Any]) -> None:
-    """Have the loggers of W&B and MLflow take checkpoints that are directories, too."""
+    """Have the loggers of W&B and MLflow upload checkpoints that are directories, too."""
     for logger in loggers:
         if upload := next((upload for name, upload in _UPLOADS.items() if has_base(type(logger), name)), None):
             _lightning.replace_scan(logger, functools.partial(_scan, logger, upload))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _NewCheckpoint:
     """A checkpoint that a logger does not have yet."""
 
     time: float
@@ -346,19 +346,19 @@ class _Found:
     aliases: list[str]
 
 
-def _scan(logger: Any, upload: Callable[[Any, _Found, Any], None], callback: Any) -> None:
-    """Replaces the logger's own method that looks for new files."""
+def _scan(logger: Any, upload: Callable[[Any, _NewCheckpoint, Any], None], callback: Any) -> None:
+    """Upload new checkpoints, in place of the logger's own method for new files."""
     logged = _lightning.logged_times(logger, callback)
-    for found in sorted(_directories(callback), key=lambda found: found.time):
-        if logged.get(found.path, float("-inf")) < found.time:
-            upload(logger, found, callback)
-            logged[found.path] = found.time
+    for checkpoint in sorted(_directories(callback), key=lambda checkpoint: checkpoint.time):
+        if logged.get(checkpoint.path, float("-inf")) < checkpoint.time:
+            upload(logger, checkpoint, callback)
+            logged[checkpoint.path] = checkpoint.time
 
 
-def _directories(callback: Any) -> list[_Found]:
-    found = []
+def _directories(callback: Any) -> list[_NewCheckpoint]:
+    checkpoints = []
     for path, score in _lightning.scored_paths(callback).items():
-        if not path or is_url(text_of(path)):  # as for a file in a store: these loggers upload what is on a disk
+        if not path or is_url(text_of(path)):  # these loggers upload files of a disk only
             continue
         summary = None
         with suppress(CheckpointError, OSError):
@@ -367,26 +367,26 @@ def _directories(callback: Any) -> list[_Found]:
             score = score.item() if hasattr(score, "item") else score
             metadata = {"score": score, "original_filename": os.path.basename(path)}
             aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]
-            found.append(_Found(summary.time, path, metadata, aliases))
-    return found
+            checkpoints.append(_NewCheckpoint(summary.time, path, metadata, aliases))
+    return checkpoints
 
 
-def _to_wandb(logger: Any, found: _Found, callback: Any) -> None:
+def _to_wandb(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
     wandb: Any = importlib.import_module("wandb")
-    metadata = {**found.metadata, callback.__class__.__name__: _settings(callback)}  # of a weak proxy
+    metadata = {**checkpoint.metadata, callback.__class__.__name__: _settings(callback)}  # of a weak proxy
     artifact = wandb.Artifact(name=_lightning.artifact_name(logger), type="model", metadata=metadata)
-    artifact.add_dir(os.path.realpath(found.path), name="model.ckpt", policy=logger.add_file_policy)
-    logger.experiment.log_artifact(artifact, aliases=found.aliases)
+    artifact.add_dir(os.path.realpath(checkpoint.path), name="model.ckpt", policy=logger.add_file_policy)
+    logger.experiment.log_artifact(artifact, aliases=checkpoint.aliases)
 
 
-def _to_mlflow(logger: Any, found: _Found, callback: Any) -> None:
-    artifact = Path(found.path).stem
-    directory = os.path.realpath(found.path)
-    logger.experiment.log_artifacts(logger.run_id, directory, f"{artifact}/{os.path.basename(found.path)}")
+def _to_mlflow(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
+    artifact = Path(checkpoint.path).stem
+    directory = os.path.realpath(checkpoint.path)
+    logger.experiment.log_artifacts(logger.run_id, directory, f"{artifact}/{os.path.basename(checkpoint.path)}")
     with tempfile.TemporaryDirectory() as beside:
-        metadata = {**found.metadata, "Checkpoint": _settings(callback)}
+        metadata = {**checkpoint.metadata, "Checkpoint": _settings(callback)}
         Path(beside, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # which is YAML
-        Path(beside, "aliases.txt").write_text(str(found.aliases))
+        Path(beside, "aliases.txt").write_text(str(checkpoint.aliases))
         logger.experiment.log_artifacts(logger.run_id, beside, artifact)
 
 
@@ -394,4 +394,4 @@ def _settings(callback: Any) -> dict[str, Any]:
     return {name: getattr(callback, name) for name in _lightning.SETTINGS_LOGGED if hasattr(callback, name)}
 
 
-_UPLOADS: dict[str, Callable[[Any, _Found, Any], None]] = {"WandbLogger": _to_wandb, "MLFlowLogger": _to_mlflow}
+_UPLOADS: dict[str, Callable[[Any, _NewCheckpoint, Any], None]] = {"WandbLogger": _to_wandb, "MLFlowLogger": _to_mlflow}

@@ -1,7 +1,7 @@
-"""How a training continues exactly where its checkpoint was made: random streams, dataloaders, loop counters.
+"""The exact continuation of a training at its checkpoint: random streams, dataloaders, loop counters.
 
-Creating an iterator over a dataloader draws from the random generators, and hooks may, too. So the order of events in
-a resumed ``fit`` matters:
+Creating an iterator over a dataloader draws from the random generators, and hooks may, too. Therefore the order of
+events in a resumed ``fit`` matters:
 
 1. ``Strategy.load_checkpoint``: :meth:`Resume.from_checkpoint` takes this rank's part out of the checkpoint.
 2. ``Strategy.process_dataloader``, the last public moment before Lightning creates the train iterators:
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
 PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
-"""The last is what a user's ``on_save_checkpoint`` had put where one of our keys is."""
+"""``OF_HOOKS`` has the values that a user's ``on_save_checkpoint`` had put under our keys."""
 _OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
 
 
 def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """A new mapping, to which ours can be added: a hook's own ``"rng"`` stays, and the mapping it saw does not grow."""
+    """Return a new mapping, to which our keys can be added: a hook keeps its own ``"rng"``, and its mapping."""
     of_hooks = {key: value for key, value in checkpoint.items() if key in _OURS}
-    rest = {key: value for key, value in checkpoint.items() if key not in of_hooks}
-    return {**rest, OF_HOOKS: of_hooks} if of_hooks else rest
+    remaining = {key: value for key, value in checkpoint.items() if key not in of_hooks}
+    return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
 
 
 def put_back(checkpoint: Checkpoint) -> Checkpoint:
-    """What :func:`beside_ours` had put aside, in place, after ours was taken."""
+    """Restore in place the values of hooks that :func:`beside_ours` had moved, after our values are taken."""
     of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
     checkpoint.update({key: of_hooks[key] for key in _OURS if key in of_hooks})
     return checkpoint
@@ -76,7 +76,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
 
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint as Lightning itself would have made it, on rank 0."""
+    """Return a checkpoint as Lightning itself would have made it, on rank 0."""
     if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:
@@ -91,17 +91,17 @@ class Resume:
 
     streams: SavedStreams
     rng: dict[str, Any] | None
-    """What the checkpoint has of the rank ``streams.source``."""
+    """The state in the checkpoint of the rank ``streams.source``."""
     positions: list[Any]
-    """The states of the stateful loaders that have not come yet, in their order."""
+    """The states of stateful loaders without a loader yet, in order."""
     made_by: list[str]
-    """What they were made by, if the checkpoint tells."""
+    """The properties (:func:`made_by`) of these loaders, if the checkpoint has them."""
     saved_on: int
     """Ranks with data of their own when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
     plateau_metrics: dict[str, Any]
     made_in: float | None
-    """The epoch in which the loaders were made, if they are made anew from time to time."""
+    """The epoch in which the loaders were made, with ``reload_dataloaders_every_n_epochs``."""
     placed: list[tuple[Any, Any]] = field(default_factory=list)
     """Stateful loaders with the states they got."""
     without_position: list[str] = field(default_factory=list)
@@ -189,26 +189,26 @@ class Resume:
 
     def _warn_of_lost_positions(self, trainer: Trainer) -> None:
         _, data_ranks = data_rank(trainer)
-        where = f"The checkpoint was made after batch {self.moment.batches_done} of an epoch, but "
+        place = f"The checkpoint was made after batch {self.moment.batches_done} of an epoch, but "
         lost = (
             ", so the rest of this epoch repeats some samples and misses others; model, optimizer and counters are "
             "exact. "
         )
         if self.saved_on and self.saved_on != data_ranks:
             rank_zero_warn(
-                f"{where}the positions of the dataloaders are those of {self.saved_on} data-parallel ranks and this "
+                f"{place}the positions of the dataloaders are those of {self.saved_on} data-parallel ranks and this "
                 f"run has {data_ranks}: the dataloaders start again with their first batch{lost}To continue "
                 f"exactly, resume on {self.saved_on} ranks or from a checkpoint made at the end of an epoch."
             )
         elif self.without_position:
             rank_zero_warn(
-                f"{where}it has no position of {' and '.join(sorted(set(self.without_position)))}, which starts again "
+                f"{place}it has no position of {' and '.join(sorted(set(self.without_position)))}, which starts again "
                 f"with its first batch{lost}To be able to continue exactly, train with torchdata's "
                 "StatefulDataLoader (same arguments) or resume from a checkpoint made at the end of an epoch."
             )
         elif trainer.num_training_batches == float("inf"):
             rank_zero_warn(
-                f"{where}Lightning reads one batch ahead from a dataset without a length, so the saved position is "
+                f"{place}Lightning reads one batch ahead from a dataset without a length, so the saved position is "
                 "one batch late: each rank misses one batch; all else is exact. To continue exactly, give the dataset "
                 "a __len__ or the Trainer an integer limit_train_batches."
             )
@@ -225,30 +225,31 @@ def _take_position(loader: Any, position: dict[str, Any]) -> None:
 
 
 def _keeps_its_own_position(trainer: Trainer) -> bool:
-    """Whether the datamodule saves and loads state of its own: then where the data goes on is its business."""
+    """Return whether the datamodule saves and loads state of its own, and so its own position in the data."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     kind = package_behind(trainer).pytorch.LightningDataModule
     return datamodule is not None and is_overridden("state_dict", datamodule, kind)
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
-    """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
+    """Return the loader's own random generators: its own, and those of its samplers."""
     inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in (dataloader, getattr(dataloader, "sampler", None), inner)]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    owners = (dataloader, getattr(dataloader, "sampler", None), inner)
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
 
 
 def saves_by_itself(trainer: Any) -> bool:
-    """Whether this is the start of a fit with callbacks that will save checkpoints."""
+    """Return whether a fit starts with callbacks that will save checkpoints."""
     return trainer.state.fn == "fit" and bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run
 
 
 def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
-    """Encode what would be stored besides tensors, and write nothing.
+    """Encode the values of a checkpoint except tensors, and write nothing.
 
-    This calls no code of the user's: hooks and ``state_dict`` methods may count, log or write on that occasion, and
-    stock calls them for checkpoints alone. So it sees hyper-parameters and the schedules whose ``state_dict`` is
-    torch's; the rest is left to the first save.
+    This calls no code of the user's: hooks and ``state_dict`` methods may count, log or write, and stock calls them for
+    checkpoints alone. It checks hyper-parameters and the schedules whose ``state_dict`` is torch's; the first save
+    checks all others.
 
     Raises:
         UnsafeCheckpoint: Naming every value that cannot be stored.
@@ -258,17 +259,17 @@ def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
 
 
 def _extra_of(trainer: Any) -> Checkpoint:
-    """What Lightning puts into a checkpoint besides model and optimizers, without calling code of the user's."""
+    """Return Lightning's part of a checkpoint without model and optimizers, without calling code of the user's."""
     extra: Checkpoint = {}
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None and owner.hparams:
             extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
     if not all(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        extra["lr_schedulers"] = [one.state_dict() if _is_torch_alone(one) else {} for one in schedules]
+        extra["lr_schedulers"] = [each.state_dict() if _is_torch_alone(each) else {} for each in schedules]
     return extra
 
 
 def _is_torch_alone(schedule: Any) -> bool:
-    """Whether its ``state_dict`` is torch's, and asks no other schedule for its own."""
+    """Return whether a ``state_dict`` is torch's own, and of a schedule without others inside."""
     return str(schedule.state_dict.__module__).startswith("torch.") and not hasattr(schedule, "_schedulers")

@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints: what we read of them, and what stock Lightning needs to resume from ours.
+"""Lightning's own checkpoints: how we read them, and the additions with which stock Lightning resumes from ours.
 
 - A file (``.ckpt``) is a ``torch.save`` of one dictionary with full tensors. Its optimizer states have numbers instead
   of the names of parameters.
@@ -46,25 +46,16 @@ OPTIMIZER = "optimizer"
 
 
 def is_directory_of_lightning(path: Where) -> bool:
-    """Whether a sharded strategy saved this without us, also over a checkpoint of ours.
+    """Return whether a sharded strategy of stock Lightning saved this, also over a checkpoint of ours.
 
     Raises:
-        CheckpointCorrupt: It mixes both.
+        CheckpointCorrupt: The directory has files of both.
     """
     return is_regular_file(path / META) and read_summary(path) is None
 
 
 def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
-    """A file of Lightning's, also ``meta.pt``, in host memory unless ``map_location`` says otherwise.
-
-    Args:
-        weights_only: Whether to refuse what only executing code from the file restores. None: torch's default, which
-            is to refuse.
-
-    Raises:
-        UnsafeCheckpoint: It holds such things.
-        CheckpointNotFound: It is no file: a named pipe, for one, would be waited for for ever.
-    """
+    """Read a file of Lightning's, also ``meta.pt``, as :func:`~dcp_plugin.integration.files.load_torch_file`."""
     return cast(Checkpoint, load_torch_file(path, weights_only, "DCPCheckpointIO(weights_only=False)", map_location))
 
 
@@ -72,15 +63,15 @@ def fill(key: str, target: Any, source: Any) -> None:
     """Copy ``source``, full or distributed like ``target``, into this rank's part of ``target``.
 
     Raises:
-        CheckpointMismatch: They have different shapes.
+        CheckpointMismatch: The shapes differ.
     """
-    mine, given = sharded_value(target), sharded_value(source)
-    if mine.shape != given.shape:
-        raise CheckpointMismatch(f"{key} has shape {mine.shape} here and {given.shape} in the checkpoint")
-    is_full = len(given.chunks) == 1 and given.chunks[0].sizes == given.shape
-    for number, chunk in enumerate(mine.chunks):
+    here, stored = sharded_value(target), sharded_value(source)
+    if here.shape != stored.shape:
+        raise CheckpointMismatch(f"{key} has shape {here.shape} here and {stored.shape} in the checkpoint")
+    is_full = len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.shape
+    for number, chunk in enumerate(here.chunks):
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        chunk.tensor.copy_(given.chunks[0].tensor[box] if is_full else given.chunks[number].tensor)
+        chunk.tensor.copy_(stored.chunks[0].tensor[box] if is_full else stored.chunks[number].tensor)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
@@ -88,7 +79,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     if there is FSDP1.
 
     Raises:
-        CheckpointMismatch: It does not fit the optimizer, or is that of other parameters. Nothing has changed then.
+        CheckpointMismatch: The state does not fit the optimizer, or is of other parameters; the optimizer is unchanged.
     """
     optimizer = unwrapped_optimizer(optimizer)
     if not isinstance(state, dict) or GROUPS not in state:
@@ -113,12 +104,12 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
 
 
 def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
-    """The state with names of parameters where it has numbers.
+    """Return the state with names of parameters in place of numbers.
 
-    What a number counts depends on who saved it. One device and DDP: the parameters of the optimizer, in the order of
-    its groups. FSDP and ModelParallel, saving "full": the parameters of the model, frozen ones included. Lightning's
-    sharded strategies take the second for both, and give one parameter the state of another as soon as there is a
-    frozen one.
+    The meaning of a number depends on the strategy that saved it. One device and DDP number the parameters of the
+    optimizer, in the order of its groups. FSDP and ModelParallel, saving "full", number the parameters of the model,
+    frozen ones included. Lightning's sharded strategies assume the second for both, and give a parameter the state of
+    another if any is frozen.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
@@ -138,8 +129,8 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """In the order in which an optimizer of the unwrapped model has them. A flat parameter of FSDP1 lists those of
-    its unit; a group of such is taken to be in the order of the model, which is how it is mostly made."""
+    """Return the names in the order in which an optimizer of the unwrapped model has them. A flat parameter of FSDP1
+    lists those of its unit; a group of such is assumed to be in the order of the model."""
     order = {name: number for number, name in enumerate(gather_module(model))}
     names = []
     for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
@@ -151,13 +142,13 @@ def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def _names_in_model(model: nn.Module) -> list[str]:
     if not contains_fsdp1(model):
         return list(parameter_names(model).values())
-    known = {name for names in flat_parameter_names(model).values() for name in names}
-    return [name for name in gather_module(model) if name in known]
+    parameters = {name for names in flat_parameter_names(model).values() for name in names}
+    return [name for name in gather_module(model) if name in parameters]
 
 
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
-    """Slots have the shape of their parameter, or are made of its sizes (factored ones). If none is, they are
-    another's."""
+    """Refuse slots of another parameter: slots have the shape of their parameter, or are made of its sizes (factored
+    ones)."""
     for name in [name for name in state if name in model]:
         shape = sharded_value(model[name]).shape
         shapes = [tuple(slot.shape) for slot in state[name].values() if is_tensor(slot) and slot.ndim > 0]
@@ -170,28 +161,28 @@ def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, A
 
 @dataclass(frozen=True)
 class ForStock:
-    """What is added to one checkpoint."""
+    """The additions to a checkpoint."""
 
     aliases: dict[str, tuple[str, KeyPath]]
     meta: Checkpoint | None
-    """What goes into ``meta.pt``; None on ranks that do not write it."""
+    """The contents of ``meta.pt``; None on ranks that do not write it."""
 
     def write_meta(self, directory: Path) -> None:
-        """Everything but model and optimizers, in a file that ``torch.load(weights_only=True)`` takes; unless it holds
-        what the user has allowed to be pickled. What cannot be stored at all is left to the save to name."""
+        """Write all but model and optimizers, for ``torch.load(weights_only=True)`` unless the user has allowed pickled
+        values. The save itself reports values that cannot be stored."""
         if self.meta is not None:
             with suppress(UnsafeCheckpoint):
                 (directory / META).write_bytes(encode(self.meta, allow_pickle=True))
 
 
 def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
-    """What stock Lightning needs of a checkpoint that this strategy saves; None if it is not a sharded one.
+    """Return the additions for stock Lightning to a checkpoint of this strategy; None if the strategy is not sharded.
 
-    The groups of the optimizers are added to ``state``, whatever the strategy: an export needs them, too.
+    The groups of the optimizers are added to ``state`` for every strategy: an export needs them, too.
 
     Args:
         checkpoint: The dictionary of Lightning's.
-        state: What is stored of it, see :func:`dcp_plugin.lightning.layout.to_state`.
+        state: Its stored form, see :func:`dcp_plugin.lightning.layout.to_state`.
     """
     groups = _add_groups(checkpoint, state)
     model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
@@ -208,22 +199,22 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
 
 
 def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tuple[str, Nested]]:
-    """Add the groups of the optimizers to ``state``; by number, of each that has got them, its name and its state."""
-    found: dict[int, tuple[str, Nested]] = {}
+    """Add the groups of the optimizers to ``state``. Return the names and states of these optimizers by number."""
+    added: dict[int, tuple[str, Nested]] = {}
     optimizers = checkpoint.get("optimizer_states", ())
-    if not optimizers or not all(isinstance(one, OwnLayout) or layout.is_keyed_by_name(one) for one in optimizers):
-        return found
+    if not optimizers or not all(isinstance(each, OwnLayout) or layout.is_keyed_by_name(each) for each in optimizers):
+        return added
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
         if isinstance(nested, OwnLayout):
             continue
         if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
-            found[number] = name, nested
-    return found
+            added[number] = name, nested
+    return added
 
 
 def _meta(extra: Checkpoint) -> Checkpoint:
-    """As Lightning itself would have stored it. Of tensors that are sharded, rank 0 alone has not enough to store."""
+    """Return the values as Lightning itself would store them, without sharded tensors, which no rank has in full."""
     loops = {"loops": copy.deepcopy(extra["loops"])} if "loops" in extra else {}
     return without_own_state({**_unsharded(extra), **loops})
 

@@ -1,8 +1,8 @@
-"""Strategies that save and load with all ranks, straight from and into the live model and optimizers.
+"""Strategies that save and load with all ranks, directly from and into the live model and optimizers.
 
 :func:`promote` changes the class of a trainer's strategy to :func:`dcp_strategy_class` of it: a subclass of the user's
-own class and nothing else, whose methods for checkpoints forward to a :class:`LightningAdapter`. The classes for those
-who build their strategies themselves (``DCPFSDPStrategy``, for Hydra) are the same.
+own class alone, whose methods for checkpoints forward to a :class:`LightningAdapter`. The classes for users who make
+their strategies themselves (``DCPFSDPStrategy``, for Hydra) are the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _PATIENCE_WITH_AN_EXCEPTION = 60.0
-"""Seconds that a rank waits for the others if a callback is to save what an exception left. It is as long as they may
-be apart, a step or two, and much less than the timeout of a process group, after which its own exception is lost."""
+"""Seconds that a rank waits for the others if a callback is to save after an exception: more than a step or two, by
+which ranks may differ, and much less than the timeout of a process group, after which its own exception is lost."""
 
 _UNREAD: dict[str, Any] = {}
 """Placeholder for the state of an optimizer that does not exist yet, where no hook looks at it."""
@@ -52,27 +52,27 @@ class LightningAdapter(StrategyAdapter):
         self._loaded: Loaded | None = None
         """The checkpoint that is being restored, until the optimizers have it too."""
         self._resume: Resume | None = None
-        """What is to be restored when the training starts."""
+        """The state to restore when the training starts."""
         self._all_came: bool | None = None
         self._set_up = False
         self._groups_made: list[int] = []
-        """How many groups each optimizer had when it was made."""
+        """Number of groups of each optimizer when it was made."""
 
     @property
     def io(self) -> DCPCheckpointIO:
         io = _lightning.unwrapped(self.strategy.checkpoint_io)
         if not isinstance(io, DCPCheckpointIO):  # a strategy of the classes below, without the plugin
             io = self.strategy.checkpoint_io = DCPCheckpointIO()
-        io.serves_strategy = True
+        io.serves_strategy, io.world_size = True, self.strategy.world_size
         return io
 
     @property
     def checkpointer(self) -> Checkpointer:
-        return self.io.checkpointer(self.strategy.world_size)
+        return self.io.checkpointer
 
     @property
     def model(self) -> nn.Module:
-        """The wrapped module, or the one in DDP that Lightning asks for its state."""
+        """The wrapped module, or the module in DDP that Lightning asks for its state."""
         return inside_ddp(self.strategy.model)
 
     @property
@@ -102,17 +102,17 @@ class LightningAdapter(StrategyAdapter):
             ranks.agree("see whether checkpoints could be saved", preflight)
 
     def all_ranks_come_to_save(self) -> bool:
-        """After an exception: whether all ranks had one, at the same step, so that they can save together.
+        """Return after an exception whether all ranks had one, at the same step, so that they can save together.
 
         Ranks meet once; later calls return the same.
         """
         if self._all_came is None:
             self.io.wait()
-            # Of one step: else parts of different steps would make one checkpoint.
+            # The same step: else a checkpoint would have parts of different steps.
             step = self.trainer.global_step
             purpose = f"save what an exception left at step {step}"
             self._all_came = self.checkpointer.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
-            if not self._all_came and step > 0:  # before, nothing is lost: the first load has failed, for one
+            if not self._all_came and step > 0:  # nothing is lost before the first step
                 warnings.warn(
                     f"Rank {self.strategy.global_rank} saves no checkpoint of its exception: all ranks would have to "
                     "take part, and it is not known that all of them had one at the same step.",
@@ -143,12 +143,12 @@ class LightningAdapter(StrategyAdapter):
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
         owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
-        io.save(state, path, checkpoint.get("global_step"), strategy.world_size, owners, added, metrics)
-        if self.trainer.state.stopped:  # nobody will wait for it later
+        io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)
+        if self.trainer.state.stopped:  # no later hook waits for it
             io.wait()
 
     def _metrics(self, monitor: str | None) -> dict[str, Any]:
-        """What callbacks see at this save: among it what a ``ModelCheckpoint`` monitors, which may be a count."""
+        """Return the metrics that callbacks see, and the monitored count of a ``ModelCheckpoint``."""
         trainer = self.trainer
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         scalars = {str(name): value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
@@ -213,7 +213,7 @@ class LightningAdapter(StrategyAdapter):
         return resume.put_back(checkpoint)
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
-        """Load the optimizers if they are made already; otherwise Lightning has to know that they have a state."""
+        """Load the optimizers if they exist; otherwise announce their state to Lightning."""
         if not loaded.optimizer_names:
             return
         if self._set_up:
@@ -257,18 +257,17 @@ class LightningAdapter(StrategyAdapter):
         self.stock.barrier(*args, **kwargs)
 
     def _start(self) -> None:
-        """A fit without a checkpoint: its model may start from another's."""
+        """Start a fit without a checkpoint, whose model may start from another's."""
         io = self.io
         if self.trainer.ckpt_path is None:
             goes_on = self.trainer.global_step > 0  # where the last fit of this trainer has ended
-            world_size, strict = self.strategy.world_size, self.module.strict_loading
-            io.restart = None if goes_on else io.start(self.model, world_size, strict)
+            io.restart = None if goes_on else io.start(self.model, self.module.strict_loading)
         if io.init_from is not None and io.restart is not None:
             rank_zero_info(str(io.restart))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """See :mod:`dcp_plugin.lightning.resume` for this moment and the next."""
+        """Prepare the loader, see :mod:`dcp_plugin.lightning.resume`."""
         dataloader = self.stock.process_dataloader(dataloader)
         if self.trainer.training:
             packages.make_resumable(dataloader)
@@ -295,7 +294,7 @@ class LightningAdapter(StrategyAdapter):
         self.stock.on_exception(exception)
         try:
             self.io.teardown()
-        except Exception as failure:  # whatever it is, what ends the training is the one to raise
+        except Exception as failure:  # the exception that ends the training is raised
             exception.add_note(f"Besides, a checkpoint could not be saved: {failure}")
             rank_zero_warn(f"A checkpoint could not be saved: {failure}")
 
@@ -320,7 +319,7 @@ def promote(strategy: Strategy) -> None:
 
 @functools.cache
 def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
-    """The promoted subclass of a strategy class.
+    """Return the promoted subclass of a strategy class.
 
     Args:
         base: One of Lightning's strategies for one device, DDP, FSDP or ModelParallel, or a subclass; of

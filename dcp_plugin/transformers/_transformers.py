@@ -1,7 +1,7 @@
 """The one place for private names of transformers and PEFT, each with the reason why no public one does.
 
-What :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides is private too, since the Trainer
-has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters it expects.
+The methods that :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides are private too, since the Trainer
+has no public hook for them: ``OVERRIDDEN`` lists them, with their parameters.
 ``tests/transformers_trainer/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
 """
 
@@ -51,8 +51,8 @@ OVERRIDDEN = {
 
 
 def refuse_unsupported(trainer: Trainer) -> None:
-    """Raise CheckpointError for backends that keep and write their state in a way of their own, and where Accelerate
-    has silently made something else of what was asked for."""
+    """Raise CheckpointError for backends with state and formats of their own, and where Accelerate has silently
+    replaced the requested way of training."""
     backends = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": is_torch_xla_available(),
@@ -72,42 +72,42 @@ def refuse_unsupported(trainer: Trainer) -> None:
 
 
 @contextmanager
-def accepting_sharded_models(given: Iterable[Any]) -> Iterator[None]:
+def accepting_sharded_models(values: Iterable[Any]) -> Iterator[None]:
     """While a Trainer is made, have it take a model that ``from_pretrained(distributed_config=...)`` has sharded.
 
     It refuses one unless ``save_only_model`` is set, since its own checkpoints cannot have such an optimizer. Those of
-    this package can, and the constructor has no other way to be told.
+    this package can, and the constructor has no other setting for it.
 
     Args:
-        given: The arguments of the constructor.
+        values: The arguments of the constructor.
     """
-    given = list(given)
-    arguments = [one for one in given if isinstance(one, TrainingArguments) and not one.save_only_model]
-    if not any(getattr(one, "is_distributed_loading_by_transformers", False) for one in given):
-        arguments = []
-    for one in arguments:
-        one.save_only_model = True
+    values = list(values)
+    changed = [value for value in values if isinstance(value, TrainingArguments) and not value.save_only_model]
+    if not any(getattr(value, "is_distributed_loading_by_transformers", False) for value in values):
+        changed = []
+    for arguments in changed:
+        arguments.save_only_model = True
     try:
         yield
     finally:
-        for one in arguments:
-            one.save_only_model = False
+        for arguments in changed:
+            arguments.save_only_model = False
 
 
 def is_sharded_at_load(trainer: Trainer) -> bool:
-    """Whether ``from_pretrained(distributed_config=...)`` has sharded the model, and Accelerate does not know of it."""
+    """Return whether ``from_pretrained(distributed_config=...)`` has sharded the model, unknown to Accelerate."""
     return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))  # older ones shard no model
 
 
 def unwrapped(trainer: Trainer) -> nn.Module:
-    """The model as the user knows it."""
+    """Return the model as the user has made it."""
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     return model
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether this is a PEFT model: a base that somebody else keeps, and adapters. No public name tells it without
-    importing PEFT, which need not be installed."""
+    """Return whether this is a PEFT model: adapters, and a base that other checkpoints have. The public names for this
+    are in PEFT, which need not be installed."""
     is_peft_model: Callable[[nn.Module], bool] = _is_peft_model
     return is_peft_model(model)
 
@@ -125,12 +125,12 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def is_overridden(method: Any) -> bool:
-    """Whether a method of a Trainer is not that of ``transformers.Trainer``: a subclass's, or put in its place."""
+    """Return whether a method of a Trainer is not that of ``transformers.Trainer``: a subclass's, or an instance's."""
     return getattr(method, "__module__", None) != StockTrainer.__module__
 
 
 def saves_model_itself(trainer: Trainer, mixin: Any) -> bool:
-    """Whether a subclass has a way of its own to save the model, before or behind the mixin."""
+    """Return whether a subclass, before or behind the mixin, overrides how the model is saved."""
     replaced = getattr(trainer.save_model, "__func__", None) is not vars(mixin)["save_model"]
     return replaced or is_overridden(super(mixin, trainer).save_model) or is_overridden(trainer._save)
 
@@ -141,8 +141,8 @@ def push(trainer: Trainer, directory: str) -> None:
 
 
 def code_between_steps(trainer: Trainer) -> list[str]:
-    """Callbacks and methods that are not the Trainer's own and run between two steps of the optimizer, where they may
-    write weights: averages, or those for an evaluation."""
+    """Return the callbacks and methods of users that run between two steps of the optimizer, where they may write
+    weights: averages, or those for an evaluation."""
     callbacks = [type(callback) for callback in trainer.callback_handler.callbacks]
     methods = ("evaluate", "evaluation_loop", "prediction_step", "training_step")
     return [
@@ -184,14 +184,14 @@ def _uses_folder(callback: Any) -> bool:
 
 
 def saves_shards(trainer: Trainer) -> bool:
-    """Whether the Trainer's ``save_model`` writes nothing, because no rank has the full model."""
+    """Return whether the Trainer's ``save_model`` writes nothing, because no rank has the full model."""
     state: Any = trainer.accelerator.state
     return trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(state.fsdp_plugin.state_dict_type)
 
 
 def describe_model(trainer: Trainer, directory: str) -> None:
-    """Write what transformers keeps beside a model's weights, without the weights: configurations, the tokenizer,
-    the training arguments. Call it on the ranks that write."""
+    """Write the files of a model without its weights: configurations, the tokenizer, the training arguments. Call it
+    on the ranks that write."""
     if is_sharded_at_load(trainer):  # whose ``save_pretrained`` would gather the weights, on all ranks
         model: Any = unwrapped(trainer)
         os.makedirs(directory, exist_ok=True)
@@ -209,10 +209,10 @@ def describe_model(trainer: Trainer, directory: str) -> None:
 
 
 def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
-    """The same of a sharded PEFT model, with its adapters: they are small, and PEFT reads nothing else.
+    """Write the files of a sharded PEFT model, with its adapters: they are small, and PEFT reads them alone.
 
     Args:
-        adapters: Their full tensors; None where PEFT itself would have to gather them.
+        adapters: Full tensors of the adapters; None if PEFT itself has to gather them.
     """
     if adapters is not None:
         trainer._save(directory, state_dict=adapters)
@@ -224,8 +224,8 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
 
 
 def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
-    """Have the Trainer alone fail to resume from a checkpoint: it would load the weights that it finds there, and start
-    with a new optimizer and schedule, without an error.
+    """Make stock Trainer fail to resume from a checkpoint: it would silently load the weights that it finds in the
+    folder, and start with a new optimizer and schedule.
 
     It loads an optimizer if it finds a schedule and a folder with "optimizer" in its name, and raises for want of
     ``optimizer.pt`` or, under FSDP, of ``optimizer_0``.
@@ -245,9 +245,9 @@ def _describe_training(trainer: Trainer, directory: str) -> None:
 
 
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
-    """The adapters as a module of its own: the same parameters and buffers under the same names, nothing else.
+    """Return the adapters as a module of its own: the same parameters and buffers under the same names.
 
-    Adapters are what PEFT itself would save, and whatever else is trained.
+    Adapters are the tensors that PEFT itself would save, and all others that are trained.
     """
     tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
     kept = _kept_by_peft(peft_model, tensors)
@@ -262,7 +262,7 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
 
 
 def full_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
-    """The full tensors of the adapters of a sharded PEFT model, by their names; on rank 0 at least. Collective.
+    """Return the full tensors of the adapters of a sharded PEFT model, by name; on rank 0 at least. Collective.
 
     None for prompts, which PEFT does not take out of a state dict, and under FSDP1, where PEFT asks the modules for
     their state on one rank alone, and waits for the others.
@@ -277,26 +277,26 @@ def full_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
 
 
 def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]:
-    """Which of them, by identity, PEFT itself would save."""
+    """Return the identities of the tensors that PEFT itself would save."""
     from peft import get_peft_model_state_dict
 
-    known: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
+    select: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
     return {
         id(value)
         for name in peft_model.peft_config  # type: ignore[union-attr]
-        for value in known(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
+        for value in select(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
     }
 
 
 def _full_tensor(value: Any, device: torch.device) -> torch.Tensor:
-    """On the device first, where the ranks can communicate: offloaded shards are in host memory."""
+    """Return a full tensor. Offloaded shards go to the device first, where the ranks can communicate."""
     if isinstance(value, DTensor):
         return value.detach().to(device).full_tensor().cpu()  # type: ignore[attr-defined, no-any-return]
     return value.detach().cpu()  # type: ignore[no-any-return]
 
 
 def _place(root: nn.Module, key: str) -> nn.Module:
-    """The module of a key, made with all above it if it is not there."""
+    """Return the module of a key; make it, with all above it, if it does not exist."""
     for name in key.split(".")[:-1]:
         if name not in dict(root.named_children()):
             root.add_module(name, nn.Module())

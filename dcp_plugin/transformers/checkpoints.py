@@ -1,14 +1,14 @@
-"""A Trainer's checkpoints: what is in one, out of the live objects and back into them, and where they are.
+"""A Trainer's checkpoints: their state, from the live objects and back into them, and their directories.
 
-| name                       | what                                                                                |
+| name                       | value                                                                               |
 |----------------------------|-------------------------------------------------------------------------------------|
-| ``model.<FQN>``            | the model; of a PEFT model the adapters alone, the base is what the user has loaded |
+| ``model.<FQN>``            | the model; of a PEFT model the adapters alone, since the user loads the base        |
 | ``optim.…``                | the optimizer                                                                       |
 | ``extra.lr_scheduler``     | the schedule                                                                        |
 | ``extra.scaler``           | the gradient scaler, if there is one                                                |
 | ``extra.rng.<rank>``       | the random generators of each rank                                                  |
 | ``extra.trainer_state``    | the text of ``trainer_state.json``, so that its bytes have a checksum too           |
-| ``extra.samples_per_step`` | over all ranks and accumulated batches: tells whether the position in the data fits |
+| ``extra.samples_per_step`` | over all ranks and accumulated batches; compared at a resume                        |
 
 The second half is about the ``checkpoint-N`` directories: which one to resume from, and which to delete. Both kinds
 count, those of this package and those that stock transformers has written.
@@ -60,7 +60,7 @@ SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_s
 
 
 def model_of(trainer: Trainer) -> nn.Module:
-    """What is stored as the model: the wrapped one, whose wrapper says how it is distributed, or its adapters."""
+    """Return the module that is stored: the wrapped model, whose wrapper distributes it, or its adapters."""
     wrapped: Any = trainer.model_wrapped
     model: nn.Module = wrapped.module if isinstance(wrapped, nn.DataParallel) else wrapped
     if is_adapted(unwrapped(trainer)) and not contains_fsdp1(model):  # FSDP1 mixes base and adapters in its parameters
@@ -77,7 +77,7 @@ def scaler_of(trainer: Trainer) -> Any:
 
 
 def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
-    """The named state of a trainer. Collective under FSDP1."""
+    """Return the named state of a trainer. Collective under FSDP1."""
     extra: dict[str, Any] = {SAMPLES: trainer.get_total_train_batch_size(trainer.args)}
     state: dict[str, Any] = {MODEL: model_of(trainer), EXTRA: extra}
     if trainer.args.save_only_model:
@@ -93,7 +93,7 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
 
 
 class ToLoad:
-    """What of a checkpoint a trainer takes: the state to load into, and what then is done with it.
+    """The state of a trainer to load into, and the objects that take it when it is read.
 
     Args:
         names: The names in the checkpoint, see :class:`Found`.
@@ -112,7 +112,7 @@ class ToLoad:
         self.state.update({name: {} for name in wanted if name in names})
 
     def finish(self) -> None:
-        """Give schedule and scaler what was read."""
+        """Fill the schedule and the scaler."""
         objects: dict[str, Any] = {SCHEDULER: self._trainer.lr_scheduler, SCALER: scaler_of(self._trainer)}
         for name, target in objects.items():
             if target is not None and (saved := self.state.get(f"{EXTRA}.{name}")):
@@ -126,14 +126,14 @@ class ToLoad:
 
 
 def random_position() -> tuple[Any, ...]:
-    """Where this process is in its random streams: equal if no number was drawn in between."""
+    """Return the position of this process in its random streams, which changes with each draw."""
     numpy: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
 def random_positions_after_iter() -> list[tuple[Any, ...]]:
-    """Where the random streams can be when an iterator over a dataloader has been made and data without any random
-    numbers has come out of it: the iterator draws a seed for its workers, and a shuffling sampler may draw another."""
+    """Return the possible positions after a dataloader without random data has yielded a batch: the iterator draws a
+    seed for its workers, and a shuffling sampler may draw another."""
     state, positions = torch.get_rng_state(), [random_position()]
     for _ in range(2):
         torch.empty((), dtype=torch.int64).random_()
@@ -157,36 +157,36 @@ class Found:
     path: Where
     stock: bool = True  # transformers alone has written it
     names: frozenset[str] = frozenset()
-    """What is in it, by name: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
+    """The names in the checkpoint: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
     world_size: int | None = None
     samples_per_step: int | None = None
     has_trainer_state: bool = True
 
 
 def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState] = ()) -> Found | Where:
-    """The complete checkpoint of the highest step in a Trainer's output directory.
+    """Return the complete checkpoint of the highest step in a Trainer's output directory.
 
     Args:
-        local: What can be loaded although nothing is there.
+        local: Checkpoints that only nodes have.
 
     Returns:
-        What there is; or its path, if it is one of ``local``.
+        The checkpoint; or only its path, if it is one of ``local``.
 
     Raises:
-        CheckpointNotFound: There is none.
+        CheckpointNotFound: The directory has no complete checkpoint.
     """
     candidates: list[Where] = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
     newest_local = max(local, key=lambda state: state.step or 0, default=None)
     steps = [step for step, path in _candidates(Path(root)) if not path.name.endswith(".aside")]
     if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
         return newest_local.path
-    found, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
+    newest_there, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
-    if found is not None:
-        return found
+    if newest_there is not None:
+        return newest_there
     torn = f" Passed over: {'; '.join(map(str, refused))}." if refused else ""
-    # Begins as stock's message does, for those who look into it.
+    # Begins like stock's message, for programs that compare it.
     raise CheckpointNotFound(
         f"No valid checkpoint found in output directory ({root}): resume_from_checkpoint=True, but there is no "
         f"complete checkpoint.{torn}"
@@ -194,7 +194,7 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
 
 
 def named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -> Found:
-    """:func:`examine` of a path that the user has named; what is wrong with it comes with a way out."""
+    """Return :func:`examine` of a path from the user, with a way out in the error."""
     try:
         return examine(path, config, files)
     except (CheckpointNotFound, CheckpointIncomplete) as error:
@@ -205,13 +205,13 @@ def named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -
 
 
 def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None = None) -> Found:
-    """Return what a checkpoint has to resume from.
+    """Return the description of a checkpoint to resume from.
 
     Args:
         files: Of :meth:`dcp_plugin.Checkpointer.shown`.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is at the path, or nothing complete.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The path has no complete checkpoint.
     """
     path = as_path(path, config.storage_options)
     state = state_of(path) if files is None else None
@@ -233,7 +233,7 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
 
 
 def _local(path: Where) -> Path:
-    """Of what transformers has saved without this package."""
+    """Return the local path of a checkpoint of stock transformers."""
     with damage_in(path):
         kind = kind_of(path)
     if not kind and not isinstance(path, Path):
@@ -242,9 +242,9 @@ def _local(path: Where) -> Path:
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
-    """The numbers that the Trainer has logged at this very step, losses of an evaluation among them; not its speed.
+    """Return the numbers that the Trainer has logged at this step, losses of an evaluation among them; not its speed.
 
-    An evaluation of an earlier step tells nothing of what is saved now.
+    An evaluation of an earlier step is not of the state that is saved now.
     """
     logged: dict[str, Any] = {}
     for entry in reversed(state.log_history):
@@ -265,11 +265,11 @@ def rotate(
     limit: int | None,
     delete: Callable[[Where], None] = retention.remove,
 ) -> None:
-    """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best. What is
-    set aside as damaged stays, and does not count; so does what cannot be read.
+    """Delete the oldest checkpoints until ``limit`` remain; torn ones first, never the newest or the best. Damaged
+    ones in quarantine, and those that cannot be read, stay and do not count.
 
     Args:
-        newest: Which is complete.
+        newest: Path of a complete checkpoint.
     """
     if limit is None or limit <= 0:
         return
@@ -277,15 +277,15 @@ def rotate(
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
     ages: dict[Path, tuple[bool, float]] = {}
     for path in present:
-        with suppress(OSError, CheckpointUnreadable):  # a checkpoint that cannot be read stays, and does not count
+        with suppress(OSError, CheckpointUnreadable):  # cannot be read: stays, and does not count
             if path not in protected and not is_quarantined(path):
                 ages[path] = _is_complete(path), path.stat().st_mtime
-    others = sorted(ages, key=ages.__getitem__)
-    retention.rotate([*others, *protected], max(limit, len(protected)), delete)
+    oldest_first = sorted(ages, key=ages.__getitem__)
+    retention.rotate([*oldest_first, *protected], max(limit, len(protected)), delete)
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
-    """By step. Among them is what an interrupted overwrite has moved aside."""
+    """Yield the checkpoints with their steps, among them those that an interrupted overwrite has moved aside."""
     yield from catalog.numbered(root, _PREFIX)
     for state in catalog.list_checkpoints(root):
         path, step = state.path, state.step
@@ -299,8 +299,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def _incomplete_reason(path: Path) -> str:
-    """Why a directory is no complete checkpoint of stock transformers; empty if it is. The Trainer's state is the last
-    thing that rank 0 writes."""
+    """Return why a directory is no complete checkpoint of stock transformers; an empty string if it is. Rank 0 writes
+    the Trainer's state last."""
     if not path.is_dir():
         return "it does not exist"
     if not (path / TRAINER_STATE_NAME).exists():

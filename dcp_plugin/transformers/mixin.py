@@ -1,11 +1,11 @@
 """``class MyTrainer(DCPTrainerMixin, Trainer)``: the Trainer's checkpoints go through the core, on all ranks.
 
-The Trainer has no hook for this, so the mixin takes over the methods in which it saves and loads, and leaves what
-they decide to it: when to save, what is best, where in the data to go on. :class:`TrainerAdapter` does the work. The
-moments, in their order:
+The Trainer has no hook for this, so the mixin overrides the methods in which it saves and loads. The Trainer still
+decides when to save, which checkpoint is best, and where in the data to continue. :class:`TrainerAdapter` does the
+work. The moments, in their order:
 
-- ``train`` finds on rank 0 what to resume from. ``_prepare_for_training`` wraps model and optimizer; then all is
-  loaded at once. ``_load_rng_state`` is called by the loop where it has reached the point of the save.
+- ``train`` finds the checkpoint to resume from, on rank 0. ``_prepare_for_training`` wraps model and optimizer; then
+  all is loaded at once. The loop calls ``_load_rng_state`` at the point of the save.
 - ``_save_checkpoint`` lets the Trainer write its small files into a scratch directory, and saves them with model and
   optimizer as one checkpoint. Rotation and push wait until that is published.
 - ``_finalize_training`` and the end of ``train``, whichever way it ends, wait for the save in flight.
@@ -33,11 +33,11 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import FrameworkCheckpointer
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.paths import PathLike, as_local, as_path, resolved
+from dcp_plugin.paths import PathLike, as_local, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import SourceFiles
@@ -75,11 +75,11 @@ _COPY_THEM = (
 
 
 def _unless(busy: str, name: str) -> Any:
-    """A method of the Trainer that does nothing while the core does its work.
+    """Return a method of the Trainer that does nothing while the core does its work.
 
     Args:
-        busy: The attribute of :class:`TrainerAdapter` that is not None as long as it does.
-        name: The method's.
+        busy: The attribute of :class:`TrainerAdapter` that is not None meanwhile.
+        name: Name of the method.
     """
 
     def method(self: DCPTrainerMixin, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class DCPTrainerMixin(Trainer):
     """Sharded, crash-safe checkpoints for any ``Trainer``, put before it: ``class Mine(DCPTrainerMixin, Trainer)``.
 
     Args:
-        checkpoint_config: How to save and load; else the class attribute of that name.
+        checkpoint_config: Settings of saves and loads; by default the class attribute of that name.
 
     Raises:
         CheckpointError: The training runs on a backend that is not supported.
@@ -102,24 +102,24 @@ class DCPTrainerMixin(Trainer):
     Example:
         >>> from transformers import Trainer
         >>> from dcp_plugin import CheckpointConfig
-        >>> from dcp_plugin.accelerate import DCPTrainerMixin
+        >>> from dcp_plugin.transformers import DCPTrainerMixin
         >>> class MyTrainer(DCPTrainerMixin, Trainer):
         ...     checkpoint_config = CheckpointConfig(async_save=True)
     """
 
     checkpoint_config = CheckpointConfig()
-    """What is used unless the constructor gets another one."""
+    """The settings unless the constructor gets others."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Behind the Trainer the mixin would do nothing, without a word."""
+        """Refuse the mixin behind the Trainer, where it would silently do nothing."""
         super().__init_subclass__(**kwargs)
         if StockTrainer in cls.__mro__[: cls.__mro__.index(DCPTrainerMixin)]:
             raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
-        for given in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
-            if isinstance(given, TrainingArguments) and given.output_dir:
-                given.output_dir = as_local(given.output_dir, "the output_dir of a Trainer", _COPY_THEM)
+        for value in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
+            if isinstance(value, TrainingArguments) and value.output_dir:
+                value.output_dir = as_local(value.output_dir, "the output_dir of a Trainer", _COPY_THEM)
         with accepting_sharded_models((*args, *kwargs.values())):
             super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
@@ -135,16 +135,16 @@ class DCPTrainerMixin(Trainer):
             self.add_callback(SaveWhenDue(self._dcp))
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
-        out to be damaged while it is loaded, this raises, and the next start takes the one before. It may be the URL
-        of a checkpoint of this package; the new ones go to ``output_dir`` all the same.
+        """Train, as ``Trainer.train``. ``resume_from_checkpoint=True`` takes the newest complete checkpoint. If a load
+        finds damage, this raises, and the next start takes the checkpoint before. A URL of a checkpoint of this
+        package is accepted too; new checkpoints go to ``output_dir``.
 
         Raises:
             ValueError: A URL of something that transformers has saved without this package.
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (complete) to resume from.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: No complete checkpoint can be resumed from.
             SaveFailed: A save in the background failed; raised once.
         """
-        with self._dcp.training():
+        with self._dcp:
             return super().train(self._dcp.find(resume_from_checkpoint), *args, **kwargs)
 
     # Save. Between entering and leaving _save_checkpoint, all that the Trainer writes goes into a scratch directory.
@@ -203,7 +203,7 @@ class DCPTrainerMixin(Trainer):
 
 
 class SaveWhenDue(TrainerCallback):
-    """Has the Trainer save when ``save_interval`` says so, besides what ``save_strategy`` says."""
+    """A callback that has the Trainer save by ``save_interval``, in addition to ``save_strategy``."""
 
     def __init__(self, adapter: TrainerAdapter) -> None:
         self._adapter = adapter
@@ -211,29 +211,29 @@ class SaveWhenDue(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self._adapter.is_due(state.global_step):
+        if self._adapter.due(state.global_step):
             control.should_save = True
         return control
 
 
-class TrainerAdapter:
-    """Saves and loads for one trainer, at the moments at which :class:`DCPTrainerMixin` is called.
+class TrainerAdapter(BaseAttachment):
+    """Saves and loads of one trainer, called by :class:`DCPTrainerMixin`.
 
     The trainer refers to it, and it refers to the trainer weakly, so that a trainer that is dropped is freed at once,
     with its model and optimizer.
     """
 
     def __init__(self, trainer: DCPTrainerMixin) -> None:
+        super().__init__(trainer.checkpoint_config)
         self._reference = weakref.ref(trainer)
-        self._checkpointer = FrameworkCheckpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
         self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made
         self._small_files = ExitStack()
-        """Keeps those of a checkpoint in an object store, in which the Trainer finds its position."""
+        """Keeps a local copy of files of an object store, in which the Trainer finds its position."""
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
-        self._said_who_may_write = False
+        self._has_named_writers = False
         self._has_logged_wait = False
         self._saved: set[str] = set()
 
@@ -243,75 +243,64 @@ class TrainerAdapter:
         assert trainer is not None
         return trainer
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Finish what is in flight when the training ends, in whichever way."""
+    @property
+    def world_size(self) -> int:
+        return int(self._trainer.args.world_size)
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self._trainer.log(figures)
+
+    def detach(self) -> None:
+        """Finish the save in flight, at the end of a training."""
         try:
-            yield
-        except BaseException as error:
-            try:
-                self.finish(close=True)
-            except Exception as failure:  # what ends the training is the one to raise
-                error.add_note(f"Besides, a checkpoint could not be saved: {failure}")
-            raise
-        else:
             self.finish(close=True)
         finally:
             self.found = self.loaded = None
             self._small_files.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
-        """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
+        """Return the path for the Trainer to resume from, or None. Rank 0 decides for all."""
         if resume is None or resume is False:
             return None
-        config, output_dir = self._trainer.checkpoint_config, str(self._trainer.args.output_dir)
-        ranks = self._checkpointer.ranks
+        config, output_dir = self.config, str(self._trainer.args.output_dir)
+        ranks = self.checkpointer.ranks
         chosen: Found | PathLike
         if resume is True:
             root = resolved(Path(output_dir))
-            local = [one for one in self._checkpointer.surviving(output_dir) if one.path.parent == root]
+            local = [state for state in self.checkpointer.surviving(output_dir) if state.path.parent == root]
             chosen = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
         else:
             chosen = resume
         if isinstance(chosen, Found):
             note_chosen(chosen.path)
             return self._resume_from(chosen)
-        path = as_path(chosen, config.storage_options)
-        with self._checkpointer.shown(path) as files:
+        path = self.where(chosen)
+        with self.checkpointer.shown(path) as files:
             found = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
             return self._resume_from(found, files)
 
     def _resume_from(self, found: Found, files: SourceFiles | None = None) -> str | None:
-        config, ranks = self._trainer.checkpoint_config, self._checkpointer.ranks
         self.found = None if found.stock else found
         if not found.stock and not found.has_trainer_state:  # a new training, with loaded weights
             return None
 
         def directory() -> str:
-            where = as_path(found.path, config.storage_options)
-            copy = local_copy(where, lambda name: name == TRAINER_STATE_NAME, files)
+            copy = local_copy(self.where(found.path), lambda name: name == TRAINER_STATE_NAME, files)
             return os.fspath(self._small_files.enter_context(copy))
 
-        return ranks.agree(f"read {found.path}", directory)
+        return self.checkpointer.ranks.agree(f"read {found.path}", directory)
 
     def finish(self, close: bool = False) -> None:
         """Wait for the save in flight, then push it to the hub if that is wanted; not if it failed."""
         if close:
-            self._checkpointer.close()
+            self.close()
         else:
-            self._checkpointer.wait()
+            self.wait()
         unpushed, self._unpushed = self._unpushed, None
         if unpushed is not None and unpushed.finished is not None and unpushed.finished.tier == "durable":
             push(self._trainer, os.fspath(unpushed.path))
 
     # Save
-
-    def is_due(self, step: int) -> bool:
-        """Whether a save is due after this step. The Trainer's loggers are told then what is known of the interval."""
-        due = self._checkpointer.due(step)
-        if due and (proposed := self._checkpointer.proposed_interval()) is not None:
-            self._trainer.log(proposed.figures())
-        return due
 
     def save(self, run_dir: str, save_small_files: Callable[[], None]) -> None:
         """Save the training as ``checkpoint-N`` in ``run_dir``.
@@ -323,7 +312,7 @@ class TrainerAdapter:
         if trainer.args.push_to_hub:
             self.finish()
         else:
-            self._checkpointer.wait_until_kept()
+            self.checkpointer.wait_until_kept()
         users = self._users_of_folder()
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -331,7 +320,7 @@ class TrainerAdapter:
             staged = self._start_staging(os.path.basename(final), cleanup)
             state: dict[str, Any] = {}
             with self._failing_together():
-                state = checkpoints.to_save(trainer, trainer.checkpoint_config.rng)
+                state = checkpoints.to_save(trainer, self.config.rng)
             with self._failing_together():
                 save_small_files()
                 self._note_best(final, staged)
@@ -340,11 +329,11 @@ class TrainerAdapter:
             # Any may turn out to be the best, which is loaded at the end.
             durable = bool(users) or trainer.args.metric_for_best_model is not None
             files, metrics = self._files(staged), checkpoints.logged_now(trainer.state)
-            handle = self._checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
+            handle = self.checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
         self._saved.add(final)
         self._complete_copy(handle)
         if trainer.is_world_process_zero():
-            best, delete = trainer.state.best_model_checkpoint, self._checkpointer.remove
+            best, delete = trainer.state.best_model_checkpoint, self.checkpointer.remove
 
             def rotate(event: SaveFinished) -> None:
                 if event.tier == "durable":  # local_keep says how many stay on the nodes alone
@@ -358,10 +347,10 @@ class TrainerAdapter:
             self.finish()
 
     def describe_model(self, output_dir: str, save_model: Callable[[], None]) -> None:
-        """Write what belongs to a model besides its weights, and the weights only where a subclass saves them itself.
+        """Write the files of a model, with its weights only if a subclass saves these itself.
 
         Args:
-            save_model: The Trainer's own.
+            save_model: The Trainer's own method.
         """
         trainer = self._trainer
         with self._failing_together():
@@ -377,18 +366,18 @@ class TrainerAdapter:
                     describe_adapters(trainer, output_dir, adapters)
 
     def refuse_stock_resume(self, output_dir: str) -> None:
-        """Have the Trainer alone raise where it would find weights in the checkpoint's folder, but no optimizer."""
+        """Make stock Trainer raise where it would find weights in the checkpoint's folder, but no optimizer."""
         with self._failing_together():
             has_weights = is_adapted(unwrapped(self._trainer)) or self._has_own_files()
             if has_weights and self._trainer.args.should_save:
                 refuse_stock_resume(self._trainer, output_dir)
 
     def _has_own_files(self) -> bool:
-        """Whether a subclass saves the model in a way of its own. Then it does, with whatever that costs."""
+        """Return whether a subclass overrides how the model is saved. Then it saves the model, at its own cost."""
         return saves_model_itself(self._trainer, DCPTrainerMixin)
 
     def _start_staging(self, name: str, cleanup: ExitStack) -> Path:
-        """From now on all that the Trainer writes goes into a directory of its own."""
+        """Send all later writes of the Trainer to a scratch directory, and return the checkpoint's folder in it."""
         self.scratch = os.devnull  # where nothing can be written
         cleanup.callback(setattr, self, "scratch", None)
         with self._failing_together():
@@ -396,7 +385,7 @@ class TrainerAdapter:
         return Path(self.scratch, name)
 
     def _files(self, staged: Path) -> Callable[[Path], None]:
-        """What puts the small files into the checkpoint, or raises what has failed so far."""
+        """Return a function that puts the small files into the checkpoint, or raises the failure so far."""
         failure, self._failure = self._failure, None
 
         def add(directory: Path) -> None:
@@ -411,16 +400,16 @@ class TrainerAdapter:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Keep a failure of this rank until all ranks raise it: the Trainer lets them wait for each other in between,
-        and whoever had left would not come."""
+        """Keep a failure of this rank until all ranks raise it: in between, the Trainer has ranks wait for each other,
+        and a rank that had raised would be missing."""
         try:
             yield
         except Exception as error:
             self._failure = self._failure or error
 
     def _note_best(self, final: str, staged: Path) -> None:
-        """The Trainer looks for the checkpoint of the best step where its files are. If it is this one, say where it
-        will be; if it is an earlier one, that was evaluated after its save, where it is."""
+        """Set the path of the best checkpoint, for which the Trainer looks in the scratch directory: this one, or an
+        earlier one that was evaluated after its save."""
         state = self._trainer.state
         if not state.best_global_step:
             return
@@ -431,20 +420,20 @@ class TrainerAdapter:
                 state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
 
     def _complete_copy(self, handle: SaveHandle) -> None:
-        """With ``staging="lazy"``: nobody may write weights before they are copied."""
-        if not handle.staged() and (others := code_between_steps(self._trainer)):
-            if not self._said_who_may_write:
-                self._said_who_may_write = True
+        """With ``staging="lazy"``, wait for the copy if code that may write weights runs before the next step."""
+        if not handle.staged() and (writers := code_between_steps(self._trainer)):
+            if not self._has_named_writers:
+                self._has_named_writers = True
                 logger.warning(
                     "staging='lazy': saves return when the state is copied, since %s may write weights before the "
                     "next step",
-                    ", ".join(others),
+                    ", ".join(writers),
                 )
             handle.wait_staged()
 
     def _users_of_folder(self) -> list[str]:
         """Return :func:`users_of_folder` of all ranks: a script may give a callback to rank 0 alone. Collective."""
-        return self._checkpointer.ranks.combine(
+        return self.checkpointer.ranks.combine(
             "name the callbacks that use the folder",
             lambda: users_of_folder(self._trainer, DCPTrainerMixin),
             lambda named: sorted(set[str]().union(*named)),
@@ -465,32 +454,32 @@ class TrainerAdapter:
     # Load
 
     def load(self) -> None:
-        """Load what :meth:`find` found, when model and optimizer are wrapped."""
+        """Load the checkpoint of :meth:`find`, when model and optimizer are wrapped."""
         if self.found is None:
             return
         self.loaded = ToLoad(self._trainer, self.found.names)
-        self._checkpointer.restore(self.loaded.state, self.found.path)
+        self.checkpointer.restore(self.loaded.state, self.found.path)
         self.loaded.finish()
         if self._trainer.is_world_process_zero():
-            self._say_what_differs(self.found, self.loaded.streams)
+            self._warn_of_differences(self.found, self.loaded.streams)
 
     def load_best_model(self) -> bool:
-        """Load the best model; returns False, and loads nothing, if stock transformers has saved it."""
-        best, config = self._trainer.state.best_model_checkpoint, self._trainer.checkpoint_config
+        """Load the best model; return False, and load nothing, if stock transformers has saved it."""
+        best, config = self._trainer.state.best_model_checkpoint, self.config
         assert best is not None
-        with self._checkpointer.shown(best) as files:
-            found = self._checkpointer.ranks.from_zero(
+        with self.checkpointer.shown(best) as files:
+            found = self.checkpointer.ranks.from_zero(
                 "open the best checkpoint", lambda: checkpoints.examine(best, config, files)
             )
             if not found.stock:
-                self._checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, found.path)
+                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, found.path)
         return not found.stock
 
     def get_batches(self, get: Callable[[], Any]) -> Any:
-        """What ``get`` returns, with a warning if it draws random numbers before the streams are restored.
+        """Return the result of ``get``, and warn if it draws random numbers before the streams are restored.
 
         In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
-        has drawn from the streams, the batches are others, and so is what the streams go on with.
+        draws from the streams, the batches and all later draws differ from those of an uninterrupted training.
         """
         if self.loaded is None or self.loaded.streams_continue:
             return get()
@@ -505,34 +494,34 @@ class TrainerAdapter:
             )
         return batches
 
-    def _say_what_differs(self, found: Found, streams: SavedStreams) -> None:
-        trainer, said = self._trainer, []
+    def _warn_of_differences(self, found: Found, streams: SavedStreams) -> None:
+        trainer, differences = self._trainer, []
         if not found.has_trainer_state:
-            said.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
+            differences.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
         elif f"{EXTRA}.{SCHEDULER}" not in found.names:
-            said.append("it has no schedule, which starts anew")
+            differences.append("it has no schedule, which starts anew")
         if OPTIM not in found.names:
-            said.append("it has no optimizer, whose state starts anew")
+            differences.append("it has no optimizer, whose state starts anew")
         samples, world_size = trainer.get_total_train_batch_size(trainer.args), trainer.args.world_size
         if found.samples_per_step not in (None, samples):
-            said.append(
+            differences.append(
                 f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
                 "in the data is that of as many steps, so samples of this epoch are repeated or missed"
             )
         if found.has_trainer_state and streams.about_new_ranks:
-            said.append(f"it has {streams.about_new_ranks}")
-        elif found.has_trainer_state and not streams.saved_on and trainer.checkpoint_config.rng:
-            said.append("it has no random states")
+            differences.append(f"it has {streams.about_new_ranks}")
+        elif found.has_trainer_state and not streams.saved_on and self.config.rng:
+            differences.append("it has no random states")
         elif found.world_size not in (None, world_size):
-            said.append(
+            differences.append(
                 f"it was made on {found.world_size} ranks, not {world_size}, so random numbers go on differently"
             )
-        if said:
+        if differences:
             loaded = "model and optimizer are" if OPTIM in found.names else "the model is"
-            warnings.warn(f"{found.path}: {loaded} loaded exactly, but {'; '.join(said)}.", stacklevel=2)
+            warnings.warn(f"{found.path}: {loaded} loaded exactly, but {'; '.join(differences)}.", stacklevel=2)
 
 
 def _copy_what_is_new(source: str, target: str) -> None:
-    """Of a rank that is not the first: what all ranks have written is the first one's."""
+    """Copy a file of another rank than 0, unless rank 0 has written it too."""
     if not os.path.exists(target):
         shutil.copy2(source, target)
