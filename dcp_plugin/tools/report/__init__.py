@@ -1,7 +1,7 @@
 """``dcp_plugin.report``: one page about a run, for a browser.
 
-``collect`` finds what is known, ``charts`` and ``page`` show it. The rule: nothing that others have written reaches the
-page unescaped, and the page needs no network.
+``collect`` gathers the figures, ``charts`` and ``page`` show them. The rule: every text from a file is escaped, and
+the page needs no network.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageO
     """Write one HTML page about a run: metrics, seconds, ranks, sizes, reuse, failures and restarts.
 
     Args:
-        run: The folder of the checkpoints, or one above it; or the URL of one. Saves note beside the checkpoints what
-            they cost; of checkpoints without such notes the page shows what there is, and says what is missing.
+        run: The folder of the checkpoints, or one above it; or the URL of one. Each save keeps its figures beside
+            the checkpoints. Without these figures the page names the parts that it cannot show.
         out: The file, replaced if it is there.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         The file.
 
     Raises:
-        CheckpointNotFound: There is no checkpoint at or below ``run``, and no note of one.
+        CheckpointNotFound: There is no checkpoint at or below ``run``, and no figure of one.
         CheckpointError: plotly is not installed.
         OSError: ``out`` cannot be written, or the store of a URL cannot be reached.
 

@@ -1,7 +1,7 @@
-"""What is known of a run: from the figures of its saves, its checkpoints, and how its trainings have ended.
+"""The figures of a run: from its saves, its checkpoints, and the ends of its trainings.
 
-Files beside checkpoints are as little to be trusted as checkpoints: what is no number where one is to be is left out,
-texts are cut, and there are never more ranks, modules and saves than a page can show.
+Neither figures nor checkpoints are trusted. An entry without a number where a number belongs is left out, texts are
+cut, and the numbers of ranks, modules and saves are bounded.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from dcp_plugin.types import CheckpointState, TensorInfo
 
 _MOST_NUMBER = 1e18
 _LONGEST = 300
-"""Characters of a text that somebody else has written."""
+"""Characters of a text from a file."""
 _MOST_CELLS = 200_000
-"""Ranks times saves that a heat map has."""
+"""The most ranks times saves in a heat map."""
 _SMALLEST_SHARE, _DEEPEST = 0.002, 6
-"""Of a module that is shown by itself; levels of modules."""
+"""The smallest share of all bytes that gives a module an area of its own, and the most levels of modules."""
 _STRAGGLES = 1.5
-"""How many times the median of all ranks a straggler takes."""
+"""A rank is a straggler from this multiple of the median of all ranks on."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save. Seconds and bytes are None where nobody has noted them: another tool, or an earlier version."""
+    """One save. Seconds and bytes are None for a save of another tool or of an earlier version."""
 
     name: str
     time: float
     """Seconds since the epoch."""
     step: int | None
     training: int
-    """Which training of the run, from 1 on; 0 if that is not known."""
+    """The number of the training in the run, from 1 on; 0: unknown."""
     metrics: dict[str, float]
     error: str = ""
-    """Why it failed; empty if it was published."""
+    """The reason of a failure; empty if the save was published."""
     seconds: float | None = None
-    """From the call until it was published."""
+    """Seconds from the call to the publication."""
     blocked_seconds: float | None = None
     staging_seconds: float | None = None
-    """Of the slowest rank, as is the next one."""
+    """The slowest rank's, as is ``write_seconds``."""
     write_seconds: float | None = None
     upload_seconds: float | None = None
-    """From ``local_dir`` to the path."""
+    """Seconds of the upload from ``local_dir`` to the path."""
     bytes: int | None = None
     bytes_reused: int | None = None
     to_store: bool = False
-    """Whether to write was to upload."""
+    """Whether the save wrote to a store."""
     ranks: dict[str, list[float]] = field(default_factory=dict)
-    """A column for each of :data:`dcp_plugin.runs.figures.COLUMNS`."""
+    """The columns of :data:`dcp_plugin.runs.figures.COLUMNS`, with a value for each rank."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A part of the newest checkpoint, or what is left of one where parts of it are shown by themselves."""
+    """A module of the newest checkpoint."""
 
     id: str
     parent: str
-    """The ID of what it is a part of; empty for the whole."""
+    """The ID of the module that contains it; empty for the root."""
     label: str
     nbytes: int
-    """With all its parts."""
+    """Bytes of the module with all its parts."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +81,31 @@ class Straggler:
 
     rank: int
     times: float
-    """Its median, of that of all ranks."""
+    """Its median as a multiple of the median of all ranks."""
     slowest: int
-    """Saves in which it was the slowest."""
+    """The number of saves in which it was the slowest rank."""
     of: int
-    """Saves in all."""
+    """The number of all saves."""
 
 
 @dataclass(frozen=True)
 class Trainings:
-    """How the trainings of the run went on."""
+    """The restarts of a run, and the time that they and the saves took."""
 
     count: int
     restarts: int
     elapsed_seconds: float
-    """From the first save to the last."""
+    """Seconds between the first and the last save."""
     waited_seconds: float
-    """In saves, in this time."""
+    """Seconds of this time that the training waited for saves."""
     lost_seconds: float
-    """Around restarts: the time between the saves before and after, beyond the usual time between two."""
+    """Seconds between the saves before and after each restart, beyond the usual interval of saves."""
     ended_badly: int | None
-    """Trainings that ended without saying goodbye, as far as they have kept a history; None without one."""
+    """The number of trainings that crashed; None without a history."""
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time in which the training made progress that lasted."""
+        """The share of the time in which the training made lasting progress."""
         if self.elapsed_seconds <= 0:
             return None
         return max(0.0, 1.0 - (self.waited_seconds + self.lost_seconds) / self.elapsed_seconds)
@@ -113,20 +113,20 @@ class Trainings:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a report shows of a run."""
+    """The contents of a report."""
 
     root: str
     saves: list[Save]
     """Published and failed ones, oldest first."""
     checkpoints: int
-    """That are there, and whole."""
+    """The number of complete checkpoints."""
     newest: str
     newest_bytes: int | None
     modules: list[Module]
     stragglers: list[Straggler]
     trainings: Trainings
     missing: dict[str, str]
-    """What cannot be shown, and why."""
+    """The parts of the report without data, with the reasons."""
 
     @property
     def published(self) -> list[Save]:
@@ -134,12 +134,12 @@ class RunFigures:
 
     @property
     def timed(self) -> list[Save]:
-        """Published saves of which is known what they have cost."""
+        """The published saves whose seconds are known."""
         return [save for save in self.published if save.seconds is not None]
 
 
 def collect(run: PathLike, storage_options: StorageOptions | None = None) -> RunFigures:
-    """What is known of the run whose checkpoints are at or below ``run``.
+    """Return the figures of the run whose checkpoints are at or below ``run``.
 
     Raises:
         CheckpointNotFound: There is no checkpoint, and no figure of one.
@@ -150,97 +150,99 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     folders = {root, *(workspace_of(cast(Path, state.path)).parent for state in states)}
     for folder in folders:
         figures.compact(folder)
-    noted = sorted((told for folder in folders for told in figures.read(folder)), key=_time)
-    saves = _saves(noted, states)
+    records = sorted((record for folder in folders for record in figures.read(folder)), key=_time)
+    saves = _saves(records, states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
     ends = history.ends_of(history.trainings_in(noted))
     newest, nbytes, modules, why = _newest(states, storage_options)
     stragglers = _stragglers(saves)
-    known = RunFigures(str(root), saves, len(states), newest, nbytes, modules, stragglers, _trainings(saves, ends), {})
-    return RunFigures(**{**vars(known), "missing": _missing(known, why)})
+    run_figures = RunFigures(
+        str(root), saves, len(states), newest, nbytes, modules, stragglers, _trainings(saves, ends), {}
+    )
+    return RunFigures(**{**vars(run_figures), "missing": _missing(run_figures, why)})
 
 
-def _time(told: dict[str, Any]) -> float:
-    return _number(told.get("time")) or 0.0
+def _time(record: dict[str, Any]) -> float:
+    return _number(record.get("time")) or 0.0
 
 
-def _saves(noted: Sequence[dict[str, Any]], states: Iterable[CheckpointState]) -> list[Save]:
+def _saves(records: Sequence[dict[str, Any]], states: Iterable[CheckpointState]) -> list[Save]:
     trainings: dict[str, int] = {}
-    saves = [save for told in noted if (save := _save(told, trainings)) is not None]
-    known = {(save.name, save.step) for save in saves if not save.error}
+    saves = [save for record in records if (save := _save(record, trainings)) is not None]
+    published = {(save.name, save.step) for save in saves if not save.error}
     saves += [
         Save(_text(state.path.name), state.time, state.step, 0, dict(state.metrics))
         for state in states
-        if (state.path.name, state.step) not in known
+        if (state.path.name, state.step) not in published
     ]
     return sorted(saves, key=lambda save: save.time)
 
 
-def _save(told: dict[str, Any], trainings: dict[str, int]) -> Save | None:
-    """One line of figures; None if it is of no save."""
-    if told.get("event") not in ("saved", "failed") or (time := _number(told.get("time"))) is None:
+def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
+    """Return the save of a record; None if the record is of something else."""
+    if record.get("event") not in ("saved", "failed") or (time := _number(record.get("time"))) is None:
         return None
-    run, step = _text(told.get("run")), told.get("step")
-    failed = told["event"] == "failed"
+    run, step = _text(record.get("run")), record.get("step")
+    failed = record["event"] == "failed"
     try:
-        metrics = decode_metrics(told.get("metrics", {}))
+        metrics = decode_metrics(record.get("metrics", {}))
     except ValueError:
         metrics = {}
-    ranks = {} if failed else _ranks(told.get("ranks"))
-    whole, local = _number(told.get("seconds")), _number(told.get("local_seconds"))
-    uploaded = whole is not None and local is not None and told.get("tier") == "durable"
+    ranks = {} if failed else _ranks(record.get("ranks"))
+    total, local = _number(record.get("seconds")), _number(record.get("local_seconds"))
+    uploaded = total is not None and local is not None and record.get("tier") == "durable"
     return Save(
-        name=_text(told.get("path")),
+        name=_text(record.get("path")),
         time=time,
         step=step if type(step) is int and abs(step) < _MOST_NUMBER else None,
         training=trainings.setdefault(run, len(trainings) + 1) if run else 0,
         metrics=metrics,
-        error=(_text(told.get("error")) or "it is not known why") if failed else "",
-        seconds=whole,
-        blocked_seconds=max(ranks.get("blocked_seconds", []), default=_number(told.get("blocked_seconds"))),
-        staging_seconds=max(ranks.get("staging_seconds", []), default=_number(told.get("staging_seconds"))),
-        write_seconds=max(ranks.get("write_seconds", []), default=_number(told.get("write_seconds"))),
-        upload_seconds=max(0.0, (whole or 0.0) - (local or 0.0)) if uploaded else None,
-        bytes=_count(told.get("bytes")),
-        bytes_reused=_count(told.get("bytes_reused")),
-        to_store=told.get("place") == "store",
+        error=(_text(record.get("error")) or "unknown") if failed else "",
+        seconds=total,
+        blocked_seconds=max(ranks.get("blocked_seconds", []), default=_number(record.get("blocked_seconds"))),
+        staging_seconds=max(ranks.get("staging_seconds", []), default=_number(record.get("staging_seconds"))),
+        write_seconds=max(ranks.get("write_seconds", []), default=_number(record.get("write_seconds"))),
+        upload_seconds=max(0.0, (total or 0.0) - (local or 0.0)) if uploaded else None,
+        bytes=_count(record.get("bytes")),
+        bytes_reused=_count(record.get("bytes_reused")),
+        to_store=record.get("place") == "store",
         ranks=ranks,
     )
 
 
-def _ranks(said: object) -> dict[str, list[float]]:
-    """The columns of ranks, if these are what they are to be."""
-    columns = [said.get(name) for name in figures.COLUMNS] if isinstance(said, dict) else []
+def _ranks(value: object) -> dict[str, list[float]]:
+    """Return the columns of ranks; nothing if they are malformed."""
+    columns = [value.get(name) for name in figures.COLUMNS] if isinstance(value, dict) else []
     lengths = {len(column) for column in columns if isinstance(column, list)}
     if not columns or len(lengths) != 1 or not all(isinstance(column, list) for column in columns):
         return {}
-    numbers = [[_number(value) for value in column] for column in columns if isinstance(column, list)]
-    if lengths == {0} or any(value is None for column in numbers for value in column):
+    numbers = [[_number(number) for number in column] for column in columns if isinstance(column, list)]
+    if lengths == {0} or any(number is None for column in numbers for number in column):
         return {}
-    return {name: [value or 0.0 for value in column] for name, column in zip(figures.COLUMNS, numbers, strict=True)}
+    return {name: [number or 0.0 for number in column] for name, column in zip(figures.COLUMNS, numbers, strict=True)}
 
 
-def _number(said: object) -> float | None:
-    if type(said) not in (int, float) or not 0 <= said < _MOST_NUMBER:  # type: ignore[operator]
+def _number(value: object) -> float | None:
+    if type(value) not in (int, float) or not 0 <= value < _MOST_NUMBER:  # type: ignore[operator]
         return None
-    return float(said)  # type: ignore[arg-type]
+    return float(value)  # type: ignore[arg-type]
 
 
-def _count(said: object) -> int | None:
-    number = _number(said)
+def _count(value: object) -> int | None:
+    number = _number(value)
     return None if number is None else int(number)
 
 
-def _text(said: object) -> str:
-    """As much of a text as is shown, without what would turn or hide the text around it."""
-    text = said if isinstance(said, str) else ""
-    shown = "".join(one if one.isprintable() else " " for one in text[: _LONGEST + 1])
+def _text(value: object) -> str:
+    """Return the first characters of a text, without the characters that turn or hide the text around them."""
+    text = value if isinstance(value, str) else ""
+    shown = "".join(character if character.isprintable() else " " for character in text[: _LONGEST + 1])
     return shown if len(shown) <= _LONGEST else shown[:_LONGEST] + "…"
 
 
 def heat_saves(saves: Sequence[Save]) -> list[Save]:
-    """The newest saves whose ranks are known and fit into one heat map."""
+    """Return the newest saves with figures of ranks that fit into one heat map."""
     shown: list[Save] = []
     cells = 0
     for save in reversed(saves):
@@ -254,18 +256,18 @@ def heat_saves(saves: Sequence[Save]) -> list[Save]:
 
 
 def _stragglers(saves: Sequence[Save]) -> list[Straggler]:
-    """Ranks that take long for their bytes again and again, the slowest first; none if they are too few to tell."""
+    """Return the ranks that are slow in most saves, the slowest first; none if ranks or saves are too few."""
     columns = [save.ranks["write_seconds"] for save in heat_saves(saves)]
     columns = [column for column in columns if len(column) == len(columns[-1])]
     if len(columns) < 3 or len(columns[0]) < 2:
         return []
     medians = [median(column[rank] for column in columns) for rank in range(len(columns[0]))]
-    usual, found = median(medians), []
+    usual, stragglers = median(medians), []
     for rank, own in enumerate(medians):
         if own > _STRAGGLES * usual > 0:
             slowest = sum(column[rank] == max(column) for column in columns)
-            found.append(Straggler(rank, own / usual, slowest, len(columns)))
-    return sorted(found, key=lambda one: -one.times)[:5]
+            stragglers.append(Straggler(rank, own / usual, slowest, len(columns)))
+    return sorted(stragglers, key=lambda straggler: -straggler.times)[:5]
 
 
 def _trainings(saves: Sequence[Save], ends: Sequence[str]) -> Trainings:
@@ -287,9 +289,9 @@ def _trainings(saves: Sequence[Save], ends: Sequence[str]) -> Trainings:
 def _newest(
     states: Sequence[CheckpointState], storage_options: StorageOptions | None
 ) -> tuple[str, int | None, list[Module], str]:
-    """The newest checkpoint that can be opened: its name, its bytes, its modules; and why there is none."""
-    why = "there is no whole checkpoint any more"
-    for state in sorted(states, key=lambda one: -one.time)[:3]:
+    """Return name, bytes and modules of the newest checkpoint that can be opened, and the reason if none can."""
+    why = "no complete checkpoint is left"
+    for state in sorted(states, key=lambda state: -state.time)[:3]:
         try:
             info = inspect(state.path, storage_options)
         except (CheckpointError, OSError) as error:
@@ -301,7 +303,7 @@ def _newest(
 
 
 def modules_of(tensors: Iterable[TensorInfo]) -> list[Module]:
-    """Tensors folded into modules, by the dots in their keys: what is too small to be seen is part of what it is in."""
+    """Fold tensors into modules by the dots in their keys. A module too small to be seen is a part of the one above."""
     sizes: dict[tuple[str, ...], int] = {}
     for tensor in tensors:
         parts = tuple(tensor.key.split("."))[:_DEEPEST]
@@ -316,23 +318,23 @@ def modules_of(tensors: Iterable[TensorInfo]) -> list[Module]:
     ]
 
 
-def _missing(known: RunFigures, why_no_modules: str) -> dict[str, str]:
-    """Which parts of a report have nothing to show, and why."""
+def _missing(run: RunFigures, why_no_modules: str) -> dict[str, str]:
+    """Return the parts of a report that have no data, with the reasons."""
     missing = {}
     unnoted = (
         "No figures of these saves are kept beside the checkpoints: they were saved by another tool or by an earlier "
         "version of dcp-plugin, or the folder was copied without its .dcp_plugin."
     )
-    if not any(isfinite(value) for save in known.published for value in save.metrics.values()):
+    if not any(isfinite(value) for save in run.published for value in save.metrics.values()):
         missing["metrics"] = "No checkpoint has a metric: save(…, metrics={…}) records them; Lightning and Trainers do."
-    if not known.timed:
+    if not run.timed:
         missing |= dict.fromkeys(("seconds", "ranks", "reuse"), unnoted)
-    elif not heat_saves(known.saves):
+    elif not heat_saves(run.saves):
         missing["ranks"] = "The figures that are kept say nothing of single ranks."
-    if known.timed and not any(save.bytes is not None for save in known.timed):
+    if run.timed and not any(save.bytes is not None for save in run.timed):
         missing["reuse"] = unnoted
-    if not known.modules:
+    if not run.modules:
         missing["modules"] = f"Nothing can be shown of the newest checkpoint: {why_no_modules}."
-    if not known.trainings.count:
+    if not run.trainings.count:
         missing["trainings"] = unnoted
     return missing
