@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def run_with_exported_model(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     for step in (1, 2):
         dcp.save({"model": torch.nn.Linear(2, 3)}, run / f"checkpoint-{step}", step=step)
-    save_file({"weight": torch.zeros(3, 2)}, run / "model.safetensors")
+    save_file({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, run / "model.safetensors")
     flip(run / "checkpoint-1", "model.weight")
     return run
 
@@ -275,7 +276,7 @@ def test_verify_of_a_run_verifies_every_checkpoint_in_it(run_with_exported_model
     run = run_with_exported_model
     report = dcp.verify(run)
     assert not report.ok and report.path == run and all("checkpoint-1" in line for line in report.errors)
-    assert report.items == 5 and report.unverified == ["model.weight"]
+    assert report.items == 6 and sorted(report.unverified) == ["model.bias", "model.weight"]
     result = _run("verify", run)
     assert result.exit_code == 1 and f"{run}: DAMAGED" in result.output
     shutil.rmtree(run / "checkpoint-1")
@@ -285,11 +286,41 @@ def test_verify_of_a_run_verifies_every_checkpoint_in_it(run_with_exported_model
     assert "checkpoint-2" in dcp.verify(run).errors[0]
 
 
-def test_inspect_of_a_run_with_weights_beside_names_what_could_be_meant(run_with_exported_model: Path) -> None:
+def test_a_run_with_weights_beside_names_what_could_be_meant(run_with_exported_model: Path, tmp_path: Path) -> None:
     run = run_with_exported_model
-    with pytest.raises(dcp.CheckpointNotFound, match=r"model\.safetensors in it, and .*checkpoint-1"):
-        dcp.inspect(run)
-    assert dcp.inspect(run / "model.safetensors").values == []
+    model = {"model": torch.nn.Linear(2, 3)}
+    uses: list[Callable[[Path], object]] = [
+        dcp.inspect,
+        dcp.read,
+        lambda path: dcp.load(model, path),
+        lambda path: dcp.export(path, tmp_path / "out.safetensors", "safetensors"),
+        lambda path: dcp.copy(path, tmp_path / "copy"),
+        lambda path: dcp.diff(path, path),
+    ]
+    for use in uses:
+        with pytest.raises(dcp.CheckpointNotFound, match=r"model\.safetensors in it, and .*checkpoint-1"):
+            use(run)
+        use(run / "model.safetensors")
+    (run / "model.safetensors").unlink()
+    torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, run / "model.pt")
+    with pytest.raises(dcp.CheckpointNotFound, match=r"model\.pt in it, and .*checkpoint-1"):
+        dcp.load(model, run)
+    dcp.load(model, run / "model.pt")
+
+
+def test_sharded_weights_beside_checkpoints_are_named_by_their_index(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    dcp.save({"w": torch.zeros(1)}, run / "version_0" / "checkpoints" / "step-1")
+    names = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    for key, name in names.items():
+        save_file({key: torch.ones(2)}, run / name)
+    (run / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(dcp.CheckpointNotFound, match=r"it has model\.safetensors\.index\.json in it, and .*step-1"):
+        dcp.read(run)
+    assert sorted(dcp.read(run / "model.safetensors.index.json")) == ["model.w1", "model.w2"]
+    assert dcp.verify(run).items == 3
+    with pytest.raises(dcp.CheckpointMismatch, match=f"copy {run}"):
+        dcp.copy(run / "model.safetensors.index.json", tmp_path / "copy")
 
 
 def test_verify_takes_several_and_tells_the_damaged_from_what_cannot_be_read(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
 from dcp_plugin.media import WORKSPACE, medium_of, tree
+from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import figures
 from tests import programs
@@ -154,6 +155,22 @@ def test_a_copy_leaves_out_extra_files_that_are_links_out_of_the_checkpoint(tmp_
     report = dcp.copy(tmp_path / "from", tmp_path / "to")
     assert report.passed_over == [f"{tmp_path}/from/tokenizer.json: a link that leads elsewhere"]
     assert names_in(tmp_path / "to") == [name for name in names_in(tmp_path / "from") if name != "tokenizer.json"]
+
+
+def test_a_file_that_becomes_a_link_after_the_check_is_not_copied(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    monkeypatch.setattr(LocalFiles, "leads_elsewhere", lambda files, name: False)  # it is a link from now on
+    for number, name in enumerate(("tokenizer.json", "other.index.json")):
+        source = tmp_path / str(number)
+        _hugging_face(source)
+        (source / name).symlink_to(tmp_path / "secret")
+        for target in (tmp_path / "to" / str(number), as_path(bucket.url) / str(number)):
+            with pytest.raises(dcp.CheckpointCorrupt, match=f"{name}.*link out of the checkpoint"):
+                dcp.copy(source, target)
+            there = _files(target) if medium_of(target).kind(target) else {}
+            assert b"secret" not in there.values() and dcp.latest(target) is None
 
 
 def test_a_copy_of_a_snapshot_of_hugging_face_s_cache_has_all_files(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tests.compare import same_bytes
 from tests.faults.network import Answer
 from tests.faults.proxy import Proxy, Request
 from tests.object_server import Bucket
+from tests.places import save_file as save_torch_file
 
 MIB = 1 << 20
 
@@ -311,10 +312,27 @@ def test_keys_that_are_no_paths_change_nothing(bucket: Bucket, tmp_path: Path) -
     assert dcp.latest(run) == f"{run}/step-2" and len(dcp.list_checkpoints(run)) == 2
     dcp.save({"step": 3}, f"{run}/step-1", step=3)
     assert dcp.latest(run) == f"{run}/step-1"
-    assert len(dcp.copy(run, tmp_path / "copy").copied) == 2
+    assert len(dcp.copy(run, tmp_path / "copy").copied) == 2 and dcp.verify(run).ok
     dcp.prune(run, keep_last=1)
     (run_left,) = dcp.list_runs(run)
     assert [one.step for one in run_left.checkpoints] == [3]
+    dcp.Checkpointer().remove(f"{run}/step-1")
+    assert not dcp.list_checkpoints(run)
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.zeros(1)}, "optimizer_states": [{}]}
+
+
+def test_a_copy_of_a_run_leaves_out_objects_that_are_no_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
+    run = as_path(f"{bucket.url}/run")
+    dcp.save({"step": 1}, run / "step-1", step=1)
+    for name in ("notes", "data.bin", "train.tar", "logs/events"):
+        client_of(run).put((run / name).key, b"no checkpoint")  # type: ignore[arg-type, union-attr]
+    for name in ("epoch-1.ckpt", "epoch-2.ckpt"):
+        save_torch_file(LIGHTNING, run / name)
+    for target in (tmp_path / "copy", as_path(f"{bucket.url}/copy")):
+        copied = {path.name for path in dcp.copy(run, target).copied}
+        assert copied == {"step-1", "epoch-1.ckpt", "epoch-2.ckpt"}
 
 
 def test_verify_reads_neighbours_together_and_finds_each_changed_one(bucket: Bucket, proxy: Proxy) -> None:

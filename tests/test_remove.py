@@ -63,6 +63,30 @@ def test_checkpoints_of_all_kinds_are_deleted(place: Where) -> None:
     assert [name for name in _there(place) if not name.startswith(".dcp_plugin/")] == []
 
 
+def test_a_data_folder_that_is_numbered_like_a_checkpoint_is_not_deleted(place: Where) -> None:
+    for name in ("checkpoint-7", "checkpoint_8"):
+        if isinstance(place, Path):
+            (place / name).mkdir()
+        _put(place / name / "train.npy")
+        _refused(place / name)
+        assert _there(place / name) == ["train.npy"]
+
+
+def test_in_a_bucket_only_the_objects_of_another_tool_s_checkpoint_go(bucket: Bucket) -> None:
+    root = as_path(bucket.url)
+    folders = ("run", "checkpoint-7")
+    for folder in folders:
+        for name in ("trainer_state.json", "optimizer.pt", "notes.txt", "data/train.bin", "optimizer_0/0.bin"):
+            _put(root / folder / name)
+        dcp.save(STATE, root / folder / "step-1")
+        dcp.Checkpointer().remove(root / folder)
+        assert dcp.verify(root / folder / "step-1").ok
+    left = [
+        [name for name in _there(root / folder) if not name.startswith((".dcp_plugin", "step-1"))] for folder in folders
+    ]
+    assert left == [["data/train.bin", "notes.txt"], []], "a numbered folder is rotated as a whole"
+
+
 def test_of_a_link_the_link_alone_goes(tmp_path: Path) -> None:
     dcp.save(STATE, tmp_path / "ck")
     (tmp_path / "data").mkdir()

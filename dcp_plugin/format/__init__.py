@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt, unreadable
@@ -30,6 +31,18 @@ PACKED = "dcp_plugin-"
 
 MOST_TABLE = 1 << 32
 """Largest size in bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
+
+_OF_OTHER_TOOLS = (
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.distcp", METADATA, "global_step*"),
+    *("optimizer*", "scheduler*", "scaler*", "sampler*", "dl_state_dict*", "custom_checkpoint_*", "random_states_*"),
+    *("rng_state*", "trainer_state.json", "training_args.bin", "checkpoint-is-incomplete.txt", "adapter_*", "latest"),
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer*"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*"),
+    *("zero_to_fp32.py",),
+)
+"""Names of the files and folders that torch, Lightning, Accelerate and transformers write into a checkpoint."""
+NUMBERED = re.compile(r"checkpoint[-_]\d+")
+"""Folders that Accelerate and transformers rotate, complete or not."""
 
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
@@ -109,6 +122,11 @@ def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
 def is_own(name: str) -> bool:
     """Return whether a file of this name belongs to the checkpoint itself, not to a framework or a user."""
     return name in (METADATA, SUMMARY, INDEX, DAMAGED) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED)
+
+
+def is_of_other_tool(name: str) -> bool:
+    """Return whether a file or folder of this name, directly in a checkpoint, is of the tool that saved it."""
+    return any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_TOOLS)
 
 
 def has_traces(names: Collection[str]) -> bool:

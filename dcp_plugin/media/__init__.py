@@ -218,6 +218,8 @@ def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
 class RangedFile(io.BufferedReader):
     """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once."""
 
+    is_outside = False
+    """Whether the open file is the target of a link out of the checkpoint, see :meth:`Readable.leads_elsewhere`."""
     identity: Any
     """A value that no other file has, and that changes with the contents of the file."""
 

@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in
-from dcp_plugin.format import Files
+from dcp_plugin.format import NUMBERED, Files, is_of_other_tool
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import Where, as_path
 
@@ -43,9 +43,6 @@ _WITH_TENSORS = (".safetensors", ".bin", ".pt", ".pth")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
 _OF_ACCELERATE = {"optimizer.bin", "scheduler.bin", "optimizer_0"}
-
-_NUMBERED = re.compile(r"checkpoint[-_]\d+")
-"""Folders that Accelerate and transformers rotate, complete or not."""
 
 _NO_OPTIMIZER = "it has weights, and no optimizer to go on with"
 
@@ -116,10 +113,11 @@ def is_checkpoint_folder(files: Files, folder: str) -> bool:
         folder: What the directory is called.
     """
     names = files.names()
-    if _NUMBERED.fullmatch(folder):
-        return True
-    saved = saved_as_folder(files, [name.rstrip("/") for name in names])
-    below = [name for name in names if name.endswith("/") and _NUMBERED.fullmatch(name.rstrip("/"))]
+    plain = [name.rstrip("/") for name in names]
+    if NUMBERED.fullmatch(folder):  # the save may have been interrupted after any of its files
+        return not names or any(map(is_of_other_tool, plain))
+    saved = saved_as_folder(files, plain)
+    below = [name for name in names if name.endswith("/") and NUMBERED.fullmatch(name.rstrip("/"))]
     return saved is not None and not (saved.export and below)
 
 

@@ -73,8 +73,8 @@ class Scan:
 
     Args:
         others: Whether to include resumable checkpoints of other tools. Directories inside one are not scanned.
-        read_all: Whether to read each checkpoint. Otherwise, where names of files show when a checkpoint was saved,
-            nothing of it is read, and its step is unknown.
+        read_all: Whether to read each checkpoint, and each file that may be one. Otherwise, where names of files show
+            when a checkpoint was saved, nothing of it is read, and its step is unknown.
         in_flight: Whether to include saves in flight whose records have to be read.
         patience: Shared by the scans of one search, which waits for 10 s in all.
 
@@ -199,7 +199,7 @@ class Scan:
             self.of_others.append(saved)
             return True
         names = [one.path.name for one in entries if one.is_file]
-        in_files = list(saved_as_files(files, names, look=files.streams == 0))
+        in_files = list(saved_as_files(files, names, look=self._read_all or files.streams == 0))
         self.of_others += [*([] if saved is None else [saved]), *in_files]
         return False
 

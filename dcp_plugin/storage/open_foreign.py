@@ -1,25 +1,27 @@
-"""Opening of checkpoints of other tools: stock DCP, Lightning, Accelerate, safetensors and ``torch.save`` files."""
+"""Opens checkpoints of other tools: stock DCP, Lightning, Accelerate, safetensors and ``torch.save`` files."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from dcp_plugin.errors import CheckpointNotFound, damage_in
+from dcp_plugin.errors import CheckpointNotFound, damage_in, some
 from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.media import Readable, medium_of, snapshot
+from dcp_plugin.media import Medium, Readable, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_alone
 from dcp_plugin.tensors.host_memory import collector_paused
 
+_DEPTH = 3
+"""Levels below a directory that are searched for checkpoints: frameworks nest theirs (``version_0/checkpoints/…``)."""
 _MOST_LISTED = 1000
-"""Most entries of a directory that are examined for a hint."""
+"""Entries of a directory that are searched."""
 
 
 def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
-    """Open a checkpoint that another tool has saved.
+    """Open what another tool has saved.
 
     Args:
         reason: Why the path is no DCP checkpoint; empty if it is one.
@@ -33,7 +35,7 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
-        return open_alone(path.parent)  # a view of ours: it names the files of the checkpoint in the folder above
+        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     data = read(files, METADATA)
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
@@ -49,14 +51,15 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     folders = frameworks.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
-        digest = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
-        return OpenCheckpoint(path, files, index, digest, "accelerate", kinds)
+        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
+        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
     if is_folder:
         try:
             contents = detect.read_directory(files, reason)
         except CheckpointNotFound:
-            _refuse_directory_of_checkpoints(path)
+            _refuse_run(path, [])
             raise
+        _refuse_run(path, _names_of(files, contents))
     else:
         files = medium_of(path).open(path.parent)
         contents = _read_one(files, path, kind, reason)
@@ -66,12 +69,12 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
         with damage_in(path):
             return fingerprint_of(files, contents)
 
-    identity, kinds_by_name = "", contents.kinds
+    identity, known = "", contents.kinds
     if files.streams:
         times = [(name, size, files.modified(name)) for name, size in sorted(contents.files.items())]
         identity = fingerprint(repr(times).encode())
     return OpenCheckpoint(
-        path, files, index, identity, contents.format, kinds_by_name, None, True, find_fingerprint=find_fingerprint
+        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
     )
 
 
@@ -83,15 +86,53 @@ def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
     return detect.read_file(files, path.name)
 
 
-def _refuse_directory_of_checkpoints(path: Where) -> None:
-    """Raise with a hint if a path is a run directory: users often pass it instead of a checkpoint."""
-    medium = snapshot(path)
-    for entry in medium.entries(path)[:_MOST_LISTED]:
-        names: list[str] = []
-        with suppress(OSError):
-            names = [] if entry.is_file or entry.path.name.startswith(".") else medium.open(entry.path).names()
-        if has_traces(names):
-            raise CheckpointNotFound(
-                f"{path} is not a checkpoint: it has checkpoints in it, such as {entry.path}. Name one of them; "
-                f"dcp_plugin.latest({str(path)!r}) finds the newest."
-            )
+def weights_in(run: Where) -> list[str]:
+    """Return the names of the files that another tool left directly in a directory of checkpoints, such as the weights
+    of a finished training. Each name can be opened by itself."""
+    files = medium_of(run).open(run)
+    try:
+        return _names_of(files, detect.read_directory(files, ""))
+    except CheckpointNotFound:
+        return []
+
+
+def _names_of(files: Readable, contents: Contents) -> list[str]:
+    return [name for name in files.names() if name.endswith(detect.INDEX)][:1] or list(contents.files)
+
+
+def _refuse_run(path: Where, weights: list[str]) -> None:
+    """Refuse a directory with checkpoints in it. Users often pass the run directory instead of a checkpoint.
+
+    Args:
+        weights: Files of another tool directly in it, which could be meant as well.
+
+    Raises:
+        CheckpointNotFound: The message names the first checkpoint, and the files.
+    """
+    below = _first_checkpoint(snapshot(path), path, _DEPTH)
+    if below is None:
+        return
+    newest = f"dcp_plugin.latest({str(path)!r}) finds the newest"
+    if weights:
+        raise CheckpointNotFound(
+            f"{path} is not a checkpoint: it has {some(weights)} in it, and {below}. Name the one that you mean; "
+            f"{newest} checkpoint."
+        )
+    raise CheckpointNotFound(
+        f"{path} is not a checkpoint: it has checkpoints in it, such as {below}. Name one of them; {newest}."
+    )
+
+
+def _first_checkpoint(medium: Medium, folder: Where, depth: int) -> Where | None:
+    """Return a checkpoint below a directory."""
+    with suppress(OSError):
+        entries = [entry for entry in medium.entries(folder)[:_MOST_LISTED] if not entry.is_file]
+        folders: list[Where] = [entry.path for entry in entries if not entry.path.name.startswith(".")]
+        for path in folders:
+            with suppress(OSError):
+                if has_traces([name.rstrip("/") for name in medium.open(path).names()]):
+                    return path
+        for path in folders if depth > 1 else ():
+            if (below := _first_checkpoint(medium, path, depth - 1)) is not None:
+                return below
+    return None

@@ -42,7 +42,7 @@ from dcp_plugin.media import Medium, Readable, Reservation, locate, medium_of
 from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
-from dcp_plugin.storage import check_rest, write_items
+from dcp_plugin.storage import extra_files, write_items
 from dcp_plugin.storage.published import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors._torch import settled
@@ -254,7 +254,7 @@ class Publication:
 
     def _told_beside(self) -> dict[str, str]:
         try:
-            return check_rest.told_beside(self.medium, self.reserve())
+            return extra_files.told_beside(self.medium, self.reserve())
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
@@ -292,7 +292,7 @@ def compose(
         UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
     """
     views = dcp_metadata.encoded_views(facts.views, index, meta)
-    index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
+    index.beside |= {name: extra_files.hash_of(data) for name, data in views.items()}
     try:
         encoded = index_file.encode(index)
     except UnsafeCheckpoint as error:

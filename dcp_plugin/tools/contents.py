@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people: modules by size, where the bytes of a tensor are, and what its numbers are like.
+"""The contents of a checkpoint, for people: modules by size, places of bytes, and statistics of numbers.
 
 The tree folds as ``du`` does. Layers that are alike and follow each other, ``layers.0`` to ``layers.31``, become one
 line: a model of a hundred layers is a dozen lines.
@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 
@@ -20,45 +21,53 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools import keys
 from dcp_plugin.tools.stream import Part, Progress, Stream
-from dcp_plugin.types import CheckpointInfo, Shape, TensorInfo
+from dcp_plugin.types import CheckpointInfo, Shape
 
 _AT_ONCE = 1 << 20
-"""Elements that are looked at together: those of one byte become eight times as many."""
+"""Elements that are converted together: those of one byte take eight times their memory."""
 _DEEPEST = 100
-"""Modules in each other. What is deeper is shown with its dots."""
+"""The most levels of modules. Deeper keys are shown with their dots."""
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})(?!\d)")
 
 
+class TensorKind(NamedTuple):
+    """The shape and dtype of a tensor."""
+
+    shape: Shape
+    dtype: str
+    nbytes: int
+
+
 class Node(NamedTuple):
-    """A module, or one of its tensors and values, and all below it."""
+    """A module, tensor or value, and everything below it."""
 
     name: str
-    """The last segments of its key; of several that are folded into one, those of the first."""
+    """The last segments of its key; of folded nodes, those of the first."""
     last: str
-    """Those of the last of these; empty if it is one."""
+    """The last segments of the last folded node; empty if nothing is folded."""
     times: int
-    """How many are folded into this one. What follows is of each of them."""
+    """The number of folded nodes. The next fields are those of each of them."""
     nbytes: int
     tensors: int
     values: int
-    tensor: TensorInfo | None = None
-    """What it is, if nothing is below it."""
+    tensor: TensorKind | None = None
+    """The tensor, if nothing is below it."""
     children: tuple[Node, ...] = ()
 
 
-_Names = dict[str, Any]
-"""What is below a module by the next segment of its keys: such a dict, a tensor, or None for a value."""
+_VALUE = -1
+"""In place of the number of a kind, for a value."""
 
 
 def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
-    """The keys of a checkpoint as a tree, by their dots.
+    """Return the keys of a checkpoint as a tree, by their dots.
 
     Args:
         fold: Make one node of neighbours that are alike but for a number in their names: equal names, shapes and
             dtypes below them.
 
     Returns:
-        What is at the top, in the order of the checkpoint.
+        The nodes at the top, in the order of the checkpoint.
 
     Example:
         >>> import torch, dcp_plugin
@@ -69,82 +78,45 @@ def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
         >>> model.name, model.nbytes, folded.name, folded.last, folded.times, folded.nbytes
         ('model.layers', 864, '0', '2', 3, 288)
     """
-    names: _Names = {}
-    modules: dict[str, _Names] = {"": names}
+    numbers: dict[tuple[Shape, str, int], int] = {}
     with collector_paused():
-        for tensor in info.tensors:
-            _put(modules, tensor.key, tensor)
-        for key in info.values:
-            _put(modules, key, None)
-        return _Tree(fold).nodes(names)
+        kinds = [numbers.setdefault((t.shape, t.dtype, t.nbytes), len(numbers)) for t in info.tensors]
+        kinds += [_VALUE] * len(info.values)
+        keys = [*(tensor.key for tensor in info.tensors), *info.values]
+        return _Tree(list(map(TensorKind._make, numbers)), fold).nodes(keys, kinds)
 
 
-def _put(modules: dict[str, _Names], key: str, what: TensorInfo | None) -> None:
-    above, _, name = key.rpartition(".")
-    if above.count(".") > _DEEPEST:  # no model is like that
-        *first, name = key.split(".", _DEEPEST)
-        above = ".".join(first)
-    names = modules.get(above)
-    if names is None:
-        names = _module(modules, above)
-    there = names.get(name)
-    if isinstance(there, dict):
-        there[""] = what
-    else:
-        names[name] = what
-
-
-def _module(modules: dict[str, _Names], path: str) -> _Names:
-    names = modules[""]
-    for name in path.split("."):
-        inner = names.get(name)
-        if not isinstance(inner, dict):  # a key may be that of a tensor, and the beginning of others
-            inner = names[name] = {"": inner} if name in names else {}
-        names = inner
-    modules[path] = names
-    return names
-
-
+@dataclass(frozen=True)
 class _Tree:
-    """Makes the nodes. What is alike has the same number; of 10 000 layers that are, one becomes a node."""
+    """Makes nodes of keys. Of a module like the module before it no nodes are made: a checkpoint may have a million
+    keys, and an object for each of them takes seconds."""
 
-    def __init__(self, fold: bool) -> None:
-        self._fold = fold
-        self._numbers: dict[Any, int] = {}
-        self._known: dict[int, int] = {}
-        """Of the modules, by their identity."""
+    kinds: list[TensorKind]
+    fold: bool
 
-    def nodes(self, names: _Names) -> list[Node]:
-        found: list[Node] = []
-        before, last = -1, ("", -1, "")
-        for name, what in names.items():
-            alike = self._alike(what) if self._fold else -1
-            split = _split(name) if alike >= 0 else last
-            if alike >= 0 and alike == before and split == (last[0], last[1] + 1, last[2]):
-                found[-1] = found[-1]._replace(last=name, times=found[-1].times + 1)
+    def nodes(self, keys: list[str], kinds: list[int], depth: int = 0) -> list[Node]:
+        """Return the nodes of keys with these numbers of kinds."""
+        nodes: list[Node] = []
+        before: tuple[list[str], list[int]] | None = None
+        split_before = ("", -1, "")
+        for name, below in _grouped(keys, kinds, depth).items():
+            split = _split(name)
+            is_next = split == (split_before[0], split_before[1] + 1, split_before[2])
+            if self.fold and is_next and below == before and below != ([""], [_VALUE]):
+                nodes[-1] = nodes[-1]._replace(last=name, times=nodes[-1].times + 1)
             else:
-                found.append(self._node(name, what))
-            before, last = alike, split
-        return found
+                nodes.append(self._node(name, *below, depth))
+            before, split_before = below, split
+        return nodes
 
-    def _alike(self, what: Any) -> int:
-        """Equal for what can be folded; negative for a value, of which nothing is known."""
-        if what is None:
-            return -1
-        if not isinstance(what, dict):
-            return self._numbers.setdefault((what.shape, what.dtype, None), len(self._numbers))
-        if id(what) not in self._known:
-            key = tuple((name, self._alike(below)) for name, below in what.items())
-            self._known[id(what)] = self._numbers.setdefault(key, len(self._numbers))
-        return self._known[id(what)]
-
-    def _node(self, name: str, what: Any) -> Node:
-        if what is None:
+    def _node(self, name: str, keys: list[str], kinds: list[int], depth: int) -> Node:
+        if keys == [""] and kinds == [_VALUE]:
             return Node(name, "", 1, 0, 0, 1)
-        if not isinstance(what, dict):
-            return Node(name, "", 1, what.nbytes, 1, 0, what)
-        children = self.nodes(what)
-        if len(children) == 1 and children[0].times == 1 and children[0].name:  # a module in a module, nothing else
+        if keys == [""]:
+            tensor = self.kinds[kinds[0]]
+            return Node(name, "", 1, tensor.nbytes, 1, 0, tensor)
+        children = self.nodes(keys, kinds, depth + 1)
+        if len(children) == 1 and children[0].times == 1 and children[0].name:  # a module with a single entry
             return children[0]._replace(name=f"{name}.{children[0].name}")
         nbytes = sum(child.times * child.nbytes for child in children)
         tensors = sum(child.times * child.tensors for child in children)
@@ -152,37 +124,55 @@ class _Tree:
         return Node(name, "", 1, nbytes, tensors, values, children=tuple(children))
 
 
+def _grouped(keys: list[str], kinds: list[int], depth: int) -> dict[str, tuple[list[str], list[int]]]:
+    """Return the keys by their first segment, without it; empty for a key that has no more."""
+    if depth >= _DEEPEST:
+        return {key: ([""], [kind]) for key, kind in zip(keys, kinds, strict=True)}
+    first = keys[0].partition(".")[0] if keys else ""
+    if all(map(str.startswith, keys, repeat(f"{first}."))):  # 10 times as fast as the loop
+        return {first: ([key[len(first) + 1 :] for key in keys], kinds)} if keys else {}
+    groups: dict[str, tuple[list[str], list[int]]] = {}
+    for key, kind in zip(keys, kinds, strict=True):
+        name, _, below = key.partition(".")
+        group = groups.get(name)
+        if group is None:
+            group = groups[name] = ([], [])
+        group[0].append(below)
+        group[1].append(kind)
+    return groups
+
+
 def _split(name: str) -> tuple[str, int, str]:
-    found = _NUMBERED.match(name)
-    return (found[1], int(found[2]), name[found.end() :]) if found else (name, -2, "")
+    match = _NUMBERED.match(name)
+    return (match[1], int(match[2]), name[match.end() :]) if match else (name, -2, "")
 
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """Where a part of a tensor, or a value, is."""
+    """The place of a part of a tensor, or of a value."""
 
     key: str
     offsets: Shape
-    """Where it begins in the tensor."""
+    """The first element of the part, in each dimension of the tensor."""
     sizes: Shape
     file: str
     offset: int
-    """Of the item in its file, in bytes."""
+    """The first byte of the item in its file."""
     length: int
-    """Of the item, in bytes."""
+    """Bytes of the item."""
     crc32: str
-    """Of the payload, in hexadecimal digits; empty if there is none, as in checkpoints of other tools."""
+    """The CRC32 of the payload in hexadecimal digits; empty in checkpoints of other tools."""
     xxh3: str
-    """The XXH3-128 of the payload, if its writer computed it: of what had not changed since an earlier save."""
+    """The XXH3-128 of the payload; empty if the writer did not compute it. It does for tensors that rarely change."""
 
 
 def chunks(
     path: PathLike, include: str | Iterable[str] = (), storage_options: StorageOptions | None = None
 ) -> list[ChunkInfo]:
-    """Where the bytes of some keys of a checkpoint are, and their checksums.
+    """Return the places and checksums of the bytes of some keys of a checkpoint.
 
     Args:
-        include: Globs of keys; all if there is none.
+        include: Globs of keys; all if empty.
 
     Raises:
         CheckpointMismatch: A glob matches nothing.
@@ -215,14 +205,14 @@ def _chunk(key: str, chunk: StoredChunk) -> ChunkInfo:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What the numbers of a tensor are like. ``low``, ``high``, ``mean`` and ``norm`` are of those that are finite;
-    None if there is none, or if nobody can tell."""
+    """Statistics of a tensor. ``low``, ``high``, ``mean`` and ``norm`` are those of its finite numbers; None if it has
+    none, or if torch cannot compute them."""
 
     key: str
     shape: Shape
     dtype: str
     low: float | int | None = None
-    """The smallest. Of complex numbers, the absolute values are compared."""
+    """The smallest number; for complex numbers, the smallest absolute value."""
     high: float | int | None = None
     mean: float | None = None
     norm: float | None = None
@@ -230,7 +220,7 @@ class TensorStats:
     nans: int | None = None
     infs: int | None = None
     why_not: str = ""
-    """Why nothing is known."""
+    """The reason if torch cannot compute them."""
 
 
 @dataclass
@@ -246,7 +236,7 @@ class _Running:
     def add(self, numbers: torch.Tensor) -> None:
         wide = numbers.to(torch.float64)
         total = float(wide.sum())
-        if not math.isfinite(total):  # then, and then alone, is a look at each worth its time
+        if not math.isfinite(total):  # only then is a look at each number worth its time
             finite = torch.isfinite(numbers)
             nans = int(torch.isnan(numbers).sum())
             self.nans += nans
@@ -255,7 +245,7 @@ class _Running:
             total = float(wide.sum())
         if not numbers.numel():
             return
-        low, high = (one.item() for one in torch.aminmax(numbers))
+        low, high = (bound.item() for bound in torch.aminmax(numbers))
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
         self.total += total
@@ -275,10 +265,10 @@ def statistics(
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
 ) -> list[TensorStats]:
-    """What the numbers of a checkpoint's tensors are like, in memory that does not grow with them.
+    """Return statistics of a checkpoint's tensors. Memory does not grow with the checkpoint.
 
     Args:
-        include: Globs of keys; all if there is none.
+        include: Globs of keys; all if empty.
         exclude: Globs of keys to leave out.
         progress: Called with bytes read, and bytes in all.
 
@@ -297,9 +287,9 @@ def statistics(
         selected = keys.select(reader.index, include, exclude, reader.path)
         reader.index.require_bounded(selected)
         entries = {key: reader.index[key] for key in selected}
-        stored = {key: one for key, one in entries.items() if isinstance(one, StoredTensor)}
-        why_not = {key: _why_not(one, reader.opened.format) for key, one in stored.items()}
-        parts = [Part.whole(key, one) for key, one in stored.items() if not why_not[key]]
+        stored = {key: entry for key, entry in entries.items() if isinstance(entry, StoredTensor)}
+        why_not = {key: _why_not(tensor, reader.opened.format) for key, tensor in stored.items()}
+        parts = [Part.whole(key, tensor) for key, tensor in stored.items() if not why_not[key]]
         stream = Stream(reader, parts)
         running = {part.key: _Running() for part in parts}
         done = 0
@@ -309,12 +299,12 @@ def statistics(
             done += piece.tensor.nbytes
             if progress is not None:
                 progress(done, stream.nbytes)
-    found = []
-    for key, one in stored.items():
-        dtype = str(one.dtype).removeprefix("torch.")
-        unknown = TensorStats(key, one.shape, dtype, why_not=why_not[key])
-        found.append(running[key].stats(key, one, dtype) if key in running else unknown)
-    return found
+    result = []
+    for key, tensor in stored.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        unknown = TensorStats(key, tensor.shape, dtype, why_not=why_not[key])
+        result.append(running[key].stats(key, tensor, dtype) if key in running else unknown)
+    return result
 
 
 def _why_not(stored: StoredTensor, form: str) -> str:
@@ -328,7 +318,7 @@ def _why_not(stored: StoredTensor, form: str) -> str:
 
 
 def _numbers(piece: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements, some at a time, as what torch computes with: bool as 0 and 1, of complex the absolute values."""
+    """Yield the elements as numbers that torch computes with: bools as 0 and 1, complex numbers as absolute values."""
     for some in torch.split(piece.flatten(), _AT_ONCE):
         if some.dtype.is_complex:
             yield some.to(torch.complex128).abs()

@@ -1,7 +1,7 @@
 """``dcp_plugin.copy``: checkpoints from a disk to a bucket, back, and from anywhere to anywhere.
 
-Each checkpoint appears at the target whole or not at all (:mod:`dcp_plugin.tools.transfer`). What checkpoints of a run
-share by hard links, they share at the target, too: also with those that an earlier copy has brought there.
+Each checkpoint appears at the target complete or not at all (:mod:`dcp_plugin.tools.transfer`). Checkpoints that share
+files by hard links share them at the target as well, also with checkpoints of an earlier copy.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from dcp_plugin.errors import (
     SaveFailed,
     UnsafeCheckpoint,
     damage_in,
+    some,
 )
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.bases import refuse_to_replace_a_base
-from dcp_plugin.runs.retention import delete
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_alone, open_checkpoint
+from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.tools.stream import Progress
 from dcp_plugin.tools.transfer import Counts, Homes, Source, Transfer, is_same, open_source
 
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What a copy did. ``str()`` of it is one line."""
+    """The result of a copy. ``str()`` of it is one line."""
 
     source: Where
     target: Where
     copied: list[Where] = field(default_factory=list)
-    """The checkpoints that were not there, by their new paths."""
+    """The new paths of the checkpoints that were copied."""
     skipped: list[Where] = field(default_factory=list)
-    """Those that were there already, of the same save."""
+    """The paths of checkpoints of the same save that the target had already."""
     links: list[Where] = field(default_factory=list)
     """Symbolic links that were made, such as ``last``."""
     bytes_copied: int = 0
@@ -49,17 +50,17 @@ class CopyReport:
     bytes_linked: int = 0
     """Bytes that were linked at the target, or copied by the store without passing through here."""
     bytes_reused: int = 0
-    """Bytes that an interrupted try of the same copy had brought there."""
+    """Bytes that an interrupted run of the same copy had written."""
     seconds: float = 0.0
     unverified: list[str] = field(default_factory=list)
-    """Files and keys of which the source has no checksums, or whose bytes did not pass through here. Their sizes were
-    compared."""
+    """Files and keys without checksums in the source, or whose bytes did not pass through this process. Only their
+    sizes were compared."""
     passed_over: list[str] = field(default_factory=list)
-    """What was not copied, and why: torn checkpoints, and links that the target cannot have."""
+    """Torn checkpoints and links that were not copied, with the reasons."""
     unreadable: list[str] = field(default_factory=list)
     """Entries below the source that cannot be read, with the reason: the copy lacks the checkpoints in them."""
     needs: list[str] = field(default_factory=list)
-    """Which base has to be copied as well, and where to, before a checkpoint at the target can be loaded."""
+    """Bases that have to be copied, with their targets, before the checkpoints at the target can be loaded."""
 
     def __str__(self) -> str:
         parts = [f"{self.target}: {len(self.copied)} checkpoint(s) copied"]
@@ -90,26 +91,26 @@ def copy(
 ) -> CopyReport:
     """Copy a checkpoint, or all checkpoints below a directory, between disks and buckets.
 
-    Each appears at its new path whole or not at all. What has checksums is compared with them while it passes. The same
-    call, made again after one that was interrupted, goes on with what is complete; and after one that was not, copies
-    only the checkpoints that are new.
+    Each appears at its new path complete or not at all. Bytes with checksums are compared with these while they pass.
+    The same call after an interrupted copy keeps its complete files. After a finished copy it copies new ones.
 
     Args:
         src: A checkpoint of this package, of stock DCP or of another tool: a directory, a file or a URL. Or a directory
             or URL with checkpoints below it.
-        dst: What the checkpoint will be called; of several, what they will be below.
-        overwrite: Whether another checkpoint that is there is replaced. One of the same save is left as it is.
+        dst: The new path of the checkpoint; for several, the directory or URL for all.
+        overwrite: Replace other checkpoints at the target. A checkpoint of the same save stays.
         io_threads: Files that are copied at the same time.
-        storage_options: How the stores of URLs are reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the stores of URLs, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with bytes done, and bytes in all.
 
     Returns:
-        What was copied, linked and skipped, and what could not be verified.
+        The checkpoints that were copied, linked and skipped, and the files that could not be verified.
 
     Raises:
-        CheckpointNotFound: Nothing is at ``src`` that is a checkpoint, or it was deleted meanwhile.
+        CheckpointNotFound: ``src`` has no checkpoint, it was deleted meanwhile, or it is a run with weights of another
+            tool in its directory, which could be meant as well.
         CheckpointCorrupt: A checkpoint is damaged; the message names file and key. It is not at ``dst``.
-        SaveFailed: ``dst`` cannot be written, or has something else. What was there is there still.
+        SaveFailed: ``dst`` cannot be written, or has something else, which stays.
 
     Example:
         >>> import torch, dcp_plugin
@@ -121,20 +122,20 @@ def copy(
     began = time.monotonic()
     source, target = as_path(src, storage_options), as_path(dst, storage_options)
     _refuse_within(source, target)
-    found = _find(source)
-    run = _Copy(source, target, found, overwrite, io_threads, progress)
+    checkpoints = _find(source)
+    run = _Copy(source, target, checkpoints, overwrite, io_threads, progress)
     run.copy()
     counts = run.counts
     return CopyReport(
         source, target, run.copied, run.skipped, run.links, counts.copied, counts.linked, counts.reused,
-        time.monotonic() - began, counts.unverified, [*found.passed_over, *run.passed_over],
-        found.unreadable, run.needs,
+        time.monotonic() - began, counts.unverified, [*checkpoints.passed_over, *run.passed_over],
+        checkpoints.unreadable, run.needs,
     )  # fmt: skip
 
 
 def _refuse_within(source: Where, target: Where) -> None:
-    here, there = resolved(source), resolved(target)
-    if here == there or here in there.parents:
+    old, new = resolved(source), resolved(target)
+    if old == new or old in new.parents:
         raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
 
 
@@ -160,26 +161,37 @@ def _find(source: Where) -> _Found:
         open_alone(source).close()
         return _Found([(source, False)], [])
     except CheckpointNotFound as error:
+        if weights_in(source):
+            raise
         reason = error
     except CheckpointError as error:
         scan = Scan(source, others=True)
-        if any(one.path == source for one in scan.of_others):  # it cannot be opened without executing code
+        if any(saved.path == source for saved in scan.of_others):  # it cannot be opened without executing code
             return _Found([(source, True)], [])
         raise error
     scan = Scan(source, others=True, read_all=True)
     ours = [(state.time, state.path, False) for state in scan.states.values() if state.committed]
-    of_others = [(one.time, one.path, True) for one in scan.of_others]
-    found = sorted([*ours, *of_others], key=lambda one: (one[0], str(one[1])))
-    if not found:
+    of_others = [(saved.time, saved.path, True) for saved in scan.of_others]
+    by_age = sorted([*ours, *of_others], key=lambda row: (row[0], str(row[1])))
+    if not by_age:
         raise reason
     torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
-    return _Found([(path, other) for _, path, other in found], torn, [str(error) for error in scan.unreadable.values()])
+    return _Found(
+        [(path, other) for _, path, other in by_age], torn, [str(error) for error in scan.unreadable.values()]
+    )
 
 
 def _refuse_other_file(path: Where) -> None:
-    """Raises CheckpointError if a file is none of a tool that we know, or is damaged."""
-    with suppress(UnsafeCheckpoint):  # it is one, of which we would not load all
-        open_alone(path).close()
+    """Refuse a file that no known tool wrote, that is damaged, or that is only the index of others.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    with suppress(UnsafeCheckpoint):  # it is of a known tool; the copy does not load it
+        opened = open_alone(path)
+        opened.close()
+        if path.name not in opened.index.files:
+            raise CheckpointMismatch(f"{path} is the index of {some(list(opened.index.files))}: copy {path.parent}")
 
 
 @dataclass
@@ -225,7 +237,7 @@ class _Copy:
             self._copy_links(self.source)
 
     def _there(self, path: Where) -> Where:
-        """Where a checkpoint of the source will be."""
+        """Return the new path of a checkpoint of the source."""
         if path == self.source:
             return self.target
         if isinstance(path, ObjectPath) and isinstance(self.source, ObjectPath):
@@ -246,7 +258,7 @@ class _Copy:
             self.progress(min(self.counts.done, self._total), self._total)
 
     def _is_there(self, source: Source, there: Where) -> bool | None:
-        """Whether the same save is at the target; None if nothing is.
+        """Return whether the same save is at the target; None if the target is empty.
 
         Raises:
             SaveFailed: There is something else that is not to be replaced.
@@ -285,7 +297,7 @@ class _Copy:
         try:
             transfer = self._transfer(source, there)
             if replaces and transfer.keeps_names and _cannot_be_exchanged(source, there):
-                delete(there)
+                medium_of(there).remove(there)  # it was opened as a checkpoint, perhaps of weights alone
             transfer.run()
             self.copied.append(there)
             self.homes.learn(source, there, transfer.name_there, verified=True)
@@ -317,15 +329,15 @@ class _Copy:
 
 
 def _is_begun(source: Source, names: list[str]) -> bool:
-    """Whether what is in a bucket may be of an interrupted copy: of one of ours that never was complete, or of files
-    that are called as those of the source."""
+    """Return whether the objects of a prefix may be of an interrupted copy: they have the names of data files of this
+    package, or those of the files of the source."""
     ours = source.ours is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
     return ours or set(names) <= source.sizes.keys()
 
 
 def _cannot_be_exchanged(source: Source, there: Where) -> bool:
-    """Whether a copy in a bucket would write over objects of what it replaces: files of another tool keep their names,
-    and those of the same save have the same."""
+    """Return whether a copy in a bucket would overwrite objects of the checkpoint that it replaces. Files of another
+    tool keep their names, and files of the same save have the same names."""
     if source.ours is None:
         return True
     names = tree(there)

@@ -7,30 +7,27 @@ from operator import mul
 
 import numpy as np
 
-from dcp_plugin.errors import CheckpointNotFound, some
-from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.summary import Base
 from dcp_plugin.paths import PathLike, StorageOptions
-from dcp_plugin.runs.catalog import checkpoints_below
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointInfo, TensorInfo
 
 
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """Return what a checkpoint has; without what it leaves out because its base has it. No tensor is read.
+    """Return the contents of a checkpoint, without the tensors that only its base has. No tensor is read.
 
     Args:
-        path: A checkpoint of this package or of stock DCP, or what another tool saved; or the URL of one.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        path: A checkpoint of this package, of stock DCP or of another tool: a path or a URL.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened, or the path
-            is that of a run with another tool's file in it.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened, or
+            the path is that of a run.
 
     Example:
         >>> import torch, dcp_plugin
@@ -45,14 +42,7 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
 
 def info_of(reader: ShardedReader) -> CheckpointInfo:
     """:func:`inspect` of a checkpoint that a reader opens."""
-    path, index, summary, files = reader.path, reader.index, reader.summary, reader.opened.files
-    is_file_of_other_tool = files.where != str(path)
-    below = [] if is_file_of_other_tool or exists(files, METADATA) else checkpoints_below(path)
-    if below:
-        raise CheckpointNotFound(
-            f"{path} is not a checkpoint: it has {some(list(index.files))} in it, and {below[0]}. Name the one that "
-            f"you mean; dcp_plugin.latest({str(path)!r}) finds the newest checkpoint."
-        )
+    index, summary = reader.index, reader.summary
     with collector_paused():
         tensors, values = _listed(index.table)
     return CheckpointInfo(

@@ -32,13 +32,23 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, index_file, packed, read
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.media import CannotLink, DataFile, Medium, Readable, Reservation, locate, medium_of, tree
+from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, Reservation, locate, medium_of, tree
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage import check_rest
+from dcp_plugin.storage.extra_files import hash_of
 from dcp_plugin.storage.open import check_files, completed, open_alone
-from dcp_plugin.storage.passing import PIECE, Look, LookAtHash, LookAtItems, Memory, SourceError, Way, look_at
+from dcp_plugin.storage.passing import (
+    PIECE,
+    Look,
+    LookAtHash,
+    LookAtItems,
+    Memory,
+    SourceError,
+    Way,
+    check_between,
+    look_at,
+)
 from dcp_plugin.storage.published import gone_or_damaged
 
 _WORTH_NOTING = 1 << 20
@@ -93,6 +103,27 @@ class Source:
             if found.st_nlink > 1:
                 return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         return None
+
+    def open(self, name: str) -> RangedFile:
+        """Open a file.
+
+        Raises:
+            SourceError: It cannot be opened, or has become a link out of the checkpoint since the files were listed.
+        """
+        may_be_outside = self.is_file or (self.opened is not None and name in self.opened.index.files)
+        try:
+            file = self.files.open(name)
+            if file.is_outside and not may_be_outside:
+                file.close()
+                raise OSError(errno.ELOOP, "it is a link out of the checkpoint")
+        except OSError as error:
+            raise SourceError(name, error) from error
+        return file
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file. Raises SourceError as :meth:`open`."""
+        with self.open(name) as file:
+            return file.read()
 
     def close(self) -> None:
         self.files.close()
@@ -359,7 +390,7 @@ class Transfer:
             if name in self.source.sizes and summary.save_id:
                 data = read(files, name)
                 beside = self.source.opened.index.beside if self.source.opened else {}
-                if beside.get(name, check_rest.hash_of(data)) not in (check_rest.hash_of(data), f"{len(data)} bytes"):
+                if beside.get(name, hash_of(data)) not in (hash_of(data), f"{len(data)} bytes"):
                     raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
                 if summary.save_id.encode() in data:
                     there = {old: new for old, new in names.items() if old.encode() in data}
@@ -371,7 +402,7 @@ class Transfer:
         files, summary = self.source.files, self.source.summary
         index = index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
         index.rename_files(self._new_names.__getitem__)
-        index.beside |= {name: check_rest.hash_of(data) for name, data in views.items() if name in index.beside}
+        index.beside |= {name: hash_of(data) for name, data in views.items() if name in index.beside}
         return index_file.encode_alike(index)
 
     def _base_there(self) -> dict[str, str] | None:
@@ -401,7 +432,7 @@ class Transfer:
         sizes = self.source.sizes
         small = (name for name in sizes if f"/{name}".endswith(_LAST) and sizes[name] <= _MOST_LAST)
         named = sorted({*small, *({METADATA} & sizes.keys())}, key=lambda name: (name == METADATA, name))
-        return {name: read(self.source.files, name) for name in named}
+        return {name: self.source.read(name) for name in named}
 
     # Files
 
@@ -525,19 +556,15 @@ class Transfer:
         seen = xxh3_128()
         if noting:
             looks.append(_Hash(seen))
-        try:
-            file = source.files.open(name)
-        except OSError as error:
-            raise SourceError(name, error) from error
         with (
-            file,
+            source.open(name) as file,
             self.medium.create(directory, self._made(directory, name), size, _ignore, at_once * _PART_OF_FLIGHT) as to,
         ):
             way.copy(name, file, size, to, looks)
         for look in looks:
             if isinstance(look, LookAtItems) and source.ours is not None:
                 number = source.ours.index.file_names.index(name)
-                wrong = check_rest.check_between(source.files, source.ours.index, number) if look.has_more else ""
+                wrong = check_between(source.files, source.ours.index, number) if look.has_more else ""
                 if wrong:
                     raise CheckpointCorrupt(wrong)
                 self.counts.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))

@@ -11,7 +11,9 @@ from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnr
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
-from dcp_plugin.storage import check_rest
+from dcp_plugin.storage.extra_files import sizes_only
+from dcp_plugin.storage.open_foreign import weights_in
+from dcp_plugin.storage.passing import check_rest
 from dcp_plugin.storage.read_items import in_windows
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import VerifyReport
@@ -26,21 +28,20 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
-    What a base completes a checkpoint with is read, too.
-
-    Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
-    other tools, and what a framework has put beside. Not what was added to the directory after the save.
+    The tensors that only a base has are read as well. Of a checkpoint of this package every byte of every file of the
+    save is read: also the bytes between items, the tables of contents for other tools, and the files that a framework
+    added. Files that were added to the directory after the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
         io_threads: Threads that read.
-        base: Where its base is now, if that was moved.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        base: The base, if it was moved.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with bytes of items read, and all that there are.
 
     Returns:
-        What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
-        tool's) are only read, and listed. Of a run, the sums; a checkpoint that cannot be opened is one of the errors.
+        The items and bytes that were read, and the damage, which is not raised. Items of other tools have no checksums:
+        they are read and listed. For a run, the sums; a checkpoint that cannot be opened is one of the errors.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
@@ -59,14 +60,20 @@ def verify(
 
 
 def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
-    """Verify the checkpoints of a run, and the weights that another tool has left beside them."""
+    """Verify the checkpoints of a run, and the weights of another tool in its directory."""
     errors: list[str] = []
     unverified: list[str] = []
     items = nbytes = 0
-    for path in (run, *below):
+    try:
+        weights = weights_in(run)
+    except CheckpointUnreadable:
+        raise
+    except CheckpointError as error:
+        weights, errors = [], [str(error)]
+    for path in (*(run / name for name in weights), *below):
         try:
             report = verify_one(path)
-        except CheckpointNotFound:  # no weights are beside them, or the training has deleted one
+        except CheckpointNotFound:  # the training has deleted one
             continue
         except CheckpointUnreadable:
             raise
@@ -99,7 +106,7 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
             items.setdefault((place.file, place.offset), (key, place))
         if any(place.checksums is None for place in places):
             unverified.append(key)
-    with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
+    with suppress(OSError):  # a removal during the verification deletes no open file
         reader.opened.files.keep(reader.index.files)
     nbytes = sum(place.length for _, place in items.values())
     threads = max(io_threads, reader.opened.files.streams)
@@ -112,6 +119,6 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
             done += sum(place.length for _, place in window)
             if progress is not None:
                 progress(done, nbytes)
-        errors += check_rest.check(reader.opened, pool)
-    unverified += check_rest.sizes_only(reader.index.beside)
+        errors += check_rest(reader.opened, pool)
+    unverified += sizes_only(reader.index.beside)
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

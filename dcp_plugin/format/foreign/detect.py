@@ -19,7 +19,7 @@ _LOOKED_FOR = (
 _MOST_LISTED = 1000
 """Most files of a directory of which the first bytes are read."""
 
-_INDEX = ".index.json"
+INDEX = ".index.json"
 _FAMILIES = ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model.bin", "model.bin")
 _NAMED = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)")
 _LEGACY = b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # torch's magic number, as its pickles before 1.6 begin with it
@@ -34,6 +34,8 @@ def read_file(files: Files, name: str) -> Contents:
         CheckpointNotFound: The file cannot be read as a checkpoint; the message says why.
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The format is known, and the file cannot be read.
     """
+    if name.endswith(INDEX):
+        return _read_shards(files, name)
     kind = kind_of_file(files, name)
     if kind not in _READ:
         raise not_found(f"{files.where}/{name}", kind or f"the file begins like nothing that is known. {_LOOKED_FOR}")
@@ -77,7 +79,7 @@ def read_directory(files: Files, reason: str) -> Contents:
         CheckpointNotFound: As :func:`read_file`; the message has ``reason`` and lists the names that were looked for.
     """
     names = [name for name in files.names() if not name.endswith("/")]
-    indexes = sorted((name for name in names if name.endswith(_INDEX)), key=lambda name: "safetensors" not in name)
+    indexes = sorted((name for name in names if name.endswith(INDEX)), key=lambda name: "safetensors" not in name)
     if indexes:
         contents = _read_shards(files, indexes[0])
     elif models := _models_in(names):

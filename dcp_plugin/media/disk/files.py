@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from stat import S_ISLNK
@@ -21,6 +21,7 @@ from dcp_plugin.media.disk import posix
 _HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH: of a directory that may not be listed, too
+_MET_A_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EMLINK}  # the last one on FreeBSD
 _MOST_KEPT = 256
 """Files that are kept open at the same time. A process may often have no more than 1024."""
 
@@ -28,8 +29,9 @@ _MOST_KEPT = 256
 class LocalFile(RangedFile):
     """A file that several threads read at the same time."""
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: FileIO, is_outside: bool = False) -> None:
         super().__init__(file)
+        self.is_outside = is_outside
         self.identity = identity_of(os.fstat(file.fileno()))
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
@@ -79,7 +81,47 @@ class LocalFiles:
 
     def open(self, name: str) -> LocalFile:
         """Open a regular file. Raise OSError for a named pipe, which would block for ever."""
-        return LocalFile(posix.open_regular(*self._at(name)))
+        return LocalFile(*self._opened(name))
+
+    def _opened(self, name: str) -> tuple[FileIO, bool]:
+        """Open a file. Return also whether it is a link out of the checkpoint.
+
+        The call that opens the file also checks it: another process may put a link in place of the file at any time.
+        """
+        parts = PurePosixPath(name).parts
+        file = None
+        if parts and parts[0] != "/" and ".." not in parts:
+            file = self._open_below(parts)
+            if file is None and (target := self._link_target(parts)):
+                file = self._open_below(target)
+        return (posix.open_regular(*self._at(name)), True) if file is None else (file, False)
+
+    def _open_below(self, parts: Sequence[str]) -> FileIO | None:
+        """Open a file without following a link below the directory. Return None if a link is in the way."""
+        if not _HAS_DESCRIPTORS:  # Windows
+            return posix.open_regular(self.directory.joinpath(*parts))
+        try:
+            with ExitStack() as stack:
+                path, relative_to = self._at(parts[0])
+                for part in parts[1:]:
+                    relative_to = os.open(path, _TO_HOLD | posix.NOFOLLOW, dir_fd=relative_to)
+                    stack.callback(os.close, relative_to)
+                    path = part
+                return posix.open_regular(path, relative_to, posix.NOFOLLOW)
+        except OSError as error:
+            if error.errno in _MET_A_LINK:
+                return None
+            raise
+
+    def _link_target(self, parts: Sequence[str]) -> Sequence[str]:
+        """Return the target of a link, relative to the directory; empty if the target is not of the checkpoint."""
+        directory = self.directory.resolve()
+        link = directory.joinpath(*parts)
+        target = link.resolve()
+        if target.parent == link.parent:
+            return (*parts[:-1], target.name)
+        is_cached = directory.parent.name == "snapshots" and target.parent == directory.parent.parent / "blobs"
+        return ("..", "..", "blobs", target.name) if is_cached else ()
 
     def leads_elsewhere(self, name: str) -> bool:
         parts = PurePosixPath(name).parts
@@ -88,11 +130,7 @@ class LocalFiles:
             linked = any(S_ISLNK(self._stat(step, follow_symlinks=False).st_mode) for step in steps)
         except OSError:  # the caller that opens it raises
             return False
-        if not linked and ".." not in parts:
-            return False
-        directory, target = self.directory.resolve(), (self.directory / name).resolve().parent
-        is_cached = directory.parent.name == "snapshots" and target == directory.parent.parent / "blobs"
-        return target != (directory / name).parent and not is_cached
+        return (linked or ".." in parts) and not self._link_target(parts)
 
     def keep(self, names: Iterable[str]) -> None:
         pass
@@ -154,11 +192,15 @@ class HeldFiles(LocalFiles):
         for name in names:
             if name not in self._kept and len(self._kept) < _MOST_KEPT:
                 try:
-                    self._kept[name] = posix.open_regular(*self._at(name))
+                    file, is_outside = self._opened(name)
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         return
                     raise
+                if is_outside:  # a removal of the checkpoint does not delete it
+                    file.close()
+                else:
+                    self._kept[name] = file
 
     def moved(self) -> bool:
         try:

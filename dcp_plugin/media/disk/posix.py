@@ -56,21 +56,25 @@ def make_directories(path: Path) -> None:
         sync_directory(created.parent)
 
 
-def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
-    """A file, unbuffered. Anything else is an error: a named pipe, for one, would be waited for for ever.
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def open_regular(path: Path | str, directory: int | None = None, further_flags: int = 0) -> io.FileIO:
+    """Open a regular file, unbuffered. Anything else raises OSError: opening a named pipe would wait for ever.
 
     Args:
-        directory: The descriptor of what a relative path is relative to.
+        directory: The descriptor of the directory that a relative path is relative to.
+        further_flags: Of ``os.open``.
     """
-    without_waiting = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
-    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | without_waiting, dir_fd=directory))
+    further_flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
+    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | further_flags, dir_fd=directory))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return file
 
 
-_OWN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_OWN = getattr(os, "O_NONBLOCK", 0) | NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
 
 
 class Folder:

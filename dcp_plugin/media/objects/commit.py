@@ -41,12 +41,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_plugin.errors import CheckpointError, SaveFailed
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces, is_own
+from dcp_plugin.format import (
+    DATA_SUFFIX,
+    INDEX,
+    METADATA,
+    NUMBERED,
+    PACKED,
+    SUMMARY,
+    has_traces,
+    is_of_other_tool,
+    is_own,
+)
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, lease, other_things, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, is_workspace, lease, other_things, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
@@ -447,15 +457,17 @@ def remove(path: ObjectPath) -> None:
 
 
 def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Found]) -> list[str]:
-    """Return the objects and folders directly below a checkpoint of this package that are no part of it; nothing for a
-    checkpoint of another tool."""
+    """Return the objects and folders directly below a checkpoint that are no part of it."""
     attached: list[Any] = []
+    entries = {name.partition("/")[0] for name in names}
     if SUMMARY in names:
         attached = _list_in(_noted(client, names[SUMMARY], MAX_SIZE) or {}, "attached")
     elif not token_at(client, path):
-        return []
-    there = {name.partition("/")[0] for name in names}
-    return sorted(name for name in there if not is_own(name) and name not in attached)
+        others = {name for name in entries if not is_of_other_tool(name)}
+        if NUMBERED.fullmatch(path.name):  # it is rotated as a whole, but for a checkpoint in it
+            others = {name for name in others if is_workspace(name) or f"{name}/{METADATA}" in names}
+        return sorted(others) if others != entries else []  # no checkpoint at all: the caller wants all to go
+    return sorted(name for name in entries if not is_own(name) and name not in attached)
 
 
 def _list_in(noted: Mapping[str, Any], name: str) -> list[Any]:

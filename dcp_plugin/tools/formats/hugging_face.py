@@ -4,8 +4,8 @@ With transformers installed and a ``config.json`` at hand, the model is made on 
 memory: its own names decide which keys of the checkpoint are its weights, behind which prefix, and whether all are
 there. Without, the keys stay as they are.
 
-Of a model with LoRA adapters the folder is what peft's ``save_pretrained`` makes: the adapter, and its configuration,
-which names the base model; and the base model itself, where the checkpoint has it and its ``config.json`` is at hand.
+A model with LoRA adapters becomes the folder that peft's ``save_pretrained`` makes: the adapter, and its configuration,
+which names the base model; and the base model itself, if the checkpoint has it and its ``config.json`` is at hand.
 ``from_pretrained`` of transformers then takes the base from the folder.
 """
 
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, some
-from dcp_plugin.format import Files, exists, read
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
+from dcp_plugin.format import exists
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.loading.model_prefix import find_model_prefix
-from dcp_plugin.media import medium_of
+from dcp_plugin.media import Readable, medium_of
 from dcp_plugin.paths import PathLike, as_path
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.formats import Layout, Selected, safetensors_files
@@ -48,54 +48,56 @@ class Beside:
 
     files: dict[str, bytes]
     left_out: list[str]
-    """A line for each link out of the checkpoint, which is not followed."""
+    """A line for each link out of the checkpoint. Such links are not followed."""
 
     @classmethod
     def of(cls, reader: ShardedReader, config: PathLike | None) -> Beside:
-        """Those beside the checkpoint; those of the folder ``config`` take their place.
+        """Read the small files of the checkpoint. Those of the folder ``config`` replace them.
 
         Raises:
             CheckpointNotFound: There is no ``config.json`` in that folder.
         """
-        own = reader.opened.files
-        links = [name for name in _BESIDE if own.leads_elsewhere(name)]
-        left_out = [f"{name} was left out: it is a link that leads out of the checkpoint." for name in links]
-        found = _small_files(own, [name for name in _BESIDE if name not in links])
+        files, outside = _small_files(reader.opened.files)
+        left_out = [f"{name} was left out: it is a link that leads out of the checkpoint." for name in outside]
         if config is not None:
             folder = as_path(config)
             try:
-                named = _small_files(medium_of(folder).open(folder), _BESIDE)
+                files_there, outside = _small_files(medium_of(folder).open(folder))
             except OSError as error:
                 raise CheckpointNotFound(f"config={folder} cannot be read: {error.strerror or error}") from error
+            named = files_there | outside
             if not {CONFIG, ADAPTER} & named.keys():
                 raise CheckpointNotFound(f"config={folder}: there is no {CONFIG} in it")
-            found |= named
-        return cls(found, left_out)
+            files |= named
+        return cls(files, left_out)
 
-    def said(self, name: str) -> dict[str, Any]:
-        """What a JSON file says; nothing if it is not there."""
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file; empty if the file is absent."""
         if name not in self.files:
             return {}
         try:
-            said = json.loads(self.files[name])
+            content = json.loads(self.files[name])
         except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(f"{name} is no JSON: {error}") from error
-        return said if isinstance(said, dict) else {}
+        return content if isinstance(content, dict) else {}
 
 
-def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
-    found = {}
-    for name in names:
+def _small_files(files: Readable) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return the small files of a checkpoint by name, and separately the links out of it."""
+    inside: dict[str, bytes] = {}
+    outside: dict[str, bytes] = {}
+    for name in _BESIDE:
         if exists(files, name) and files.size(name) <= _MOST:
-            found[name] = read(files, name)
-    return found
+            with damage_in(f"{files.where}/{name}"), files.open(name) as file:
+                (outside if file.is_outside else inside)[name] = file.read()
+    return inside, outside
 
 
 def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_is: bool) -> tuple[Selected, Layout]:
-    """The files of the weights, and those beside them; and the selection that has the model's own names.
+    """Lay out the weights and the small files. Return also the selection with the model's own names.
 
     Args:
-        as_it_is: Whether names were chosen by the caller, and stay.
+        as_it_is: Keep the names: the caller chose them.
 
     Raises:
         CheckpointMismatch: The checkpoint does not have the model's weights; naming keys.
@@ -110,26 +112,28 @@ def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_
         selected, of_model = _of_model(selected, beside)
         notes += of_model
     made = safetensors_files.layout(selected, "model", most)
-    return selected, replace(made, last={**made.last, **_said_of(beside, selected.dtype)}, notes=notes)
+    return selected, replace(made, last={**made.last, **_files_of(beside, selected.dtype)}, notes=notes)
 
 
 def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
-    """The selection that the model's own names make."""
-    said = beside.said(CONFIG)
-    if not said:
+    """Return the selection with the model's own names, and notes for the report."""
+    config = beside.json(CONFIG)
+    if not config:
         note = f"No {CONFIG} was found beside the checkpoint, and from_pretrained needs one: config=… names its folder."
         return selected, [note]
-    models = list(_models(said))
+    models = list(_models(config))
     if not models:
         return selected, ["transformers, or the model's class, is not installed: the keys were not compared with it."]
     refusal: CheckpointMismatch | None = None
     for kind, expected in models:
         try:
-            chosen = _chosen(selected, expected, said)
+            chosen = _chosen(selected, expected, config)
         except CheckpointMismatch as error:
             refusal = refusal or error
         else:
-            notes = [] if said.get("architectures") else [f"{CONFIG} names no architecture: the weights are of {kind}."]
+            notes = (
+                [] if config.get("architectures") else [f"{CONFIG} names no architecture: the weights are of {kind}."]
+            )
             return replace(selected, names=chosen), notes
     assert refusal is not None
     raise refusal
@@ -137,11 +141,11 @@ def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
 
 _Shapes = dict[str, tuple[int, ...]]
 _HEADS = ("FOR_CAUSAL_LM", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM", "FOR_SEQUENCE_CLASSIFICATION", "")
-"""Of transformers' mappings from a kind of model to its classes: which are tried where none is named."""
+"""The mappings of transformers from a kind of model to its classes that are tried if no class is named."""
 
 
-def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
-    """The models that may be meant: class, and names and shapes of the weights. None if none can be made here.
+def _models(config: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
+    """Yield the class of each model that may be meant, with names and shapes of its weights.
 
     The classes are transformers' own, by the name in the configuration: nothing of the checkpoint is executed.
     """
@@ -150,8 +154,8 @@ def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
         from transformers.models.auto import modeling_auto
     except ImportError:
         return
-    kinds = said.get("architectures") or [
-        names.get(said.get("model_type"))
+    kinds = config.get("architectures") or [
+        names.get(config.get("model_type"))
         for head in _HEADS
         if (names := getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"), None))
     ]
@@ -160,12 +164,12 @@ def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
         if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             config_class: Any = model_class.config_class
             with torch.device("meta"):
-                model = model_class(config_class.from_dict(dict(said)))
+                model = model_class(config_class.from_dict(dict(config)))
             yield kind, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> dict[str, str]:
-    """Which keys are the weights, by the names that the model has for them."""
+def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of the weights, with the model's names for them."""
     key_of = {name: key for key, name in selected.names.items()}
     path = selected.reader.path
     try:
@@ -173,9 +177,9 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: M
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{error} An export takes that as rename={{PREFIX: ''}}, or include=.") from error
     chosen = {key_of[prefix + name]: name for name in expected if prefix + name in key_of}
-    tied = _tied(selected, chosen) if said.get("tie_word_embeddings", True) else set()
+    tied = _tied(selected, chosen) if config.get("tie_word_embeddings", True) else set()
     missing = [name for name in expected if prefix + name not in key_of]
-    if said.get("tie_word_embeddings", True):  # transformers makes it of the embeddings
+    if config.get("tie_word_embeddings", True):  # transformers makes it of the embeddings
         missing = [name for name in missing if not name.endswith("lm_head.weight")]
     if missing:
         raise CheckpointMismatch(
@@ -192,7 +196,7 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: M
 
 
 def _tied(selected: Selected, chosen: Mapping[str, str]) -> set[str]:
-    """The output embedding, if it is the same bytes as another weight: safetensors files have it once."""
+    """Return the output embedding if it has the bytes of another weight: safetensors files store them once."""
     heads = [key for key, name in chosen.items() if name.endswith("lm_head.weight")]
     places = {_place(selected.stored(key)) for key in chosen if key not in heads}
     return {key for key in heads if _place(selected.stored(key)) in places}
@@ -203,9 +207,9 @@ def _place(stored: StoredTensor) -> object:
 
 
 def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside, most: int) -> tuple[Selected, Layout]:
-    """As peft saves it: the adapter's keys without its name, the base model's without what peft puts around it."""
-    said = beside.said(ADAPTER)
-    if not said:
+    """Lay out an adapter as peft does: its keys without its name, the base model's keys without the wrapper of peft."""
+    adapter_config = beside.json(ADAPTER)
+    if not adapter_config:
         raise CheckpointMismatch(
             f"{selected.reader.path} has LoRA adapters ({some(list(adapter), 2)}) and no {ADAPTER} beside it: name the "
             f"folder that has one: config=…"
@@ -223,16 +227,16 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
         if ".original_module." in name
     }
     base: Layout = Layout([])
-    if inner and beside.said(CONFIG):
+    if inner and beside.json(CONFIG):
         of_base, notes = _of_model(replace(selected, names=inner), beside)
         base = safetensors_files.layout(of_base, "model", most)
         names |= of_base.names
     else:
         # from_pretrained takes a folder with a configuration for the base model, too.
         beside = replace(beside, files={name: data for name, data in beside.files.items() if name != CONFIG})
-        name = said.get("base_model_name_or_path")
+        name = adapter_config.get("base_model_name_or_path")
         notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
-    last = {**base.last, **_said_of(beside, selected.dtype)}
+    last = {**base.last, **_files_of(beside, selected.dtype)}
     return replace(selected, names=names), Layout([*made.files, *base.files], last, [*beside.left_out, *notes])
 
 
@@ -241,20 +245,20 @@ def _without_adapter_name(match: re.Match[str]) -> str:
 
 
 def _from_wrapper(names: Mapping[str, str]) -> dict[str, str]:
-    """From the part on that peft puts around a model; what a framework puts around that is not of the adapter."""
-    found = {}
+    """Return names that begin with the wrapper of peft: a framework's wrapper around it is no part of the adapter."""
+    from_wrapper = {}
     for key, name in names.items():
         match = _WRAPPER.search(name)
-        found[key] = name[match.start() :] if match else f"base_model.model.{name}"
-    return found
+        from_wrapper[key] = name[match.start() :] if match else f"base_model.model.{name}"
+    return from_wrapper
 
 
-def _said_of(beside: Beside, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """The small files; ``config.json`` says the dtype that the weights have now."""
+def _files_of(beside: Beside, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """Return the small files, with the new dtype of the weights in ``config.json``."""
     files = dict(beside.files)
-    said = beside.said(CONFIG)
-    if said and dtype is not None:
-        names = [name for name in ("dtype", "torch_dtype") if name in said] or ["dtype"]
-        said |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
-        files[CONFIG] = json.dumps(said, indent=2).encode() + b"\n"
+    config = beside.json(CONFIG)
+    if config and dtype is not None:
+        names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
+        config |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+        files[CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
     return files

@@ -154,7 +154,7 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     saves = _saves(records, states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
-    ends = history.ends_of(history.trainings_in(noted))
+    ends = history.ends_of(history.trainings_in(records))
     newest, nbytes, modules, why = _newest(states, storage_options)
     stragglers = _stragglers(saves)
     run_figures = RunFigures(
