@@ -1,26 +1,26 @@
-"""How a directory of files becomes a checkpoint, and what a crash leaves behind.
+"""Commit of a directory of files as a checkpoint, and garbage collection after a crash.
 
 A checkpoint is real when, and only when, ``.metadata`` is in its final directory (for our own: ``dcp_plugin.json``
-and ``dcp_plugin.index`` too). So a save never writes there. It goes through these verbs:
+and ``dcp_plugin.index`` too). A save never writes into the final directory. Its steps:
 
 - :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name, and
   ``<token>.json`` that says which checkpoint this will be. The process that saves holds a lock on the latter.
-- All ranks write and sync their files there. What a framework keeps beside model and optimizer may be among them.
-- :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If something is there
-  already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
-  checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
-  :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
+- All ranks write and sync their files in it, also the extra files of a framework.
+- :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If an earlier checkpoint
+  has the name, one system call exchanges both names, so the old or the new checkpoint can be loaded at every moment.
+  Where that call does not exist, the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns
+  that path. Then the old checkpoint is deleted; files of other programs in it move to the new one.
 - :func:`discard` ends a save that failed. It can keep the directory of a copy: the next reservation of the same copy
   takes over its record and its directory, as it does after a copy that died.
 
-Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, :func:`sweep`, called by the next
-save, puts back what was moved aside and deletes the rest. It begins by renaming the directory of the dead to
-``<token>.deleted``, so that a save that was wrongly taken for dead cannot be published. A lock that can be taken proves
+A removal renames to ``<token>.deleted`` first, for the same reason. After a crash, the next save calls :func:`sweep`,
+which gives a moved checkpoint its name back and deletes the other files. First it renames the directory of the ended
+save to ``<token>.deleted``, so that a save wrongly declared dead cannot be published. A lock that can be taken proves
 that a process has ended only where both processes share locks: in one boot of one machine, and on one mount. Between
 others the lease decides (:mod:`dcp_plugin.media.lease`), because Lustre with ``localflock`` and NFS with ``nolock``
-grant the same lock on each node. Nothing in ``.dcp_plugin`` is ever taken for a checkpoint, and its names do not
-contain those of checkpoints, because frameworks look for patterns in layout. Where ``.dcp_plugin`` is another user's,
-this user's has the number of the user behind its name.
+grant the same lock on each node. No entry of ``.dcp_plugin`` is ever taken for a checkpoint. Its names do not contain
+names of checkpoints, because frameworks search for patterns. If ``.dcp_plugin`` belongs to another user, the directory
+of this user has the number of the user at the end of its name.
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -71,10 +71,10 @@ class _Held:
     target: str
     descriptor: int = -1
     as_a_whole: bool = False
-    """Whether it is a copy: what it replaces goes, with all that is in it."""
+    """Whether it is a copy: it replaces a directory together with all files in it."""
     naming: bool = False
-    """Whether its save is being given its name, or has been: then what is in its directory may be the old checkpoint,
-    with files of the user's in it."""
+    """Whether the save gets its final name or has it: then its directory may be the old checkpoint, with files of the
+    user."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Ends the heartbeat of the record."""
 
@@ -85,9 +85,9 @@ of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
 COPIED = ".copied"
-"""Of the note in which a copy says what it has copied completely."""
+"""Suffix of the note in which a copy lists its complete files."""
 _OF_A_SAVE = (".saving", ".aside", ".deleted", COPIED)
-"""What there may be of a save beside its record."""
+"""Suffixes of the entries that a save may have besides its record."""
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
 
@@ -110,7 +110,7 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
     reservation = None
     try:
         _refuse_working_directory(final)
-        if not copy_of:  # who copies has looked at what is there
+        if not copy_of:  # a copy has checked the path already
             _refuse_to_replace_other_things(final, among_other_files)
         _refuse_below_a_file(final)
         posix.make_directories(final.parent)
@@ -131,7 +131,7 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
 
 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
-    """What is left of the same copy by a process that has ended. Raises SaveFailed if it goes on."""
+    """Return the reservation of the same copy by a process that has ended. Raise SaveFailed if that process runs."""
     workspace = workspace_of(final)
     for folder, token in _records(workspace):
         if token in _held:
@@ -158,8 +158,8 @@ def publish(reservation: Reservation[Path]) -> None:
     """Give the finished directory its final name. All its files are synced already.
 
     Raises:
-        OSError: What was at the final name is there still.
-        DurabilityUnknown: The new checkpoint is there; whether it outlives a loss of power is not known.
+        OSError: The final name is unchanged.
+        DurabilityUnknown: The checkpoint is published, but a loss of power may undo that.
     """
     final, directory = reservation.final, reservation.directory
     held = _held[reservation.token]
@@ -174,7 +174,7 @@ def publish(reservation: Reservation[Path]) -> None:
         try:
             _take_name(reservation, replaces)
         except OSError:
-            held.naming = False  # nothing has its name yet, and what was moved aside can be put back
+            held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
             raise
         try:
             posix.sync_directory(final.parent)
@@ -185,7 +185,7 @@ def publish(reservation: Reservation[Path]) -> None:
                 f"of power what was there before may be back. Look at the disk, and save again."
             ) from error
         if keeps_others:
-            # Not before the names are durable: else a loss of power could undo the exchange, but not these renames.
+            # After the names are durable: otherwise a loss of power could undo the exchange, but not these renames.
             for name in (directory.name, f"{reservation.token}.aside"):
                 _keep_other_files(held.workspace, name, final)
     except OSError as error:
@@ -197,7 +197,7 @@ def publish(reservation: Reservation[Path]) -> None:
             "They are in %s, and the next save beside it tries again.",
             *(final, error, directory.parent),
         )
-    except BaseException:  # Ctrl-C, or the above: the record says what the next sweep has to do
+    except BaseException:  # Ctrl-C, or the error above: the next sweep reads the record
         _let_go(reservation)
         raise
     else:
@@ -219,12 +219,12 @@ def publish_file(reservation: Reservation[Path]) -> None:
 
 
 def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
-    """Rename the directory to its final name. What was there is in its place, or aside, then."""
+    """Rename the directory to its final name. The earlier entry gets the name of the directory, or ``.aside``."""
     final, name, workspace = reservation.final, reservation.directory.name, _held[reservation.token].workspace
     if replaces and posix.exchange(workspace, name, final):
         return
     if replaces:
-        # Where another process has taken it, what is there stays where it is.
+        # Raises before the old checkpoint moves, if another process has renamed the directory.
         os.stat(name, dir_fd=workspace.descriptor, follow_symlinks=False)
         os.rename(final, f"{reservation.token}.aside", dst_dir_fd=workspace.descriptor)
     os.rename(name, final, src_dir_fd=workspace.descriptor)
@@ -240,10 +240,10 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; from the first moment on, nothing half-deleted can be taken for one.
+    """Delete a checkpoint. A half-deleted one is never taken for a checkpoint.
 
     Raises:
-        CheckpointError: It is there, as it was.
+        CheckpointError: The checkpoint is unchanged.
     """
     if not os.path.lexists(path):
         return
@@ -259,7 +259,7 @@ def remove(path: Path) -> None:
         except OSError:
             _tidy_up(reservation)
             raise
-    with suppress(OSError):  # else a loss of power may bring it back, complete
+    with suppress(OSError):  # otherwise a loss of power may undo the removal
         posix.sync_directory(path.parent)
     _tidy_up(reservation)
 
@@ -267,11 +267,11 @@ def remove(path: Path) -> None:
 def link(path: Path, target: Path) -> None:
     """Make ``path`` a link to the checkpoint ``target``, relative, so that both can be moved together.
 
-    What was at ``path``, a link or a checkpoint, is there until the link is. Only where the kernel cannot exchange
-    names there is a moment with neither, and only if it was a checkpoint.
+    The link replaces an earlier link or checkpoint at once. If the kernel cannot exchange names, a checkpoint has no
+    name for a moment.
 
     Raises:
-        CheckpointError: What was at ``path`` is there still.
+        CheckpointError: ``path`` is unchanged.
     """
     with _as_it_was(f"link {path} to {target}"):
         reservation = _open_record(path)
@@ -285,7 +285,7 @@ def link(path: Path, target: Path) -> None:
         except BaseException:
             _tidy_up(reservation)
             raise
-    with suppress(OSError):  # else a loss of power may bring back what it was
+    with suppress(OSError):  # otherwise a loss of power may undo the link
         posix.sync_directory(path.parent)
     _tidy_up(reservation)
 
@@ -329,10 +329,8 @@ def _as_it_was(what: str) -> Iterator[None]:
 
 
 def sweep(workspace: Path) -> None:
-    """Tidy up after processes that died and after what failed: put back what was moved aside, delete what was left.
-
-    What fails again is left for the next time.
-    """
+    """Collect the garbage of ended processes and of failed calls: give moved checkpoints their names back, delete the
+    other files. The next sweep repeats a step that fails."""
     with suppress(OSError):
         for folder, token in _records(workspace):
             if token not in _held:
@@ -342,15 +340,15 @@ def sweep(workspace: Path) -> None:
 
 def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
     """See :meth:`dcp_plugin.media.Medium.collect_garbage`."""
-    found = _leftovers(workspace)
+    garbage = _leftovers(workspace)
     if not dry_run:
         sweep(workspace)
-    return found
+    return garbage
 
 
 def _leftovers(workspace: Path) -> list[Leftover[Path]]:
-    """What :func:`sweep` would tidy up. Where nothing can be locked or read, nobody can tell."""
-    found: list[Leftover[Path]] = []
+    """Return the garbage that :func:`sweep` would collect, as far as records can be locked and read."""
+    garbage: list[Leftover[Path]] = []
     with suppress(OSError):
         for folder, token in _records(workspace):
             with suppress(OSError):
@@ -359,20 +357,20 @@ def _leftovers(workspace: Path) -> list[Leftover[Path]]:
                     continue
                 try:
                     noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-                    found += _left_by(folder, _reservation(workspace.parent / (_checked_target(noted) or "?"), token))
+                    garbage += _left_by(folder, _reservation(workspace.parent / (_checked_target(noted) or "?"), token))
                 finally:
                     os.close(descriptor)
-    return found
+    return garbage
 
 
 def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
-    what = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
+    texts = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
     aside = "{}, moved aside by a save that was interrupted"
     for path in (folder.path / name for name in folder.names() if name.startswith(f"{reservation.token}.")):
         if path.suffix == ".aside" and _is_missed(folder, reservation):
             yield Leftover(path, f"{aside}: it gets its name back".format(reservation.final), 0)
         elif path.suffix != ".json":
-            text = what.get(path.suffix, aside).format(reservation.final)
+            text = texts.get(path.suffix, aside).format(reservation.final)
             from dcp_plugin.media.usage import usage  # needed by `dcp-plugin prune` alone
 
             yield Leftover(path, text, usage(medium_of(path), path).own)
@@ -428,7 +426,7 @@ def _sweep_one(folder: posix.Folder, token: str) -> None:
 
 
 def locate(path: Path) -> Path:
-    """``path``, or where its checkpoint is if a crash came between the two renames of an overwrite."""
+    """Return ``path``, or the path of its checkpoint after a crash between the two renames of an overwrite."""
     for _ in range(_ATTEMPTS):
         if looks_like_checkpoint(path):
             break
@@ -441,22 +439,22 @@ def locate(path: Path) -> Path:
                         if layout.uncommitted_reason(_names_in(aside) or []) == "":
                             return aside
         if not is_in_flight:
-            break  # else the new one may have got its name meanwhile
+            break  # otherwise the new one may have its name by now
     return path
 
 
 def looks_like_checkpoint(path: Path) -> bool:
-    """Whether a directory has files that only checkpoints have, committed or not."""
+    """Return whether a directory has files that only checkpoints have, committed or not."""
     return layout.has_traces(_names_in(path) or ())
 
 
 def _names_in(path: Path) -> list[str] | None:
-    """What is in a directory; None if there is none, or none any more."""
+    """Return the names in a directory; None if the path is no directory."""
     for _ in range(_ATTEMPTS):
         try:
             return os.listdir(path)
         except FileNotFoundError:
-            if not path.is_dir():  # else it has just come
+            if not path.is_dir():  # otherwise another process has just made it
                 return None
         except OSError:
             if path.is_dir():
@@ -503,7 +501,7 @@ def _refuse_below_a_file(final: Path) -> None:
 
 
 def _keep_other_files(workspace: posix.Folder, old: str, new: Path) -> None:
-    """Move files that others put into the old checkpoint directory to the new one; what its save made stays."""
+    """Move files of other programs from the old checkpoint directory to the new one. Files of the old save stay."""
     try:
         folder = workspace.folder(old)
     except (FileNotFoundError, NotADirectoryError):
@@ -515,12 +513,12 @@ def _keep_other_files(workspace: posix.Folder, old: str, new: Path) -> None:
             if foreign and not os.path.lexists(new / name):
                 os.rename(name, new / name, src_dir_fd=folder.descriptor)
                 moved = True
-        if moved:  # before anybody deletes the old directory
+        if moved:  # before the old directory is deleted
             posix.sync_directory(new)
 
 
 def _attached(checkpoint: posix.Folder) -> list[str]:
-    """What the summary lists besides the checkpoint's own files."""
+    """Return the names of the extra files in the summary."""
     try:
         return [str(name) for name in json.loads(_contents(checkpoint, layout.SUMMARY))["attached"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -533,7 +531,7 @@ def _contents(folder: posix.Folder, name: str) -> bytes:
 
 
 def _identity(workspace: posix.Folder, name: str) -> str:
-    """Tells one save from any other; empty if this is no checkpoint of ours."""
+    """Return a value that no other save has; empty for a checkpoint of another tool."""
     try:
         with workspace.folder(name) as checkpoint:
             return hashlib.sha256(_contents(checkpoint, layout.SUMMARY)).hexdigest()
@@ -558,7 +556,7 @@ def _records(workspace: Path) -> Iterator[tuple[posix.Folder, str]]:
 
 
 def _open_record(final: Path, **said: str) -> Reservation[Path]:
-    """A new token, with its locked record in the workspace."""
+    """Return a reservation with a new token and its locked record in the workspace."""
     posix.require_locks()
     for attempt in range(_ATTEMPTS):
         reservation = _reservation(final, uuid.uuid4().hex[:16])
@@ -586,12 +584,12 @@ def _note_maker(reservation: Reservation[Path], **said: str) -> None:
 def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
     workspace = posix.Folder(reservation.directory.parent)
     target = _name_in(workspace.path, reservation.final)
-    # Known before it is there: another thread of this process that sweeps could lock it, and would drop the lock.
+    # Before the record exists: a sweep in another thread of this process could lock it, and would drop the lock.
     held = _held[reservation.token] = _Held(workspace, target)
     try:
         held.descriptor = _create_locked(workspace, f"{reservation.token}.json")
         _note_maker(reservation, target=target, **said)
-        # Before what it is about: after a loss of power nobody would sweep what no record tells of.
+        # Before the directory of the save: a sweep after a loss of power finds garbage by its record.
         workspace.sync()
     except BaseException:
         _let_go(reservation, finished=True)
@@ -599,7 +597,7 @@ def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
 
 
 def _create_locked(workspace: posix.Folder, record: str) -> int:
-    """Raises BlockingIOError if another process takes it for one of the dead: it has found it between two calls."""
+    """Create a record and lock it. Raise BlockingIOError if a sweep of another process has just locked it."""
     try:
         descriptor = posix.lock(workspace, record)
     except FileNotFoundError:
@@ -619,7 +617,8 @@ def _note_in_record(reservation: Reservation[Path], said: dict[str, Any]) -> Non
 
 
 def _tidy_up(reservation: Reservation[Path]) -> None:
-    """Put back what was moved aside, if its name is free, and delete the rest. What fails is left for the next save."""
+    """Give a moved checkpoint its name back if that is free, and delete the other files. The next save repeats a failed
+    step."""
     finished = False
     with suppress(OSError):
         workspace = _held[reservation.token].workspace
@@ -629,17 +628,17 @@ def _tidy_up(reservation: Reservation[Path]) -> None:
 
 
 def _delete_all(workspace: posix.Folder, names: Iterable[str]) -> bool:
-    """Delete entries of a workspace; whether they are gone, durably: their record may go then."""
-    there = list(filter(workspace.has, names))
-    gone = not [name for name in there if not workspace.delete(name)]
-    if there:
+    """Delete entries of a workspace. Return whether all are durably deleted: then their record may be deleted."""
+    entries = list(filter(workspace.has, names))
+    are_deleted = not [name for name in entries if not workspace.delete(name)]
+    if entries:
         workspace.sync()
-    return gone
+    return are_deleted
 
 
 def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
-    """Drop the lock; and the record, if it tells of nothing any more. The next save beside it sweeps what it tells of,
-    in this process too."""
+    """Drop the lock, and delete the record of a finished save. Otherwise the next save in the folder, by this process
+    too, sweeps the files of the record."""
     held = _held.pop(reservation.token, None)
     if held is None:
         return
@@ -654,7 +653,7 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
 
 
 def _parsed(record: bytes) -> dict[str, Any]:
-    """All that a record says, but for a line that was torn while it was written."""
+    """Return the contents of a record, without a line torn by a crash."""
     noted: dict[str, Any] = {}
     with suppress(ValueError, TypeError):
         for line in record.splitlines():
@@ -671,7 +670,7 @@ def _noted(folder: posix.Folder, token: str) -> dict[str, Any]:
 
 
 def _target_in(folder: posix.Folder, token: str) -> str | None:
-    """The checkpoint that a record is about, relative to the workspace's parent; None if it names none."""
+    """Return the checkpoint of a record, relative to the parent of the workspace; None if it names none."""
     if token in _held:
         return _held[token].target
     try:
@@ -681,7 +680,7 @@ def _target_in(folder: posix.Folder, token: str) -> str | None:
 
 
 def noted_in(directory: Path) -> tuple[str | None, object]:
-    """The checkpoint that a save in flight is for, as in its record, and the launch of the other process that saves."""
+    """Return the checkpoint of a save in flight by its record, and the launch of the other process that saves."""
     token = directory.stem
     if token in _held:
         return _held[token].target, None
@@ -699,7 +698,8 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
 
 
 def _recover(workspace: posix.Folder, reservation: Reservation[Path], noted: dict[str, Any]) -> None:
-    """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
+    """Give the old checkpoint its name back if the new one did not get it; otherwise move files of other programs from
+    the old one to the new one."""
     final, token = reservation.final, reservation.token
     if _restore(workspace, reservation) or "publishing" not in noted or not final.is_dir():
         return
@@ -709,7 +709,7 @@ def _recover(workspace: posix.Folder, reservation: Reservation[Path], noted: dic
 
 
 def _restore(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
-    """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
+    """Give a moved checkpoint its name back if the new one did not get it. Return whether that was so."""
     missed = _is_missed(workspace, reservation)
     if missed:
         _put_back(workspace, f"{reservation.token}.aside", reservation.final)
@@ -717,7 +717,7 @@ def _restore(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
 
 
 def _is_missed(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
-    """Whether the old checkpoint was moved aside, and nothing has taken its name."""
+    """Return whether the old checkpoint was moved and its name is free."""
     final, aside = reservation.final, f"{reservation.token}.aside"
     if not workspace.has(aside):
         return False
@@ -728,7 +728,7 @@ def _is_missed(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
 
 
 def _put_back(workspace: posix.Folder, aside: str, final: Path) -> None:
-    """Give the old checkpoint its name again. A script may have made the directory anew, and put files there."""
+    """Give the old checkpoint its name back. A script may have made a new directory of that name with files in it."""
     if final.is_dir():
         with workspace.folder(aside) as old:
             for name in os.listdir(final):

@@ -169,12 +169,12 @@ class BlockFile:
 
     def _finish(self) -> None:
         """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
-        rest = self._filled % PAGE if self.direct else self._filled
-        aligned = self._filled - rest
+        remainder = self._filled % PAGE if self.direct else self._filled
+        aligned = self._filled - remainder
         self._write_now(self._buffer[:aligned])
         if self.direct:
             self._switch(False)
-        self._write_now(self._buffer[aligned : aligned + rest])
+        self._write_now(self._buffer[aligned : aligned + remainder])
         os.fsync(self._fd)
 
     def _try_direct(self) -> None:

@@ -28,7 +28,7 @@ _AT_FDCWD = -100
 _SEEKING = threading.Lock()
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
-"""What an exchange cannot fail with, but a rename can: some FUSE file systems overlook the difference."""
+"""Errors of a rename, but not of an exchange: some FUSE file systems perform a rename instead."""
 
 
 def sync_directory(path: Path) -> None:
@@ -78,8 +78,8 @@ _OWN = getattr(os, "O_NONBLOCK", 0) | NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
 
 
 class Folder:
-    """An open directory of this package. Its entries are reached through the descriptor without following links, since
-    somebody else may put a link in place of the directory or of an entry at any time.
+    """An open directory of this package. Its entries are opened through the descriptor without following links, since
+    another program may replace the directory or an entry by a link at any time.
 
     Args:
         path: The directory; an entry of ``within``, if that is given.
@@ -179,7 +179,7 @@ def sync_tree(directory: Path, but: str) -> None:
 
 
 def _sync_if_regular(path: Path) -> None:
-    """What else somebody may have put there, a pipe or a link that leads nowhere, has nothing to sync."""
+    """Sync a regular file. Other entries, such as a pipe or a dangling link, need no sync."""
     kind = os.lstat(path).st_mode
     if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
         with open_regular(path) as file:
@@ -200,7 +200,7 @@ def preallocate(fd: int, size: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that programs and the page cache may take without swapping; 0 where the system does not say."""
+    """Return the bytes that programs and the page cache may take without swapping; 0 if they are unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
@@ -213,17 +213,17 @@ def available_memory() -> int:
 
 
 def is_in_memory(fd: int) -> bool:
-    """Whether a file is on a file system that is memory (tmpfs): there is no device to write to (``statfs(2)``)."""
+    """Return whether a file is on a file system in memory (tmpfs), without a device (``statfs(2)``)."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "fstatfs") or sys.platform != "linux":
         return False
-    said = (ctypes.c_long * 64)()
-    return libc.fstatfs(ctypes.c_int(fd), said) == 0 and said[0] in _IN_MEMORY
+    status = (ctypes.c_long * 64)()
+    return libc.fstatfs(ctypes.c_int(fd), status) == 0 and status[0] in _IN_MEMORY
 
 
 def start_writeback(fd: int, offset: int, count: int) -> None:
-    """Begin to write to the device what the page cache has of a part of a file (``sync_file_range(2)``): a sync that
-    comes later finds less to do. It is no sync, and where it is not known nothing is lost."""
+    """Start to write a range of a file from the page cache to the device (``sync_file_range(2)``), so that a later sync
+    is faster. Do nothing on systems without that call."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "sync_file_range"):
         libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
@@ -244,14 +244,14 @@ def exchange(folder: Folder, name: str, other: Path) -> bool:
 
 
 def machine() -> str:
-    """Return the identity of the boot and the process namespace, within which a number names one process. Empty where
-    the system does not tell."""
+    """Return the identity of the boot and the process namespace, within which a number names one process. Empty if the
+    system does not report it."""
     return _boot_and_namespace("pid")
 
 
 def mount_of(fd: int) -> str:
     """Return the identity of the boot, the mount namespace and the device of an open file: processes with the same one
-    share its locks. Empty where the system does not tell."""
+    share its locks. Empty if the system does not report it."""
     here = _boot_and_namespace("mnt")
     return here and f"{here} {os.fstat(fd).st_dev}"
 
@@ -264,7 +264,7 @@ def _boot_and_namespace(kind: str) -> str:
 
 
 def has_ended(on_machine: object, pid: object) -> bool:
-    """Whether a process has ended; False if nobody can tell from here."""
+    """Return whether a process has ended; False if that is unknown on this machine."""
     if not on_machine or on_machine != machine() or not isinstance(pid, int) or pid <= 0:
         return False
     try:

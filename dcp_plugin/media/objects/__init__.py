@@ -109,11 +109,11 @@ class ObjectStore:
         return [Listed(root / name, is_folder, not is_folder, partial(status, name)) for name, is_folder in names]
 
     def in_flight(self, entry: ObjectPath) -> InFlight | None:
-        found = self.client.head(entry.key) if entry.suffix == ".json" else None
-        if found is None:
+        item = self.client.head(entry.key) if entry.suffix == ".json" else None
+        if item is None:
             return None
-        target, launch = commit.noted_in(self.client, found)
-        return InFlight(target or "?", found.modified, launch)
+        target, launch = commit.noted_in(self.client, item)
+        return InFlight(target or "?", item.modified, launch)
 
     def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
         if self.listed is not None:
@@ -132,13 +132,13 @@ class ObjectStore:
         for home in file.homes:
             assert isinstance(home, ObjectPath)
             try:
-                found = self.client.head(home.key)
-                if found is None or found.size != file.size:
+                item = self.client.head(home.key)
+                if item is None or item.size != file.size:
                     continue
-                if found.size > MOST_COPIED:
+                if item.size > MOST_COPIED:
                     raise CannotLink("")
                 self.client.copy(home.key, key)
-                return replace(file, homes=(target, *file.homes), identity=file.identity or found.tag)
+                return replace(file, homes=(target, *file.homes), identity=file.identity or item.tag)
             except FileNotFoundError:  # deleted just now
                 continue
             except OSError as error:

@@ -130,11 +130,11 @@ def client_of(path: ObjectPath) -> Client:
     """
     if path.scheme == "memory":
         return MemoryClient(path.store.partition("://")[2])
-    where = (path.store, repr(sorted((path.options or {}).items(), key=str)) + _environment(), os.getpid())
+    identity = (path.store, repr(sorted((path.options or {}).items(), key=str)) + _environment(), os.getpid())
     with _lock:
-        if where not in _clients:
-            _clients[where] = ObstoreClient(path)
-        return _clients[where]
+        if identity not in _clients:
+            _clients[identity] = ObstoreClient(path)
+        return _clients[identity]
 
 
 _first_used_in: list[int] = []
@@ -169,20 +169,20 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
     Raises:
         ValueError: An option has a value of a wrong type. obstore refuses unknown names later.
     """
-    given = dict(path.options or {})
+    user_options = dict(path.options or {})
     # These replace the variables of the environment, so they repeat AWS_ALLOW_HTTP.
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = {"timeout": timedelta(minutes=5), "connect_timeout": timedelta(seconds=10), "allow_http": allow_http}
-    client |= _table(given, "client_options")
-    retries = {"max_retries": 100, "retry_timeout": timedelta(minutes=3), **_table(given, "retry_config")}
+    client |= _table(user_options, "client_options")
+    retries = {"max_retries": 100, "retry_timeout": timedelta(minutes=3), **_table(user_options, "retry_config")}
     if unknown := retries.keys() - _RETRIES:
         raise ValueError(f"retry_config has no {min(unknown)!r}, but {', '.join(sorted(_RETRIES))}")
-    for name, value in given.items():
+    for name, value in user_options.items():
         if not isinstance(value, (str, bool)) and name != "credential_provider":
             raise ValueError(f"{name} is text, not of type {type(value).__name__}")
     if path.scheme == "s3":
-        given = credentials.of_aws(given) | given
-        own = {name.lower().removeprefix("aws_"): value for name, value in given.items()}
+        user_options = credentials.of_aws(user_options) | user_options
+        own = {name.lower().removeprefix("aws_"): value for name, value in user_options.items()}
         endpoint = next((own[name] for name in credentials.ENDPOINT if name in own), "")
         if endpoint and not _ENDPOINT.match(endpoint):
             raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
@@ -190,8 +190,8 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
             client["allow_http"] = True
         if not own.keys() & {"checksum_algorithm", "unsigned_payload"}:
             # The signature has the SHA-256 of each part, so the store checks that anyway. AWS has a faster checksum.
-            given |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
-    return {**given, "client_options": client, "retry_config": retries}
+            user_options |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
+    return {**user_options, "client_options": client, "retry_config": retries}
 
 
 def _table(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -345,7 +345,7 @@ class ObstoreClient:
                 return
             except OSError as error:
                 if self._refuses_a_key(error):
-                    yield from (one for one in self._known(self._pages(prefix)) if last is None or one.key > last)
+                    yield from (item for item in self._known(self._pages(prefix)) if last is None or item.key > last)
                     return
                 if _NOT_ASKED_AGAIN not in str(error) or not self._asks_again(error, attempt, began):
                     raise
@@ -367,9 +367,9 @@ class ObstoreClient:
     def _known(pages: Iterable[Any]) -> Iterator[Found]:
         """Yield the objects whose keys are paths."""
         for page in pages:
-            for one in page.get("Contents", ()):
-                if _is_path(one["Key"]):
-                    yield Found(one["Key"], one["Size"], one["LastModified"].timestamp(), one["ETag"])
+            for item in page.get("Contents", ()):
+                if _is_path(item["Key"]):
+                    yield Found(item["Key"], item["Size"], item["LastModified"].timestamp(), item["ETag"])
 
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
         """Return the objects with no slash behind the prefix, and the parts before that slash of others."""
@@ -383,7 +383,7 @@ class ObstoreClient:
                 if self._refuses_a_key(error):
                     pages = list(self._pages(prefix, "/"))
                     below = (
-                        one["Prefix"].removesuffix("/") for page in pages for one in page.get("CommonPrefixes", ())
+                        item["Prefix"].removesuffix("/") for page in pages for item in page.get("CommonPrefixes", ())
                     )
                     return list(self._known(pages)), list(filter(_is_path, below))
                 if _NOT_ASKED_AGAIN not in str(error) or not self._asks_again(error, attempt, began):
@@ -392,9 +392,9 @@ class ObstoreClient:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. A missing one is no error."""
-        there = list(keys)
-        for at in range(0, len(there), _MOST_DELETED):
-            self._delete(there[at : at + _MOST_DELETED])
+        all_keys = list(keys)
+        for at in range(0, len(all_keys), _MOST_DELETED):
+            self._delete(all_keys[at : at + _MOST_DELETED])
 
     def _delete(self, keys: list[str]) -> None:
         """Delete objects, again after a lost answer: obstore sends the request once, and another one does no harm."""
@@ -444,7 +444,7 @@ def _texts_in(options: Any) -> list[str]:
     if isinstance(options, str):
         return [options] if len(options) > _SHORTEST_SECRET else []
     values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
-    return [text for one in values for text in _texts_in(one)]
+    return [text for item in values for text in _texts_in(item)]
 
 
 class MemoryClient:
@@ -472,8 +472,8 @@ class MemoryClient:
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         with self._lock:
-            there = self.head(key)
-            if (there.tag if there else None) != tag:
+            current = self.head(key)
+            if (current.tag if current else None) != tag:
                 raise Changed(f"{self._root}{key} is another one")
             return self.put(key, data)
 
@@ -486,10 +486,10 @@ class MemoryClient:
 
     def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
         with self._lock:
-            found = self.head(key)
-            if found is None:
+            item = self.head(key)
+            if item is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"memory:/{self._root}{key}")
-            if tag and found.tag != tag:
+            if tag and item.tag != tag:
                 raise Changed(f"{key} is another one")
             end = begin + sum(map(len, memory))
             return scatter([self._files.cat_file(self._root + key, begin, end)], memory)
@@ -501,12 +501,12 @@ class MemoryClient:
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
         below = f"{prefix}/" if prefix else ""
         objects, prefixes = [], set[str]()
-        for found in self.below(prefix):
-            name, slash, _ = found.key.removeprefix(below).partition("/")
+        for item in self.below(prefix):
+            name, slash, _ = item.key.removeprefix(below).partition("/")
             if slash:
                 prefixes.add(below + name)
             else:
-                objects.append(found)
+                objects.append(item)
         return objects, sorted(prefixes)
 
     def delete(self, keys: Iterable[str]) -> None:

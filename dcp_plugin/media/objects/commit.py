@@ -1,28 +1,28 @@
-"""How objects become a checkpoint where nothing can be renamed, and what a crash leaves behind.
+"""Commit of objects as a checkpoint without renames, and garbage collection after a crash.
 
-A checkpoint is real when, and only when, ``.metadata`` is at its prefix (:mod:`dcp_plugin.format.packed`). A save goes
-through these verbs:
+A checkpoint is real when, and only when, ``.metadata`` is at its prefix (:mod:`dcp_plugin.format.packed`). Steps of a
+save:
 
-- :func:`reserve` puts a record beside the checkpoint, ``<parent>/.dcp_plugin/<token>.json``, and remembers which
-  ``.metadata`` is there now. While the process lives, it puts the record again every minute.
+- :func:`reserve` puts a record, ``<parent>/.dcp_plugin/<token>.json``, and remembers the tag of the ``.metadata`` at
+  the prefix. A live process puts the record again every minute.
 - All ranks write their objects, under names with the token in them, which no other save uses.
-- :func:`publish` puts ``.metadata``: only if there is none, or only in place of the one that was there at the start. Of
-  two saves to one path the second therefore fails, and what it has written is deleted.
-- :func:`discard` deletes what a save has written.
+- :func:`publish` puts ``.metadata`` on the condition that it is still absent, or still has the remembered tag.
+  Therefore the second of two saves to a path fails, and its objects are deleted.
+- :func:`discard` deletes the objects of a save.
 
-Whoever reads the old checkpoint while a new one takes its place still finds the objects of the old one. They are
-deleted by the save after the new one. Deleting a checkpoint deletes ``.metadata`` first.
+A reader of the old checkpoint still finds its objects after a new one has replaced it. The save after the new one
+deletes them. A removal deletes ``.metadata`` first.
 
-Records of the dead are recognised by the time at which they were last put, by the clock of the store; on the machine of
-the dead, by the number of its process. What they tell of is deleted by the next save beside it (:func:`sweep`), for up
-to 100 of them together:
+The record of an ended process is recognised by the time of its last put, by the clock of the store; on the same
+machine, by the number of the process. The next save in the folder deletes the objects of up to 100 such records
+together (:func:`sweep`):
 
-1. The record is put again, as that of one who is dead. Who is not dead after all learns of it before it commits, and
-   the next one goes on if this one dies, too.
-2. Where the dead would have replaced a checkpoint, ``.metadata`` gets another tag, so that a request of the dead which
-   is still on its way fails. Where there was none, who commits looks at its record afterwards, too.
-3. The objects are listed, then the records, then ``.metadata`` is looked at: in this order whatever was listed has a
-   record if its save lives, or is published. The rest is deleted, and last the record.
+1. The record is put again, marked as dead. A save wrongly declared dead sees the mark before it commits. If the
+   sweeping process dies too, the next sweep continues.
+2. If the dead save would have replaced a checkpoint, ``.metadata`` gets another tag, so that a request of the dead save
+   that is still in flight fails. If the path had no checkpoint, a save checks its record after the commit, too.
+3. The sweep lists the objects, then the records, then reads ``.metadata``. In this order, each listed object of a live
+   save has a record or is published. The other objects are deleted, and last the record.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ from dcp_plugin.paths import ObjectPath
 logger = logging.getLogger("dcp_plugin")
 
 _CLOCKS_DIFFER = 2.0
-"""Seconds. Below that, the clock of this machine is the finer one; a store tells full seconds."""
+"""Seconds. Up to this difference the clock of this machine is more precise: a store counts full seconds."""
 _ATTEMPTS = 5
 _SWEPT_AT_ONCE = 16
-"""Records beside which a save itself deletes what the dead have left: each takes some ten requests."""
+"""Number of records up to which a save sweeps itself: each record takes some ten requests."""
 _SWEPT_TOGETHER = 100
 """Records that are deleted by one request."""
 _COMMITTING = 60.0
@@ -93,24 +93,24 @@ class _Held:
 
     reservation: Reservation[ObjectPath]
     tag: str | None
-    """Of the ``.metadata`` that this save replaces."""
+    """The tag of the ``.metadata`` that this save replaces."""
     replaced: str
     """The token in that ``.metadata``; empty if it has none."""
     said: bytes
-    """What its record says."""
+    """The contents of its record."""
     ended: threading.Event
     copies: str = ""
     """The save whose objects this one copies, if it is no save itself."""
     replaces_file: bool = False
-    """Whether there is a checkpoint in one object of the name: some frameworks write both under one name."""
+    """Whether an object of the name is a checkpoint in a single file: some frameworks write both under one name."""
     in_doubt: bool = False
-    """Whether nobody knows if ``.metadata`` was put."""
+    """Whether the answer to the put of ``.metadata`` was lost."""
 
 
 _held: dict[str, _Held] = {}
 _swept_in_threads: set[ObjectPath] = set()
 _conditional: dict[str, bool] = {}
-"""Whether a store has conditional requests, where that was tried."""
+"""Stores that were probed, and whether they have conditional requests."""
 _last_time = [0.0]
 
 
@@ -133,8 +133,8 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
         raise SaveFailed(f"cannot save to {final}: it is a whole bucket. Save below it: {final / 'checkpoint'}.")
     try:
         objects, folders = client.directly_below(final.key)
-        names = {one.key.rpartition("/")[2]: one for one in objects}
-        among_other_files = among_other_files or bool(copy_of)  # who copies has looked at what is there
+        names = {item.key.rpartition("/")[2]: item for item in objects}
+        among_other_files = among_other_files or bool(copy_of)  # a copy has checked the path already
         replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
         reservation = _begin(client, final, names.get(METADATA), **({"copies": copy_of} if copy_of else {}))
         if copy_of:
@@ -156,17 +156,17 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
 
 
 def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]) -> None:
-    """Two copies of the same to one path would write the same objects, and the first to fail delete them."""
+    """Refuse a second copy to a path: both would write the same objects, and a failed copy delete them."""
     workspace = workspace_of(reservation.final)
     records = _records(client, workspace)
-    now = max((one.modified for one in records.values()), default=0.0)
-    for token, found in records.items():
-        noted = _noted(client, found) if token != reservation.token else None
+    now = max((item.modified for item in records.values()), default=0.0)
+    for token, entry in records.items():
+        noted = _noted(client, entry) if token != reservation.token else None
         if noted is None or noted.get("copies") != reservation.directory.stem:
             continue
         if not is_target(noted.get("target")) or workspace.parent / noted["target"] != reservation.final:
             continue
-        if token in _held or not _is_dead(noted, found, now):
+        if token in _held or not _is_dead(noted, entry, now):
             raise SaveFailed(
                 f"cannot copy to {reservation.final}: another process ({noted.get('pid')} on {noted.get('host')}) is "
                 f"copying the same, or has died less than {lease.LEASE / 60:.0f} minutes ago."
@@ -174,18 +174,18 @@ def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]
 
 
 def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: Any) -> Reservation[ObjectPath]:
-    """Put a record of what is to be done with the checkpoint at a path, of which ``published`` is the ``.metadata``.
+    """Put the record of a save or a removal at a path, of which ``published`` is the ``.metadata``.
 
     Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
     held = _put_record(client, final, published, now, noted)
     try:
-        found = client.head(_record(held.reservation))
-        if found is not None and abs(found.modified - now) > _CLOCKS_DIFFER:
+        entry = client.head(_record(held.reservation))
+        if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
             _let_go(client, held.reservation)
-            _last_time[0] = last  # what comes next need not be later than a time that is wrong
-            held = _put_record(client, final, published, found.modified, noted)
+            _last_time[0] = last  # a wrong time is no lower bound of later times
+            held = _put_record(client, final, published, entry.modified, noted)
         if final.store not in _conditional:
             _conditional[final.store] = _refuses(client, _record(held.reservation), held.said)
             if not _conditional[final.store]:
@@ -206,32 +206,32 @@ def _put_record(
     maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
     tag = published.tag if published else None
-    said = json.dumps({"target": target, **maker, "launch": launch_record(), "replaces": tag, **noted}).encode()
+    text = json.dumps({"target": target, **maker, "launch": launch_record(), "replaces": tag, **noted}).encode()
     replaced = _token_of(client, published)
-    held = _held[token] = _Held(reservation, tag, replaced, said, threading.Event(), str(noted.get("copies", "")))
+    held = _held[token] = _Held(reservation, tag, replaced, text, threading.Event(), str(noted.get("copies", "")))
     try:
-        client.put(_record(reservation), said)
+        client.put(_record(reservation), text)
     except BaseException:
-        del _held[token]  # a record of this process of which it does not know is one of the dead
+        del _held[token]  # otherwise a sweep of this process spares the record
         raise
     return held
 
 
 def _put_again(client: Client, held: _Held) -> None:
-    """Put the record of a save of this process again, unless another job took the save for dead."""
+    """Put the record of a save of this process again, unless another job has marked the save as dead."""
     with suppress(Changed):
-        if (found := _own(client, held)) is not None:
-            _put_over(client, held.reservation.final, found.key, held.said, found.tag)
+        if (entry := _own(client, held)) is not None:
+            _put_over(client, held.reservation.final, entry.key, held.said, entry.tag)
 
 
 def _own(client: Client, held: _Held) -> Found | None:
-    """The record of a save of this process; None if another job took the save for dead, which makes it longer."""
-    found = client.head(_record(held.reservation))
-    return found if found is not None and found.size == len(held.said) else None
+    """Return the record of a save of this process; None if another job has marked it as dead, which makes it longer."""
+    entry = client.head(_record(held.reservation))
+    return entry if entry is not None and entry.size == len(held.said) else None
 
 
 def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str | None) -> None:
-    """Put an object where the store can tell: if there is the one with this tag, or none.
+    """Put an object, on the condition that it has this tag or is absent, if the store has conditional requests.
 
     Raises:
         Changed: There is another one.
@@ -247,7 +247,7 @@ def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str
 
 
 def _refuses(client: Client, record: str, said: bytes) -> bool:
-    """Whether the store refuses to put an object that is there, on the condition that it is not or is another one."""
+    """Return whether the store refuses a put over an object, on the condition that it is absent or has another tag."""
     for tag in (None, _OTHER_TAG):
         try:
             client.put_if(record, said, tag)
@@ -270,11 +270,11 @@ def _say_unconditional(store: str) -> None:
 def _refuse_to_replace_other_things(
     client: Client, final: ObjectPath, names: list[str], among_other_files: bool
 ) -> bool:
-    """Whether there is an object that has the name itself, and is a checkpoint in one file."""
+    """Refuse to replace other files than a checkpoint. Return whether the path is a checkpoint in a single object."""
     last = [name.rstrip("/").rpartition("/")[2] for name in names]
     if names and not (has_traces(last) or among_other_files):
         raise other_things(final, last)
-    if not names and (there := client.head(final.key)) is not None and there.size:
+    if not names and (entry := client.head(final.key)) is not None and entry.size:
         first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)
         if first != MAGIC:
@@ -287,8 +287,8 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
     """Put the tables of contents, ``.metadata`` last.
 
     Raises:
-        SaveFailed: Another save was published there since this one began, or was taken for dead.
-        OSError: What was there is there still.
+        SaveFailed: Another save to the path was published since this one began, or this one was declared dead.
+        OSError: The path is unchanged.
     """
     final, token = reservation.final, reservation.directory.stem
     client = client_of(final)
@@ -334,7 +334,7 @@ def _refuse_if_taken_for_dead(client: Client, held: _Held) -> None:
 
 
 def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
-    """A process that was stopped just before it put ``.metadata`` may have done so when its objects were gone."""
+    """Delete ``.metadata`` if a sweep has deleted the objects of this save while the process was stopped."""
     try:
         _refuse_if_taken_for_dead(client, held)
     except SaveFailed:
@@ -345,8 +345,8 @@ def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
 
 
 def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
-    """Put ``.metadata``. An answer that was lost on the way is no failure: what is there tells whose it is. Nor is
-    another edition of the checkpoint that is replaced: a dead save would have replaced it too."""
+    """Put ``.metadata``. A lost answer is no failure: the token in ``.metadata`` identifies its save. A new generation
+    of the replaced checkpoint is no failure either: a sweep made it against a dead save."""
     final, held = reservation.final, _held[reservation.token]
     key = below(final, METADATA)
     until = time.monotonic() + _COMMITTING
@@ -359,16 +359,16 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
             failure = error
         held.in_doubt = held.in_doubt or isinstance(failure, OSError)
         with suppress(OSError):
-            found = client.head(key)
-            published = _token_of(client, found)
+            entry = client.head(key)
+            published = _token_of(client, entry)
             if token and published == token:
                 held.in_doubt = False
                 return
             if isinstance(failure, Changed):
                 held.in_doubt = False
-                if found is not None and published and published == held.replaced:  # see _outdate
+                if entry is not None and published and published == held.replaced:  # see _outdate
                     _refuse_if_taken_for_dead(client, held)
-                    held.tag = found.tag
+                    held.tag = entry.tag
                     continue
         if isinstance(failure, Changed):
             raise SaveFailed(
@@ -381,7 +381,7 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
 
 
 def token_at(client: Client, path: ObjectPath) -> str:
-    """The save that is published at a path; empty if it is none of this kind."""
+    """Return the token of the save that is published at a path; empty if it has none."""
     return _token_of(client, client.head(below(path, METADATA)))
 
 
@@ -409,8 +409,8 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
         if held.in_doubt:
             raise OSError("nobody knows yet whether it was published")
         if token_at(client, reservation.final) != token:
-            there = client.below(reservation.final.key)
-            client.delete([one.key for one in there if token_in(_name_below(reservation.final, one.key)) == token])
+            objects = client.below(reservation.final.key)
+            client.delete([item.key for item in objects if token_in(_name_below(reservation.final, item.key)) == token])
         if all_ended:
             _let_go(client, reservation)
     except OSError as error:
@@ -427,7 +427,7 @@ def _let_go(client: Client, reservation: Reservation[ObjectPath]) -> None:
     held = _held.pop(reservation.token, None)
     if held is not None:
         held.ended.set()
-    with suppress(OSError):  # the next save beside it finds that it tells of nothing any more
+    with suppress(OSError):  # the next save in the folder finds no objects of it
         client.delete([_record(reservation)])
 
 
@@ -435,18 +435,18 @@ def remove(path: ObjectPath) -> None:
     """Delete a checkpoint, ``.metadata`` first; or an object.
 
     Raises:
-        CheckpointError: It could not be deleted, or not completely. From the first moment on it is no checkpoint.
+        CheckpointError: It was not deleted, or not completely. After the first request it is no checkpoint.
     """
     client = client_of(path)
     if not path.key:
         raise CheckpointError(f"cannot delete {path}: it is a whole bucket. Name a checkpoint in it.")
     try:
-        if names := {_name_below(path, one.key): one for one in client.below(path.key)}:
+        if names := {_name_below(path, item.key): item for item in client.below(path.key)}:
             keeps = _names_of_others(client, path, names)
             reservation = _begin(client, path, None, deletes=True, keeps=keeps)
             client.delete([below(path, METADATA)])
-            there = _listed(client, path)
-            _clean(client, path, there, _Records(client, workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
+            objects = _listed(client, path)
+            _clean(client, path, objects, _Records(client, workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
             _let_go(client, reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
@@ -479,21 +479,21 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
     """Copy a checkpoint within the store, by the same rule; a store has no links.
 
     Raises:
-        CheckpointError: What was at ``path`` is there still.
+        CheckpointError: ``path`` is unchanged.
     """
     client = client_of(path)
     reservation = None
     try:
         token = token_at(client, target)
-        there = {_name_below(target, one.key): one for one in client.below(target.key)}
-        metadata = there.pop(METADATA)
+        objects = {_name_below(target, item.key): item for item in client.below(target.key)}
+        metadata = objects.pop(METADATA)
         data = bytearray(metadata.size)
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
         reservation = _begin(client, path, client.head(below(path, METADATA)), copies=token)
         _clean(client, path, _listed(client, path), _Records(client, workspace_of(path)).alive())
-        for name, one in there.items():
+        for name, item in objects.items():
             if token_in(name) in ("", token):
-                _copy(client, one, below(path, name))
+                _copy(client, item, below(path, name))
         _commit(client, reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
@@ -504,7 +504,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
 
 
 def _copy(client: Client, found: Found, to: str) -> None:
-    """Copy an object; one that is too large for a request of the store passes through here."""
+    """Copy an object. One that is too large for a request of the store passes through this process."""
     if found.size <= MOST_COPIED:
         client.copy(found.key, to)
         return
@@ -535,13 +535,13 @@ class _Records:
 
     def read(self) -> dict[str, tuple[Found, dict[str, Any] | None]]:
         """Return the records that are there now, by token, and what each says."""
-        found = _records(self._client, self._workspace)
-        unknown = [one for one in found.values() if (one.key, one.tag) not in self._noted]
+        records = _records(self._client, self._workspace)
+        unknown = [item for item in records.values() if (item.key, item.tag) not in self._noted]
         if unknown:
             with ThreadPoolExecutor(min(STREAMS, len(unknown)), thread_name_prefix="dcp-records") as pool:
-                read = pool.map(lambda one: _noted(self._client, one), unknown)
-                self._noted |= {(one.key, one.tag): noted for one, noted in zip(unknown, read, strict=True)}
-        return {token: (one, self._noted[one.key, one.tag]) for token, one in found.items()}
+                read = pool.map(lambda item: _noted(self._client, item), unknown)
+                self._noted |= {(item.key, item.tag): noted for item, noted in zip(unknown, read, strict=True)}
+        return {token: (item, self._noted[item.key, item.tag]) for token, item in records.items()}
 
     def alive(self) -> set[str]:
         """Return the tokens of saves in flight, and of those whose objects are being copied."""
@@ -555,49 +555,49 @@ class _Records:
 
 
 def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None) -> None:
-    """Delete what saves have left that died. What fails is left for the next time."""
+    """Delete the objects of dead saves. The next sweep repeats a step that fails."""
     records = records or _Records(client, workspace)
-    there = records.read()
-    now = max((found.modified for found, _ in there.values()), default=0.0)  # that of this save was put just now
+    entries = records.read()
+    now = max((entry.modified for entry, _ in entries.values()), default=0.0)  # that of this save was put just now
     dead = [
-        _Dead(token, found, noted)
-        for token, (found, noted) in there.items()
-        if token not in _held and noted is not None and _is_dead(noted, found, now)
+        _Dead(token, entry, noted)
+        for token, (entry, noted) in entries.items()
+        if token not in _held and noted is not None and _is_dead(noted, entry, now)
     ]
     for first in range(0, len(dead), _SWEPT_TOGETHER):
         _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
 
 
 def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Dead]) -> None:
-    """Delete what some of the dead have left. The order is the one that the module's docstring gives."""
-    left: dict[ObjectPath, list[_Dead]] = {}
-    gone: list[_Dead] = []
-    for one in dead:
-        path = workspace.parent / one.noted["target"] if is_target(one.noted.get("target")) else None
-        with _left_for_the_next(path), suppress(Changed):  # it has let go, or says that it lives
-            if not one.noted.get("dead"):
-                said = json.dumps({**one.noted, "dead": True}).encode()
-                _put_over(client, workspace, one.record.key, said, one.record.tag)
+    """Delete the objects of some dead saves, in the order of the module's docstring."""
+    by_path: dict[ObjectPath, list[_Dead]] = {}
+    finished: list[_Dead] = []
+    for save in dead:
+        path = workspace.parent / save.noted["target"] if is_target(save.noted.get("target")) else None
+        with _left_for_the_next(path), suppress(Changed):  # it has ended, or has just put its record again
+            if not save.noted.get("dead"):
+                text = json.dumps({**save.noted, "dead": True}).encode()
+                _put_over(client, workspace, save.record.key, text, save.record.tag)
             if path is None:
-                gone.append(one)
+                finished.append(save)
             else:
-                _outdate(client, path, one.noted)
-                left.setdefault(path, []).append(one)
-    there: dict[ObjectPath, dict[str, str]] = {}
-    for path in left:
+                _outdate(client, path, save.noted)
+                by_path.setdefault(path, []).append(save)
+    listed: dict[ObjectPath, dict[str, str]] = {}
+    for path in by_path:
         with _left_for_the_next(path):
-            there[path] = _listed(client, path)
+            listed[path] = _listed(client, path)
     alive = records.alive()
-    for path, objects in there.items():
+    for path, objects in listed.items():
         with _left_for_the_next(path):
-            deletes = [one.noted for one in left[path] if one.noted.get("deletes")]
+            deletes = [save.noted for save in by_path[path] if save.noted.get("deletes")]
             keeps = {name for noted in deletes for name in _list_in(noted, "keeps")}
             _clean(client, path, objects, alive, bool(deletes), keeps)
-            gone += left[path]
-    copied = {str(one.noted.get("copies", "")) for one in gone} - {"", *alive}
-    if gone:
-        client.abort_uploads(workspace.parent.key, {one.token for one in gone} | copied)
-        client.delete([one.record.key for one in gone])
+            finished += by_path[path]
+    copied = {str(save.noted.get("copies", "")) for save in finished} - {"", *alive}
+    if finished:
+        client.abort_uploads(workspace.parent.key, {save.token for save in finished} | copied)
+        client.delete([save.record.key for save in finished])
 
 
 @contextmanager
@@ -626,38 +626,38 @@ def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
 
 
 def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
-    """What :func:`collect_garbage` would delete, as far as the clock of this machine tells who is dead."""
-    found: list[Leftover[ObjectPath]] = []
-    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: whoever lives has one by then
+    """Return the garbage that :func:`collect_garbage` would delete, by the clock of this machine."""
+    garbage: list[Leftover[ObjectPath]] = []
+    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: a live save has a record by then
     for token, record in _records(client, workspace).items():
         noted = _noted(client, record) if token not in _held else None
         if noted is None or not is_target(noted.get("target")):
             continue
         if _is_dead(noted, record, time.time()):
-            found += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
+            garbage += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
     alive = _Records(client, workspace).alive()
     for key in uploads:
         path, token = _save_of(workspace.parent, key)
         if token and token not in alive and workspace_of(path) == workspace:
-            found.append(Leftover(workspace.parent / _name_below(workspace.parent, key), _UPLOAD, None))
-    return found
+            garbage.append(Leftover(workspace.parent / _name_below(workspace.parent, key), _UPLOAD, None))
+    return garbage
 
 
 _UPLOAD = "an upload that was never completed"
 
 
 def _left_by(client: Client, path: ObjectPath, token: str, deletes: bool) -> Iterator[Leftover[ObjectPath]]:
-    there = {_name_below(path, one.key): one.size for one in client.below(path.key)}
-    if deletes and METADATA not in there:
-        yield Leftover(path, f"what an interrupted removal of {path} has left", sum(there.values()))
+    objects = {_name_below(path, item.key): item.size for item in client.below(path.key)}
+    if deletes and METADATA not in objects:
+        yield Leftover(path, f"what an interrupted removal of {path} has left", sum(objects.values()))
     elif not deletes and token_at(client, path) != token:
-        written = [size for name, size in there.items() if token_in(name) == token]
+        written = [size for name, size in objects.items() if token_in(name) == token]
         if written:
             yield Leftover(path, f"an interrupted save of {path}", sum(written))
 
 
 def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
-    """The checkpoint below a root that an object is of, and the token of its save; empty if its name tells of none."""
+    """Return the checkpoint below a root that an object belongs to, and the token of its save; empty without one."""
     parts = _name_below(root, key).split("/")
     for number in range(len(parts)):
         if token := token_in("/".join(parts[number:])):
@@ -666,40 +666,40 @@ def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
 
 
 def collect_garbage(client: Client, workspace: ObjectPath, dry_run: bool) -> list[Leftover[ObjectPath]]:
-    """:func:`sweep`, and abort the uploads that no record tells of any more."""
-    left = _leftovers(client, workspace)
-    if dry_run or not left:
-        return left
-    name = next((one.path.name for one in left if is_target(one.path.name)), "prune")
-    reservation = _begin(client, workspace.parent / name, None)  # whose record tells the time by the store's clock
+    """Sweep, and abort the uploads without a record."""
+    garbage = _leftovers(client, workspace)
+    if dry_run or not garbage:
+        return garbage
+    name = next((item.path.name for item in garbage if is_target(item.path.name)), "prune")
+    reservation = _begin(client, workspace.parent / name, None)  # its record has the time of the store's clock
     try:
         sweep(client, workspace)
         alive = _Records(client, workspace).alive()
-        for one in left:
-            path, token = _save_of(workspace.parent, one.path.key)
-            if one.what == _UPLOAD and token not in alive:
+        for item in garbage:
+            path, token = _save_of(workspace.parent, item.path.key)
+            if item.what == _UPLOAD and token not in alive:
                 client.abort_uploads(path.key, {token})
     finally:
         _let_go(client, reservation)
-    return left
+    return garbage
 
 
 def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:
-    """By token."""
+    """Return the records of a workspace by their tokens."""
     prefix = below(workspace, "")
-    there = (one for one in client.below(workspace.key) if one.key.endswith(".json"))
-    return {one.key.removeprefix(prefix).removesuffix(".json"): one for one in there}
+    objects = (item for item in client.below(workspace.key) if item.key.endswith(".json"))
+    return {item.key.removeprefix(prefix).removesuffix(".json"): item for item in objects}
 
 
 def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
-    """Give ``.metadata`` another tag, if a request of the dead may be on its way to replace it."""
-    found = client.head(below(path, METADATA)) if noted.get("replaces") else None
-    if found is None or found.tag != noted["replaces"]:
+    """Give ``.metadata`` another tag if a request of a dead save that replaces it may be in flight."""
+    entry = client.head(below(path, METADATA)) if noted.get("replaces") else None
+    if entry is None or entry.tag != noted["replaces"]:
         return
-    data = bytearray(found.size)
-    client.read(found.key, 0, [memoryview(data)], found.tag)
+    data = bytearray(entry.size)
+    client.read(entry.key, 0, [memoryview(data)], entry.tag)
     if (other := next_edition(bytes(data))) != data:
-        _put_over(client, path, found.key, other, found.tag)
+        _put_over(client, path, entry.key, other, entry.tag)
 
 
 def _is_dead(noted: Mapping[str, Any], record: Found, now: float) -> bool:
@@ -707,15 +707,15 @@ def _is_dead(noted: Mapping[str, Any], record: Found, now: float) -> bool:
 
 
 def noted_in(client: Client, record: Found) -> tuple[str | None, object]:
-    """The checkpoint that a record is about, relative to the workspace's parent, or None if it names none; and the
-    launch of the process that saves."""
+    """Return the checkpoint of a record, relative to the parent of the workspace, or None; and the launch of the
+    process that saves."""
     noted = _noted(client, record) or {}
     target = noted.get("target")
     return target if is_target(target) else None, noted.get("launch")
 
 
 def _noted(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] | None:
-    """What a record says; None if it is there no more."""
+    """Return the contents of a record; None if it was deleted."""
     data = bytearray(min(found.size, most))
     try:
         client.read(found.key, 0, [memoryview(data)], None)
@@ -729,7 +729,7 @@ def _noted(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] 
 
 def _listed(client: Client, path: ObjectPath) -> dict[str, str]:
     """Return the keys of the objects below a path, by the names there."""
-    return {_name_below(path, one.key): one.key for one in client.below(path.key)}
+    return {_name_below(path, item.key): item.key for item in client.below(path.key)}
 
 
 def _clean(
@@ -744,8 +744,8 @@ def _clean(
 
     Args:
         there: The objects, listed before ``alive`` was.
-        all_of_it: Whatever else is there too, if nothing is published.
-        keeps: Objects and folders directly below that stay.
+        all_of_it: Delete all other objects too, if no checkpoint is published.
+        keeps: Objects and folders directly below the path that stay.
     """
     last = client.head(below(path, METADATA))
     published = token_at(client, path) if last else ""

@@ -35,18 +35,18 @@ def of_aws(given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A profile is named that is not there, or botocore is missing, which reads it.
     """
     own = {name.lower().removeprefix("aws_") for name in given}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     environment = os.environ
     if not own & {"access_key_id", "credential_provider", "skip_signature"} and _has_profile():
-        found = _of_profile()
+        options = _of_profile()
     # obstore does not know the first of the two.
     if endpoint := environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
-        found["endpoint"] = endpoint
+        options["endpoint"] = endpoint
     if own & ENDPOINT:
-        found.pop("endpoint", None)
+        options.pop("endpoint", None)
     if "region" in own or environment.get("AWS_REGION"):
-        found.pop("region", None)
-    return found
+        options.pop("region", None)
+    return options
 
 
 def _has_profile() -> bool:
@@ -72,10 +72,10 @@ def _of_profile() -> dict[str, Any]:
         raise ValueError(f"the profile cannot be read: {error}") from error
     services = session.full_config.get("services", {}).get(scoped.get("services"), {})
     endpoint = services.get("s3", {}).get("endpoint_url") or scoped.get("endpoint_url")
-    found = {"region": session.get_config_variable("region"), "endpoint": endpoint}
+    options = {"region": session.get_config_variable("region"), "endpoint": endpoint}
     if keys is not None and keys.method not in ("iam-role", "container-role"):
-        found["credential_provider"] = _Provider(keys)
-    return {name: value for name, value in found.items() if value}
+        options["credential_provider"] = _Provider(keys)
+    return {name: value for name, value in options.items() if value}
 
 
 class _Provider:

@@ -94,15 +94,15 @@ class ObjectFiles:
 
     def _find(self, name: str) -> Found:
         if name not in self._found:
-            found = self._client.head(self._key(name))
-            if found is None:
+            item = self._client.head(self._key(name))
+            if item is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-            self._found[name] = found
+            self._found[name] = item
         return self._found[name]
 
     def names(self) -> list[str]:
         objects, folders = self._client.directly_below(self.path.key)
-        names = [one.key.rpartition("/")[2] for one in objects if not one.key.endswith("/")]
+        names = [item.key.rpartition("/")[2] for item in objects if not item.key.endswith("/")]
         names += [f"{folder.rstrip('/').rpartition('/')[2]}/" for folder in folders]
         if not names:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
@@ -153,14 +153,14 @@ class ListedFiles(ObjectFiles):
         if self._listed is None:
             below = f"{self.path.key}/" if self.path.key else ""
             listed: dict[str, Found] = {}
-            for one in self._client.below(self.path.key):
-                if not one.key.endswith("/"):
-                    listed[one.key.removeprefix(below)] = one
+            for item in self._client.below(self.path.key):
+                if not item.key.endswith("/"):
+                    listed[item.key.removeprefix(below)] = item
                 # Keys are sorted, and this key precedes all others of a checkpoint.
                 self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
                 if self._too_many:  # this may be a whole bucket
                     objects, _ = self._client.directly_below(self.path.key)
-                    listed = {one.key.removeprefix(below): one for one in objects}
+                    listed = {item.key.removeprefix(below): item for item in objects}
                     break
             self._listed = listed
         return self._listed
@@ -183,7 +183,7 @@ class ListedFiles(ObjectFiles):
 
     def modified(self, name: str) -> float:
         if not name:
-            return max((one.modified for one in self._all().values()), default=0.0)
+            return max((item.modified for item in self._all().values()), default=0.0)
         return super().modified(name)
 
     def moved(self) -> bool:

@@ -20,18 +20,18 @@ def unfinished(url: str, config: Mapping[str, Any], prefix: str) -> list[str]:
     Args:
         config: As obstore has it.
     """
-    found: list[str] = []
+    keys: list[str] = []
     with _client(url, config, prefix) as client:
-        found += (one["Key"] for one in _listed(client, url, prefix))
-    return found
+        keys += (item["Key"] for item in _listed(client, url, prefix))
+    return keys
 
 
 def abort(url: str, config: Mapping[str, Any], prefix: str, tokens: Collection[str]) -> None:
     """Abort those with one of ``tokens`` in their keys. What fails is left to the life cycle."""
     with _client(url, config, prefix) as client:
-        for one in _listed(client, url, prefix):
-            if any(token in one["Key"] for token in tokens):
-                client.abort_multipart_upload(Bucket=_bucket(url), Key=one["Key"], UploadId=one["UploadId"])
+        for item in _listed(client, url, prefix):
+            if any(token in item["Key"] for token in tokens):
+                client.abort_multipart_upload(Bucket=_bucket(url), Key=item["Key"], UploadId=item["UploadId"])
 
 
 def pages(url: str, config: Mapping[str, Any], prefix: str, delimiter: str = "") -> Iterator[Any]:
@@ -77,7 +77,7 @@ def _connected(config: Mapping[str, Any]) -> Any:
     from botocore.config import Config
     from botocore.session import Session
 
-    given = {
+    settings = {
         "aws_access_key_id": config.get("access_key_id"),
         "aws_secret_access_key": config.get("secret_access_key"),
         "aws_session_token": config.get("token") or config.get("session_token"),
@@ -91,5 +91,5 @@ def _connected(config: Mapping[str, Any]) -> Any:
     return Session().create_client(
         "s3",
         config=Config(s3={"addressing_style": style}, **more),
-        **{name: one for name, one in given.items() if one},
+        **{name: item for name, item in settings.items() if item},
     )
