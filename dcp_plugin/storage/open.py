@@ -23,7 +23,7 @@ from dcp_plugin.format import (
 )
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media import RangedFile, Readable, locate, packed
+from dcp_plugin.media import RangedFile, Readable, locate, medium_of, packed
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import (
@@ -140,8 +140,9 @@ def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], che
             raise
         return opened
 
+    medium = medium_of(path)  # outside the block: options that the store refuses are no damage
     with damage_in(path), collector_paused():
-        return in_one_view(path, look, locate, keep_open=True)
+        return in_one_view(path, look, locate, keep_open=True, medium=medium)
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,9 @@ def check_complete(path: Where) -> None:
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be loaded.
     """
+    medium = medium_of(path)
     with damage_in(path):
-        is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), locate)
+        is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), locate, medium=medium)
     if not is_ours:
         from dcp_plugin.storage.open import open_alone  # other tools' tables of contents need torch
 
