@@ -21,7 +21,7 @@ import torch
 import yaml
 
 import dcp_plugin
-from tests import api, release
+from tests import api, errors, release
 from tests.versions import matrix
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +119,11 @@ def test_the_addresses_are_those_of_the_site(url: str) -> None:
 def test_the_public_names_and_signatures_are_those_that_are_committed() -> None:
     """A difference is meant: ``python -m tests.api``, and a line in CHANGELOG.md; or not: then put it back."""
     assert api.current().splitlines() == api.FILE.read_text().splitlines()
+
+
+def test_the_messages_are_those_that_are_committed() -> None:
+    """After a change of a message: ``python -m tests.errors``."""
+    assert errors.written().splitlines() == errors.FILE.read_text().splitlines()
 
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
