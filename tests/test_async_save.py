@@ -143,7 +143,7 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
     ended = programs.run("-c", _FORGETS_TO_WAIT, tmp_path / "ck", int(fails))
     assert ended.returncode == 0
     assert f"the program ends while {tmp_path / 'ck'} is being saved" in ended.stderr
-    assert ("was NOT saved, and the program ended without asking" in ended.stderr) == fails
+    assert ("was NOT saved, and the program ended without waiting for the save" in ended.stderr) == fails
     assert ("disk full" in ended.stderr) == fails
     assert (dcp.latest(tmp_path) is None) == fails
     if not fails:
@@ -188,7 +188,7 @@ def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_save_from_within_a_save_is_refused_and_fails_that_one(tmp_path: Path) -> None:
     ours = dcp.Checkpointer()
-    with pytest.raises(dcp.CheckpointError, match=r"inner from within the save of .*outer"):
+    with pytest.raises(dcp.CheckpointError, match=r"inner during the save of .*outer"):
         ours.save({"n": 1}, tmp_path / "outer", files=lambda directory: _save_inner(ours, tmp_path))
     ours.save({"n": 1}, tmp_path / "after")
     assert names_in(tmp_path) == ["after"]
@@ -335,7 +335,8 @@ def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -
         child.kill()
         gate.open()
         ours.close()
-    assert said.get() == f"{tmp_path / 'ck'} is being saved by the process from which this one was forked"
+    parent = f"the process from which this process was forked is saving {tmp_path / 'ck'}"
+    assert said.get() == f"{parent}; only that process can wait for the save"
     assert dcp.verify(tmp_path / "ck").ok and dcp.verify(tmp_path / "child").ok
 
 

@@ -224,7 +224,7 @@ def test_numbers_that_do_not_fit_are_an_error_that_says_why(tmp_path: Path, chos
     model, _ = build("plain", seed=1)
     optimizer = torch.optim.AdamW(chosen([*model.parameters()]), lr=0.5)
     before = {**model.state_dict()}, repr(optimizer.state_dict())
-    with pytest.raises(dcp.CheckpointMismatch, match=f"has numbers in place of the names of parameters.*{reason}"):
+    with pytest.raises(dcp.CheckpointMismatch, match=f"has numbers instead of parameter names.*{reason}"):
         dcp.load({"model": model, "optim": optimizer}, tmp_path / "t.pt")
     assert_same(before[0], dict(model.state_dict()))
     assert repr(optimizer.state_dict()) == before[1]

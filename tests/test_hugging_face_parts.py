@@ -93,7 +93,7 @@ def test_what_is_wrong_with_parts_is_said(saved: Path, tmp_path: Path) -> None:
         noted = {key: {"saved_offsets": wrong} for key in keys}
         with pytest.raises(dcp.CheckpointCorrupt):
             dcp.inspect(_changed(saved, tmp_path / str(number), DCP_SHARDING_INFO=noted))
-    with pytest.raises(dcp.CheckpointCorrupt, match="does not tell where its tensors begin"):
+    with pytest.raises(dcp.CheckpointCorrupt, match="does not give the positions of its tensors"):
         dcp.inspect(_changed(saved, tmp_path / "a list", DCP_SHARDING_INFO=[1]))
     with pytest.raises(dcp.CheckpointNotFound, match="2 files that could be meant"):
         dcp.inspect(_changed(saved, tmp_path / "nothing noted"))

@@ -44,10 +44,10 @@ def test_what_was_given_is_in_the_checkpoint_and_in_the_list(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("value", ["0.3", torch.ones(2), None, 10**400, 1j, {"a": 1}])
 def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(SaveFailed, match=r"the metric 'val_loss' is a .* and no number"):
+    with pytest.raises(SaveFailed, match=r"the metric 'val_loss' is a .*, not a number"):
         dcp.save({"n": 1}, tmp_path / "a", metrics={"epoch": 1, "val_loss": value})
     assert not (tmp_path / "a").exists()
-    with pytest.raises(SaveFailed, match="a metric's name is text"):
+    with pytest.raises(SaveFailed, match="a metric's name must be text"):
         dcp.save({"n": 1}, tmp_path / "a", metrics={"x" * 300: 1})
     with pytest.raises(SaveFailed, match="1001 metrics"):
         dcp.save({"n": 1}, tmp_path / "a", metrics={str(n): n for n in range(MOST_METRICS + 1)})

@@ -277,7 +277,7 @@ def _rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
         (_flipped, "same save, but was changed"),
         (_with_a_lost_file, "missing"),
         (_with_a_cut_file, "outside its file"),
-        (_without_a_save_id, "no save_id of its own"),
+        (_without_a_save_id, "has no save_id, or that of this save"),
         (_written_anew_for_our_files, "still the data file"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

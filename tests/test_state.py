@@ -272,7 +272,7 @@ def test_a_save_of_a_fresh_optimizer_under_fsdp1_does_not_step_it(tmp_path: Path
 
 def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    with pytest.raises(dcp.CheckpointMismatch, match="Have the module in the state with it"):
+    with pytest.raises(dcp.CheckpointMismatch, match="Add the module to the state"):
         dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
 
 
@@ -345,7 +345,7 @@ def _over_several(path: Path) -> None:
     alone = {"heat": second["heat"], "optim": torch.optim.Adam([second["heat"]])}  # no module at all
     dcp.save(alone, path.with_name("alone"))
     dcp.load(alone, path.with_name("alone"))
-    with pytest.raises(dcp.CheckpointMismatch, match="rename it"):
+    with pytest.raises(dcp.CheckpointMismatch, match="Rename the module"):
         dcp.save({"loose": second["disc"], **{k: v for k, v in second.items() if k != "disc"}}, path.with_name("no"))
 
 

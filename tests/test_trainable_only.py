@@ -210,7 +210,7 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
 ) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base", keep_last=1)
-    with pytest.raises(dcp.SaveFailed, match="it is the base"):
+    with pytest.raises(dcp.SaveFailed, match="this path is the base"):
         ours.save(_state(model, optimizer), tmp_path / "base")
     with caplog.at_level(logging.WARNING, "dcp_plugin"):
         for step in range(3):
@@ -347,7 +347,7 @@ def test_a_checkpoint_with_a_base_is_no_base(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
     ours.save(_state(model, optimizer), tmp_path / "run" / "0")
-    with pytest.raises(dcp.CheckpointMismatch, match="no base"):
+    with pytest.raises(dcp.CheckpointMismatch, match="cannot be the base"):
         dcp.save(_state(model, optimizer), tmp_path / "run" / "1", trainable_only=True, base=tmp_path / "run" / "0")
 
 
@@ -425,10 +425,10 @@ def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path
     with pytest.raises(dcp.CheckpointMismatch, match=r"has no model\.backbone"):
         _check(tmp_path / "run", model)
     change_summary(run, base={**said, "path": "no name\0", "relative": "neither\0"})
-    with pytest.raises(dcp.CheckpointNotFound, match="is not there"):
+    with pytest.raises(dcp.CheckpointNotFound, match="does not exist"):
         _check(tmp_path / "run", model)
     change_summary(run, base={})
-    with pytest.raises(dcp.CheckpointCorrupt, match="does not say which base"):
+    with pytest.raises(dcp.CheckpointCorrupt, match="does not name the base"):
         _check(tmp_path / "run", model)
 
 

@@ -152,8 +152,8 @@ def _overlap(columns: Columns, about: dict[str, str]) -> None:
 
 
 FORGERIES = {
-    "leaves the directory": (_about("files", "__0_0", "../__0_0"), "leaves the checkpoint"),
-    "absolute path": (_about("files", "__0_0", "/etc/__0_0"), "leaves the checkpoint"),
+    "leaves the directory": (_about("files", "__0_0", "../__0_0"), "is outside the checkpoint"),
+    "absolute path": (_about("files", "__0_0", "/etc/__0_0"), "is outside the checkpoint"),
     "missing data file": (_about("files", "__0_0", "__9_9"), "is missing"),
     "beyond the end of the file": (_set("place", (0, 0), 1 << 40), "outside its file"),
     "negative offset": (_set("place", (0, 0), -64), "outside its file"),
@@ -162,7 +162,7 @@ FORGERIES = {
     "overlapping items": (_set("place", (1, 0), 8), "overlaps"),
     "chunk outside its tensor": (_set("box", 0, 3), "outside its shape"),
     "negative chunk": (_set("box", 1, -4), "outside its shape"),
-    "holes that an overlap makes up for": (_overlap, "holes, or chunks overlap"),
+    "holes that an overlap makes up for": (_overlap, "some are missing, or chunks overlap"),
     "another shape": (_set("shape", 0, 9), "do not add up"),
     "another dtype": (_about("dtypes", "int64", "int8"), "wrong size"),
     "no such dtype": (_about("dtypes", "int64", "load"), "unknown dtype"),
@@ -269,5 +269,5 @@ def test_a_data_file_that_links_out_of_the_directory_is_refused(tmp_path: Path) 
     file = next((tmp_path / "ck").glob("*.distcp"))
     os.rename(file, tmp_path / "secret")
     os.symlink(tmp_path / "secret", file)
-    with pytest.raises(dcp.CheckpointCorrupt, match="leaves the checkpoint"):
+    with pytest.raises(dcp.CheckpointCorrupt, match="a link to a place outside the checkpoint"):
         dcp.load({"a": torch.zeros(4)}, tmp_path / "ck")

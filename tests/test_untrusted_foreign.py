@@ -93,7 +93,7 @@ def test_weights_are_loaded_from_beside_objects_of_which_nothing_is_executed(
     asked: dict[str, Any]
     for asked, match in (
         ({"hyper_parameters": {"hparams": None}}, r"hyper_parameters\.hparams is.* argparse\.Namespace"),
-        ({"hyper_parameters": {}}, "only executing code would restore"),
+        ({"hyper_parameters": {}}, "can only be restored by executing code"),
         ({"code": None}, r"code is.* builtins\.eval"),
     ):
         before = {key: torch.zeros_like(value) for key, value in STATE.items()}
@@ -230,7 +230,7 @@ def test_records_that_lie_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "file", tmp_path / "short")
     shutil.copy(tmp_path / "file", tmp_path / "big")
     _rewritten(tmp_path / "packed", lambda name, data: data, zipfile.ZIP_DEFLATED)
-    _refused(tmp_path / "packed", dcp.CheckpointCorrupt, "not a stored one")
+    _refused(tmp_path / "packed", dcp.CheckpointCorrupt, "compressed, encrypted or damaged")
     _rewritten(tmp_path / "short", lambda name, data: data[:-1] if name.endswith("data/0") else data)
     _refused(tmp_path / "short", dcp.CheckpointCorrupt, "outside of its record")
     _rewritten(tmp_path / "big", lambda name, data: b"big" if name.endswith("byteorder") else data)
@@ -249,10 +249,10 @@ def test_a_directory_of_the_zip_that_lies_is_refused(tmp_path: Path) -> None:
         with pytest.raises(dcp.CheckpointCorrupt):
             dcp.inspect(tmp_path / "file")
     for record, fields, packing, value, match in (
-        (b"0", (20, 24), "<I", 400, "lies over another one"),
-        (b"1", (20, 24), "<I", 1 << 20, "outside of the file"),
-        (b"1", (10,), "<H", zipfile.ZIP_DEFLATED, "not a stored one"),
-        (b"1", (8,), "<H", 1, "not a stored one"),  # encrypted
+        (b"0", (20, 24), "<I", 400, "overlaps another record"),
+        (b"1", (20, 24), "<I", 1 << 20, "lies outside the file"),
+        (b"1", (10,), "<H", zipfile.ZIP_DEFLATED, "compressed, encrypted or damaged"),
+        (b"1", (8,), "<H", 1, "compressed, encrypted or damaged"),  # encrypted
     ):
         forged = bytearray(data)
         for at in fields:
@@ -354,15 +354,16 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, named: s
     save_file(STATE, tmp_path / "ck" / "sub" / "inside.safetensors")
     index = {"weight_map": dict.fromkeys(STATE, named)}
     (tmp_path / "ck" / "model.safetensors.index.json").write_text(json.dumps(index))
-    _refused(tmp_path / "ck", dcp.CheckpointCorrupt, "no file beside it")
+    _refused(tmp_path / "ck", dcp.CheckpointCorrupt, "not a file in the same directory")
 
 
 @pytest.mark.parametrize(
     ("index", "match"),
     [
         ("{", "damaged"), ('{"weight_map": {}}', "damaged"), ('{"weight_map": {"a": 1}}', "damaged"), ("[]", "damaged"),
-        ('{"weight_map": {"a": "lost"}}', "lost is missing"), ('{"weight_map": {"c": "shard"}}', "shard has no c"),
-        ('{"weight_map": {"a": "text"}}', "no safetensors or torch.save file"),
+        ('{"weight_map": {"a": "lost"}}', "lost is missing"),
+        ('{"weight_map": {"c": "shard"}}', "shard does not contain c"),
+        ('{"weight_map": {"a": "text"}}', "not a safetensors or torch.save file"),
     ],
 )  # fmt: skip
 def test_an_index_that_lies_is_refused(tmp_path: Path, index: str, match: str) -> None:
@@ -401,13 +402,13 @@ def test_what_is_known_does_not_say_what_was_looked_for(tmp_path: Path) -> None:
 
 def test_the_directory_of_a_run_names_the_checkpoints_in_it(tmp_path: Path) -> None:
     dcp.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step-1")
-    _refused(tmp_path, dcp.CheckpointNotFound, "checkpoints in it, such as .*step-1.*latest")
+    _refused(tmp_path, dcp.CheckpointNotFound, "but a directory with checkpoints, such as .*step-1.*latest")
 
 
 def test_zips_and_pickles_of_other_things_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
         archive.writestr("hello", "world")
-    _refused(tmp_path / "zip", dcp.CheckpointMismatch, "no torch.save file")
+    _refused(tmp_path / "zip", dcp.CheckpointMismatch, "not a torch.save file")
     torch.save([1, 2], tmp_path / "list")
     _refused(tmp_path / "list", dcp.CheckpointMismatch, "holds a list")
     torch.save(torch.optim.SGD([torch.ones(1)]).state_dict(), tmp_path / "optimizer")
@@ -427,9 +428,11 @@ def test_a_tensor_that_is_not_plain_is_named(tmp_path: Path) -> None:
     }
     for said, tensor in odd.items():
         torch.save({"model": {"a": torch.ones(2), "s": tensor}}, tmp_path / said)
-        _refused(tmp_path / said, dcp.CheckpointMismatch, rf"model\.s is no plain tensor .*{said}")
+        _refused(tmp_path / said, dcp.CheckpointMismatch, rf"model\.s is not a plain tensor .*{said}")
     torch.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])}, tmp_path / "nested")
-    with pytest.raises((dcp.CheckpointMismatch, dcp.UnsafeCheckpoint), match=r"a is no plain|_rebuild_nested_tensor"):
+    with pytest.raises(
+        (dcp.CheckpointMismatch, dcp.UnsafeCheckpoint), match=r"a is not a plain|_rebuild_nested_tensor"
+    ):
         dcp.inspect(tmp_path / "nested")
 
 

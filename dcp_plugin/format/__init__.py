@@ -104,7 +104,10 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
     """
     with opened(files, name) as file:
         if most is None and (size := file.seek(0, os.SEEK_END)) > MOST_TABLE:
-            raise CheckpointCorrupt(f"{files.where}/{name} has {size} bytes, more than a table of contents ever has")
+            raise CheckpointCorrupt(
+                f"{files.where}/{name} is damaged: it has {size} bytes, and the limit for a table of contents is "
+                f"{MOST_TABLE}"
+            )
         if most is None:
             file.seek(0)
         return file.read(-1 if most is None else most)

@@ -377,7 +377,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         columns, self.where = self.columns, where
         for name in (*self.files, *self.beside):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-                raise CheckpointCorrupt(f"{where}: the index names {name!r}, which leaves the checkpoint")
+                raise CheckpointCorrupt(f"{where}: the index names {name!r}, which is outside the checkpoint")
         file = columns["file"]
         if len(file) == 0:
             return
@@ -428,7 +428,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
     no_tensor = table.columns["dtype"] == NO_TENSOR
     counts = np.diff(table.chunk_starts)
     for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():
-        raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items")
+        raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items instead of 1")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
         raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
     itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
@@ -450,7 +450,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(
                 f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
-                f"{tuple(shape[slot])}: there are holes, or chunks overlap"
+                f"{tuple(shape[slot])}: some are missing, or chunks overlap"
             )
         expected = volumes * itemsizes[table.columns["dtype"][slots]][of]
         misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]

@@ -139,7 +139,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
     smallest_block = int(about["smallest_block"])
     if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
-        raise ValueError(f"block size {smallest_block}")
+        raise ValueError(f"the block size {smallest_block} is invalid")
     table = KeyColumns(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
     if len(table.slots) != count:
         raise ValueError("a key occurs twice")
@@ -181,7 +181,7 @@ def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
     if hashed.dtype != np.int64 or hashes.dtype != np.uint64 or hashes.shape != (len(hashed), 2):
         raise ValueError("columns of hashes differ in length or type")
     if len(hashed) and (hashed[0] < 0 or hashed[-1] >= chunks or (np.diff(hashed) <= 0).any()):
-        raise ValueError("hashes of chunks that do not exist, or are not in order")
+        raise ValueError("the index has hashes of chunks that do not exist, or hashes in another order than the chunks")
 
 
 def _tuples(part: Any) -> Any:
@@ -198,7 +198,7 @@ def _path_from_json(parts: Any) -> KeyPath:
             case (str(kind), key) if (kind == "k" or kind in MAPPING_CLASSES) and _is_key(key):
                 pass
             case _:
-                raise ValueError(f"key path {parts!r}")
+                raise ValueError(f"the key path {parts!r} is invalid")
     return path
 
 

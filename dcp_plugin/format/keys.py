@@ -89,7 +89,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise CheckpointMismatch(
-                    f"{key} lies below {name_of(above[:depth])}, which is a value of its own: ranks saved values of "
+                    f"{key} lies below {name_of(above[:depth])}, which is a value itself: ranks saved values of "
                     f"different kinds under one name. Save the same kind on every rank, and mark it with PerRank on "
                     f"all ranks or on none."
                 )

@@ -317,8 +317,8 @@ def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> byt
         before = _plain(old) + b"r"
         if data.count(before) != 1:
             raise CheckpointMismatch(
-                f"{where} cannot be given other names of data files, which a bucket wants: an early version of "
-                f"dcp_plugin has saved it, or a key is called as a data file. Load it and save it anew."
+                f"the data files of {where} cannot be renamed for a bucket: an early version of dcp_plugin saved the "
+                f"checkpoint, or a key has the name of a data file. Load the checkpoint and save it again."
             )
         data = data.replace(before, _plain(new) + b"r")
     return data

@@ -93,7 +93,7 @@ class _Path(Record):
 
 def _path(*parts: Any) -> _Path:
     if len(parts) > _MOST_PARTS or not all(type(part) is str for part in parts):
-        raise ValueError("a path of something else than some names")
+        raise ValueError("a path has too many parts, or parts that are not text")
     path: _Path = list.__new__(_Path)
     path.append(parts)
     return path
@@ -195,7 +195,7 @@ def _load(data: bytes) -> Any:
         return unpickler.load()
     except Refused as error:
         raise UnsafeCheckpoint(
-            f"refers to {error}, which is no part of DCP's metadata; it was not executed. The checkpoint was written "
+            f"refers to {error}, which is not part of DCP's metadata; it was not executed. The checkpoint was written "
             f"by an unknown tool, or tampered with."
         ) from None
 
@@ -205,7 +205,7 @@ def _checked(record: Any) -> StockMetadata:
     keys, stored = _items(attributes["state_dict_metadata"])
     items, places = _items(attributes["storage_data"])
     if not _are(keys, str) or len(set(keys)) != len(keys):
-        raise ValueError("keys that are no text, or occur twice")
+        raise ValueError("a key is not text, or occurs twice")
     is_tensor = np.array([type(record) is _Tensor for record in stored], bool)
     if not _are(stored, _Tensor, _Value):
         raise ValueError("a key is neither a tensor nor a value")
@@ -213,7 +213,7 @@ def _checked(record: Any) -> StockMetadata:
         [record for record in stored if type(record) is _Tensor], _Tensor, "properties", "size", "chunks"
     )
     if not _are(chunks, list) or sum(map(len, chunks)) > len(items):
-        raise ValueError("tensors have more chunks than there are places")
+        raise ValueError("the tensors have more chunks than the metadata has items")
     counts = np.ones(len(keys), np.int64)
     counts[is_tensor] = list(map(len, chunks))
     dtype_names, dtypes = _dtypes(properties)
@@ -243,7 +243,7 @@ def _checked(record: Any) -> StockMetadata:
 def _items(pairs: Any) -> tuple[list[Any], list[Any]]:
     """Return the keys and the values of a dictionary."""
     if type(pairs) is not Pairs or len(pairs) % 2:
-        raise ValueError("no dictionary where one belongs")
+        raise ValueError("an entry is not a dictionary")
     return pairs[::2], pairs[1::2]
 
 
@@ -254,16 +254,16 @@ def _are(values: Iterable[Any], *kinds: type) -> bool:
 def _numbers(rows: Sequence[Any]) -> tuple[Column, Column]:
     """Return the numbers in tuples, end to end, and how many each tuple has."""
     if not _are(rows, tuple):
-        raise ValueError("a shape that is no tuple")
+        raise ValueError("a shape is not a tuple")
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     if counts.max(initial=0) > _MOST_DIMENSIONS:
-        raise ValueError(f"{counts.max()} dimensions")
+        raise ValueError(f"a tensor has {counts.max()} dimensions, more than the limit of {_MOST_DIMENSIONS}")
     return _integers(list(chain.from_iterable(rows))), counts
 
 
 def _integers(values: list[Any]) -> Column:
     if not _are(values, int):
-        raise ValueError("something that is no number")
+        raise ValueError("an entry is not an integer")
     return np.array(values, np.int64)
 
 
@@ -311,7 +311,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
     """
     keys, offsets = columns_of(items, _Item, "fqn", maybe="offset")
     if not _are(keys, str):
-        raise ValueError("an item whose key is no text")
+        raise ValueError("the key of an item is not text")
     slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))
     starts, counts = _numbers([() if offset is None else offset for offset in offsets])
     order = np.zeros(int(table.chunk_starts[-1]), np.int64)
@@ -342,7 +342,7 @@ def _rows(slots: Column, offsets: Column) -> list[bytes]:
 
 def _descriptors(descriptors: Any) -> tuple[str, ...]:
     if not (_are([descriptors], list, tuple) and len(descriptors) <= _MOST_TRANSFORMS and _are(descriptors, str)):
-        raise ValueError("an item went through something that is no list of transforms")
+        raise ValueError("the transforms of an item are not a list of names")
     return tuple(descriptors)
 
 
@@ -361,7 +361,7 @@ def _text(path: Any) -> str:
 
 def _posix_path(record: Any) -> PosixPath:
     if type(record) is not _Path or len(record) != 1:
-        raise ValueError("something that is no path")
+        raise ValueError("an entry is not a path")
     return PosixPath(*record[0])
 
 
@@ -397,7 +397,7 @@ class _Restoring:
             return self._made[id(value)]
         self._values += 1
         if depth > _MOST_DEPTH or self._values > _MOST_VALUES:
-            raise ValueError("what its planner noted is nested too deep, or too much")
+            raise ValueError("its planner_data is nested too deep, or too large")
         if type(value) is list:
             restored: Any = []
             self._made[id(value)] = restored
@@ -414,7 +414,7 @@ class _Restoring:
         elif isinstance(value, (str, int, float, type(None), torch.dtype)):
             return value
         else:
-            raise ValueError(f"its planner noted a {type(value).__name__}")
+            raise ValueError(f"its planner_data contains a {type(value).__name__}")
         self._made[id(value)] = restored
         return restored
 
@@ -422,7 +422,7 @@ class _Restoring:
         if type(key) is tuple:
             self._tuples += 1
             if self._tuples > _MOST_TUPLES or len(key) > _MOST_PARTS:
-                raise ValueError("its planner noted too many tuples as keys")
+                raise ValueError("its planner_data has too many tuples as keys")
             return tuple([self._key(part) if type(part) is not tuple else _refuse(part) for part in key])
         if isinstance(key, int) and abs(key) > _EXACT:
             _refuse(key)
@@ -430,7 +430,7 @@ class _Restoring:
 
 
 def _refuse(key: Any) -> Any:
-    raise ValueError(f"its planner noted a key that is a {type(key).__name__}")
+    raise ValueError(f"its planner_data has a key that is a {type(key).__name__}")
 
 
 def _storage_meta(record: Any) -> StorageMeta | None:

@@ -66,11 +66,13 @@ class Base:
     def of_summary(cls, entry: dict[str, Any], checkpoint: object) -> Base:
         """Return the base in a summary. Raises CheckpointCorrupt, which names the checkpoint, if it has none."""
         if not all(isinstance(entry.get(name), str) for name in ("path", "relative", "fingerprint")):
-            raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} does not say which base has what is left out")
+            raise CheckpointCorrupt(
+                f"{checkpoint}/{SUMMARY} does not name the base with the values that the checkpoint leaves out"
+            )
         try:
             path = as_path(entry["path"])
         except ValueError as error:
-            raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has no path of its base: {error}") from error
+            raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has an invalid path of the base: {error}") from error
         return cls(path, entry["relative"], entry["fingerprint"])
 
     def places(self, checkpoint: Where) -> tuple[Where, ...]:
@@ -123,7 +125,10 @@ class Summary:
         metrics = {name: value if isfinite(value) else str(value) for name, value in self.metrics.items()}
         data = with_hash(asdict(self) | {"metrics": metrics})
         if len(data) > MAX_SIZE:
-            raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
+            raise SaveFailed(
+                f"the summary would have {len(data)} bytes, more than the limit of {MAX_SIZE}: the state has too many "
+                f"modules or layouts"
+            )
         return data
 
     @classmethod
@@ -148,13 +153,13 @@ class Summary:
             if not all(
                 isinstance(text, str) for text in (*bound, *summary.kinds.values(), *summary.optimizers.values())
             ):
-                raise ValueError("fingerprints, the save's id, kinds and classes are text")
+                raise ValueError("fingerprints, the save's id, kinds and classes must be text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             numbers = [summary.time, summary.step or 0, summary.world_size, summary.payload_bytes]
             if not all(type(number) in (int, float) and abs(number) < _MOST_NUMBER for number in numbers):
-                raise ValueError("times, steps and counts are numbers")
+                raise ValueError("times, steps and counts must be numbers")
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
-                raise ValueError("exclude is a list of text, base an object")
+                raise ValueError("exclude must be a list of text, and base an object")
             if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -172,17 +177,17 @@ def plain_metrics(given: Mapping[str, Any]) -> dict[str, float]:
         SaveFailed: A value is no number, and the message names it; or there are too many, or a name is too long.
     """
     if len(given) > MOST_METRICS:
-        raise SaveFailed(f"{len(given)} metrics are given, and a checkpoint takes {MOST_METRICS}")
+        raise SaveFailed(f"{len(given)} metrics are given, but a checkpoint takes at most {MOST_METRICS}")
     metrics = {}
     for name, value in given.items():
         if not isinstance(name, str) or len(name) > _LONGEST_METRIC:
-            raise SaveFailed(f"a metric's name is text of up to {_LONGEST_METRIC} characters, and not {name!r:.300}")
+            raise SaveFailed(f"a metric's name must be text of at most {_LONGEST_METRIC} characters, not {name!r:.300}")
         try:
             metrics[name] = float(value if hasattr(value, "__float__") else value.__index__())
         except Exception as error:
             raise SaveFailed(
-                f"the metric {name!r} is a {type(value).__name__} and no number ({error}): give numbers, or tensors "
-                f"of one element"
+                f"the metric {name!r} is a {type(value).__name__}, not a number ({error}). Give numbers, or tensors "
+                f"of one element."
             ) from error
     return metrics
 
@@ -194,11 +199,11 @@ def decode_metrics(entries: object) -> dict[str, float]:
         or len(entries) > MOST_METRICS
         or any(len(name) > _LONGEST_METRIC for name in entries)
     ):
-        raise ValueError("metrics are numbers by name")
+        raise ValueError("metrics must map names to numbers")
     metrics = {}
     for name, value in entries.items():
         if value not in _NOT_FINITE and (type(value) not in (int, float) or not abs(value) <= _MOST_FLOAT):
-            raise ValueError(f"the metric {name!r:.80} is no number")
+            raise ValueError(f"the metric {name!r:.80} is not a number")
         metrics[name] = float(value)
     return metrics
 
@@ -216,8 +221,8 @@ def _check_hash(data: bytes, entries: dict[str, Any], field_names: Collection[st
         return
     if entries["format_version"] not in range(1, _LAST_WITHOUT_HASH + 1) or not entries.keys() <= set(field_names):
         raise ValueError(
-            f"its last line is not the SHA-256 of the lines before. If it was edited: without it and {INDEX} the "
-            f"directory is a stock checkpoint"
+            f"its last line is not the SHA-256 of the lines before it. If you edited the file, undo the edit. Without "
+            f"the file and {INDEX}, the directory is a stock checkpoint"
         )
 
 

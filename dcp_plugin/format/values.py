@@ -53,12 +53,14 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
     try:
         data = _dump(_plain(value, notes))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot even be pickled ({error})") from error
+        raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
     if not allow_pickle:
         try:
             _load(data, [])
         except Exception as error:
-            raise UnsafeCheckpoint(f"a {type(value).__name__} that only executing pickled code restores") from error
+            raise UnsafeCheckpoint(
+                f"a {type(value).__name__} that can only be restored by executing pickled code"
+            ) from error
     return data
 
 
@@ -88,8 +90,8 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
         return value
     except Exception as error:
         raise UnsafeCheckpoint(
-            f"the value of {key} cannot be loaded without executing code from the checkpoint, or is damaged: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__} If you trust its origin: "
+            f"the value of {key} cannot be loaded without executing code from the checkpoint, or is damaged "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). If you trust its origin, pass "
             f"allow_pickle=({key!r},)."
         ) from error
 

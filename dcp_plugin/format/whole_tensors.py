@@ -79,6 +79,6 @@ def decode(data: bytes | bytearray, target: torch.Tensor = _PLAIN) -> Any:
         return load_bytes(data, TENSOR.with_classes(classes_of(target)))[0]
     except Refused as error:
         raise UnsafeCheckpoint(
-            f"stored as an object of {error}, and the target is a {type(target).__name__}. Give the target that class, "
-            f"or declare that you trust it: torch.serialization.add_safe_globals([...])"
+            f"stored as an object of {error}, but the target is a {type(target).__name__}. Give the target that "
+            f"class, or declare that you trust it: torch.serialization.add_safe_globals([...])"
         ) from error

@@ -184,15 +184,15 @@ class KeySelection:
         if not sources:
             keys = list(dict.fromkeys(key for key, _ in frozen))
             raise SaveFailed(
-                f"cannot save {path} with trainable_only=True: {len(keys)} parameters are frozen ({some(keys)}), "
-                f"and nobody knows which checkpoint has them. Load that one first, through the same checkpointer, or "
-                f"name it: base=PATH. trainable_only=False saves everything and links what does not change."
+                f"cannot save {path} with trainable_only=True: {len(keys)} parameters are frozen ({some(keys)}), and "
+                f"no known checkpoint has them. Load the one that has them first, through the same checkpointer, or "
+                f"name it with base=PATH. trainable_only=False saves everything and links unchanged tensors."
             )
         base = self.provenance.named or max(sources.values(), key=lambda source: nbytes[source.fingerprint])
         if path == base.path or (medium_of(path).kind(path) and resolved(path) == resolved(base.path)):
             raise SaveFailed(
-                f"cannot save {path} with trainable_only=True: it is the base, which has the frozen parameters that "
-                f"this save leaves out. Save to a new name."
+                f"cannot save {path} with trainable_only=True: this path is the base, which has the frozen parameters "
+                f"that the save leaves out. Save to a new name."
             )
         return base
 
@@ -279,7 +279,7 @@ class Provenance:
     def _source_in(self, reader: ShardedReader, frozen: Mapping[str, ShardedValue]) -> Source:
         if reader.index.left_out:
             raise CheckpointMismatch(
-                f"{reader.path} is no base: it leaves out frozen parameters itself. Name the base that it has."
+                f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
             )
         source = Source(resolved(reader.path), reader.fingerprint)
         if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
@@ -319,7 +319,7 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
     if not names:
         if (prefix := find_prefix(frozen, reader.index)) is None:
             raise CheckpointMismatch(
-                f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), also not behind a "
+                f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), not even under a "
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."
             )
         local, stored = prefix

@@ -233,8 +233,8 @@ class SavePipeline:
             if copy.changed:
                 self._lazy = False
                 logger.warning(
-                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
-                    "something that is not a step of an optimizer wrote to it while %s was being copied",
+                    "rank %d: code other than an optimizer step wrote to the state while it was copied for %s. From "
+                    "now on, saves copy the state before they return, as with staging='blocking'.",
                     ranks.rank,
                     handle.path,
                 )
@@ -377,7 +377,7 @@ class SavePipeline:
             try:
                 self._prune(path)
             except (OSError, CheckpointError) as error:  # the new checkpoint is published all the same
-                logger.warning("could not delete old checkpoints beside %s: %s", path, error)
+                logger.warning("could not delete older checkpoints after the save of %s: %s", path, error)
 
     def facts(self, request: SaveRequest, staged: StagedState, world_size: int) -> Facts:
         """Return the facts that the checkpoint records about itself. Rank 0 alone calls it."""
@@ -413,7 +413,9 @@ class SavePipeline:
         record = None
         if publication is not None:
             if publication.published:  # a rank was lost before all ranks heard of it
-                error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
+                error = RankFailure(
+                    f"{error} The checkpoint {request.path} was published before that, and is complete."
+                )
             record = _record(publication, {}) if rank == 0 else None
         self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)

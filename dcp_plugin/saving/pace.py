@@ -165,7 +165,9 @@ class Pace:
         with together(Call("call due", f"asks whether to save after step {step}", ["due"])):
             at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
         if at != step:
-            raise CheckpointMismatch(f"rank 0 asks whether to save after step {at}, and rank {ranks.rank} after {step}")
+            raise CheckpointMismatch(
+                f"rank 0 asks whether to save after step {at}, but rank {ranks.rank} after step {step}"
+            )
         self._meeting = self._calls + later
         return bool(due)
 

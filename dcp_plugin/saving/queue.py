@@ -79,7 +79,7 @@ class SaveHandle:
             TimeoutError: It is still being copied after ``timeout`` seconds.
         """
         if not self._staged.wait(timeout):
-            raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; it goes on")
+            raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; the copy goes on")
 
     def wait_local(self, timeout: float | None = None) -> None:
         """Wait until the save is complete in ``local_dir``: each node has its part and the copies that ``replicas``
@@ -92,7 +92,7 @@ class SaveHandle:
         """
         self.refuse_in_callback("wait for it")
         if not self._local.wait(timeout):
-            raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; it goes on")
+            raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; the save goes on")
         if self._local_error is not None:
             raise self._local_error
 
@@ -126,7 +126,7 @@ class SaveHandle:
         """
         self.refuse_in_callback("wait for it")
         if not self.wait_done(timeout):
-            raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
+            raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s, and goes on")
         if (error := self.take_error()) is not None:
             raise error
 
@@ -168,7 +168,7 @@ class SaveHandle:
         if events.is_telling() and not self.done():
             raise CheckpointError(
                 f"cannot {what} while {self.path} is being saved: this is a subscriber of events, and a save waits "
-                "for its subscribers. Do it in the thread that trains, or in a thread of its own."
+                f"for its subscribers. Do it in the training thread, or in another thread."
             )
 
     def take_error(self) -> Exception | None:
@@ -198,7 +198,7 @@ class SaveHandle:
         try:
             events.call_each(self._take_callbacks(), event)
         except Exception:
-            logger.exception("what was to follow the save of %s failed; the checkpoint is complete", self.path)
+            logger.exception("a callback after the save of %s failed; the checkpoint is complete", self.path)
         self._end()
 
     def set_failed(self, error: Exception) -> None:
@@ -215,7 +215,12 @@ class SaveHandle:
         """In a forked process: only the parent ends this save. The events may have been locked at the fork."""
         self._staged, self._done, self._local = threading.Event(), threading.Event(), threading.Event()
         self._handed_over = threading.Event()
-        self.set_failed(SaveFailed(f"{self.path} is being saved by the process from which this one was forked"))
+        self.set_failed(
+            SaveFailed(
+                f"the process from which this process was forked is saving {self.path}; only that process can wait for "
+                f"the save"
+            )
+        )
 
     def _end(self) -> None:
         self._callbacks.clear()
@@ -281,8 +286,9 @@ class SaveQueue:
             )
         if not self._calling.acquire(blocking=False):
             raise CheckpointError(
-                f"cannot {what}: another thread is in a call of the same Checkpointer. One thread at a time may save, "
-                "load, wait and close: give each thread a Checkpointer of its own, or wait for a save with its handle."
+                f"cannot {what}: another thread is in a call of the same Checkpointer. Only one thread at a time may "
+                f"save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with its "
+                f"handle."
             )
         try:
             for handle in self.in_flight:
@@ -301,8 +307,8 @@ class SaveQueue:
         with self.call(f"save {handle.path}"):
             if self._beginning is not None:
                 raise CheckpointError(
-                    f"cannot save {handle.path} from within the save of {self._beginning.path}: something that it "
-                    "called, or a signal handler, saves with the same Checkpointer. Save before or after."
+                    f"cannot save {handle.path} during the save of {self._beginning.path}: code that this save "
+                    f"called, or a signal handler, uses the same Checkpointer. Save before or after."
                 )
             self._beginning = handle
             try:
@@ -411,20 +417,22 @@ class SaveQueue:
         for handle in self.handles:
             if self.warns_at_exit and not handle.done():
                 logger.warning(
-                    "the program ends while %s is being saved; it goes on until that is on disk. Wait for it, or close "
-                    "what saves, to be told whether it succeeded.",
+                    "the program ends while %s is being saved; it exits when the save is on disk. To see whether a "
+                    "save succeeded, wait for its handle, or close the Checkpointer.",
                     handle.path,
                 )
         for handle in self.wait_for_all_but(0):
             if (error := handle.take_error()) is not None:
-                logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, error)
+                logger.error(
+                    "%s was NOT saved, and the program ended without waiting for the save: %s", handle.path, error
+                )
 
 
 def _as_exception(error: BaseException, path: Where) -> Exception:
     """The error itself; SaveFailed for what is no ``Exception``, Ctrl-C for one."""
     if isinstance(error, Exception):
         return error
-    failure = SaveFailed(f"cannot save {path}: {type(error).__name__} was raised in the thread that saves ({error})")
+    failure = SaveFailed(f"cannot save {path}: the writer thread raised {type(error).__name__} ({error})")
     failure.__cause__ = error
     return failure
 

@@ -50,7 +50,11 @@ def watch(queue: SaveQueue, limit: float) -> None:
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if not ours and threading.current_thread() is not threading.main_thread():
-        warnings.warn("finish_on_sigterm has no effect: signals are handled in the main thread alone", stacklevel=3)
+        warnings.warn(
+            "finish_on_sigterm has no effect: Python handles signals only in the main thread, and this is another "
+            "thread",
+            stacklevel=3,
+        )
         return
     _watched.append((weakref.ref(queue), limit))
     if not ours:

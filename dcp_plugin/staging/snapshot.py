@@ -142,8 +142,8 @@ class Snapshot:
         self.changed = [pending.key for pending in later if pending.key in written]
         if self.changed:
             raise SaveFailed(
-                f"{some(self.changed, 5)} changed while being copied, by something else than a step of an "
-                f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
+                f"{some(self.changed, 5)} changed while the save copied it, and not by an optimizer step. Save with "
+                f"staging='blocking', or call handle.wait_staged() before the change."
             )
         copied |= {key: _with_copies(key, value, copies) for key, value in described.items()}
         return {key: copied[key] for key in self._keys}

@@ -231,9 +231,9 @@ def _check_patched(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> N
         absent = [other for other in patched_together(optimizer) if id(other) not in ids]
         if absent:
             raise CheckpointMismatch(
-                f"_patch_optimizer_state_dict of torch has patched the optimizer {name!r} together with "
-                f"{len(absent)} more, which the state lacks. Have each of them in the state under a name of its own; "
-                f"dcp_plugin needs no patch."
+                f"torch's _patch_optimizer_state_dict has patched the optimizer {name!r} together with {len(absent)} "
+                f"more, which the state lacks. Put each of them into the state under its own name, or leave out the "
+                f"patch: dcp_plugin does not need it."
             )
 
 
@@ -365,8 +365,8 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
                 if isinstance(part, _LIVE):
                     raise CheckpointMismatch(
                         f"{_dotted((name, *below))} is a {type(part).__name__} in a PerRank, which takes tensors, "
-                        f"plain values, objects with a state_dict and mappings of these. Where ranks have modules or "
-                        f"optimizers of their own, give each a name of its own in the state."
+                        f"plain values, objects with a state_dict and mappings of these. If each rank has its own "
+                        f"module or optimizer, give each a different name in the state."
                     )
                 entry = RankEntry(name, _dotted(below), *place, is_position(part))
                 yield entry.name_on(place.rank), holder, below[-1] if below else "value", part, entry

@@ -264,8 +264,9 @@ def gather_fsdp1_optimizer(
             if "is not in the optimizer state" not in str(error):
                 raise
             raise CheckpointMismatch(
-                f"an FSDP1 unit is trained by several optimizers, or in part by none ({str(error).partition('.')[0]}): "
-                f"its state can only be gathered as a whole. Wrap what each optimizer trains on its own, or use FSDP2."
+                f"several optimizers train one FSDP1 unit, or none trains a part of it "
+                f"({str(error).partition('.')[0]}). The state of a unit can only be gathered as a whole. Wrap the "
+                f"parameters of each optimizer separately, or use FSDP2."
             ) from error
     state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
     groups = [

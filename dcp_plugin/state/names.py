@@ -183,9 +183,9 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
         if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
             return module
     raise CheckpointMismatch(
-        f"the parameters of the optimizer {name!r} are in no single module of the state "
-        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
-        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+        f"no module of the state has all parameters of the optimizer {name!r} (its modules: "
+        f"{', '.join(modules) or 'none'}). Add the module to the state, under any name. If several modules share an "
+        f"optimizer, put them into one nn.ModuleDict. Make the optimizer after wrapping the module."
     )
 
 
@@ -215,8 +215,8 @@ def joint_module(
     loose = {fqn: parameter for fqn, parameter in loose.items() if id(parameter) in wanted}
     if loose and LOOSE in members:
         raise CheckpointMismatch(
-            f"the state of parameters of the optimizer {name!r} that are in no module is stored under {LOOSE!r}, and a "
-            f"module has this name: rename it"
+            f"a module of the state has the name {LOOSE!r}, under which the optimizer {name!r} stores its state of "
+            f"parameters that are in no module. Rename the module."
         )
     return union_of(members, loose)
 

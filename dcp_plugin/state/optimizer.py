@@ -145,9 +145,9 @@ def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any
     slices = [key for key, leaf in leaves.items() if type(leaf) in EXACTLY_TENSORS and leaf.dim() > 0]
     if slices:
         raise CheckpointMismatch(
-            f"{type(optimizer).__name__} has {some(slices, 3)} in a layout of its own, and FSDP1 cuts parameters into "
-            f"slices that differ between ranks: it is not known which part of which parameter each is. Use FSDP2 "
-            f"(fully_shard), or an optimizer with torch's layout of the state dict."
+            f"{type(optimizer).__name__} cannot be saved under FSDP1: its state has another layout than torch's "
+            f"({some(slices, 3)}), and FSDP1 cuts parameters into slices that differ between ranks, so the parameter "
+            f"of each value is unknown. Use FSDP2 (fully_shard), or an optimizer with torch's layout of the state dict."
         )
 
 
@@ -332,8 +332,8 @@ def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, s
             if id(parameter) not in names:
                 raise CheckpointMismatch(
                     f"param group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the module has not. Was the optimizer made before the module was "
-                    f"wrapped or moved? Make it after."
+                    f"{tuple(parameter.shape)} that is not in the module. If the optimizer was made before the module "
+                    f"was wrapped or moved, make it afterwards."
                 )
     return names
 

@@ -413,8 +413,8 @@ class OptimizerLoad:
 
 
 _NUMBERED = (
-    "has numbers in place of the names of parameters, which do not fit: {}. Numbers are for the same parameters in the "
-    "same order and groups"
+    "has numbers instead of parameter names in the checkpoint, and they do not fit: {}. Load it into an optimizer with "
+    "the same parameters in the same order and groups"
 )
 
 

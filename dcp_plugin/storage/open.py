@@ -219,7 +219,7 @@ def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
     if lost:
         base_checkpoint.close()
         raise CheckpointMismatch(
-            f"{base_checkpoint.path} has no {lost[0]}, which {opened.path} leaves out because of it"
+            f"{base_checkpoint.path} has no {lost[0]}, but {opened.path} leaves it out and has this base"
         )
     added = base_checkpoint.index.selected(left_out, {}, below=base_checkpoint.files.where)
     files = _WithBase(opened.files, base_checkpoint.files)
@@ -241,11 +241,11 @@ def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> O
     problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
     if wrong:
         raise CheckpointMismatch(
-            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} and that of "
-            f"the base {recorded.fingerprint[:12]}, which was {recorded.path}. Name the right one: base=PATH."
+            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} instead of "
+            f"{recorded.fingerprint[:12]}. The base was saved at {recorded.path}. Name it with base=PATH."
         )
     raise CheckpointNotFound(
-        f"{problem}, and {moved or recorded.path} is not there. If it was moved, name it: base=PATH."
+        f"{problem}, but {moved or recorded.path} does not exist. If the base was moved, name it with base=PATH."
     )
 
 

@@ -119,7 +119,7 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
             f"{newest} checkpoint."
         )
     raise CheckpointNotFound(
-        f"{path} is not a checkpoint: it has checkpoints in it, such as {below}. Name one of them; {newest}."
+        f"{path} is not a checkpoint, but a directory with checkpoints, such as {below}. Name one of them; {newest}."
     )
 
 

@@ -104,7 +104,7 @@ class LookAtItems(Look):
 
     def finish(self) -> None:
         if self._item is not None or self._next < len(self._begins):
-            raise CheckpointCorrupt(f"{self._where}: {self._name} ends after {self._at} bytes")
+            raise CheckpointCorrupt(f"{self._where}: {self._name} is truncated after {self._at} bytes")
 
 
 class _Item:
@@ -323,7 +323,7 @@ def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
     behind = _found_end(file, begin, end)
     if behind is not None and _is_unchanged(file, begin, behind):
         return behind
-    raise CheckpointCorrupt(f"the bytes from {begin} on are of no item, and not what was saved")
+    raise CheckpointCorrupt(f"the bytes from {begin} on belong to no item and are not those that were saved")
 
 
 def _found_end(file: RangedFile, begin: int, end: int) -> int | None:
@@ -364,7 +364,7 @@ def _pieces(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memor
     while begin < end:
         count = file.read_into([memory[: end - begin]], begin)
         if not count:
-            raise CheckpointCorrupt("it has been cut meanwhile")
+            raise CheckpointCorrupt("the file became shorter while it was read")
         yield begin, memory[:count]
         begin += count
 

@@ -84,7 +84,7 @@ def in_one_view(
             if not (done and keep_open):
                 files.close()
     raise CheckpointNotFound(
-        f"{path} was replaced each of {_MOST_LOOKS} times that it was looked at ({failure})."
+        f"{path} was replaced during each of {_MOST_LOOKS} attempts to open it ({failure})."
     ) from failure
 
 
@@ -97,8 +97,8 @@ def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointErr
     """Return the error for an unreadable file of an open checkpoint: another process may have deleted it."""
     if files.moved():
         return CheckpointNotFound(
-            f"{files.where} was deleted or replaced while it was read: {what} ({error.strerror}). Load what is there "
-            f"now; dcp_plugin.latest(root) finds the newest."
+            f"{files.where} was deleted or replaced while it was read: {what} ({error.strerror}). Load it again if it "
+            f"was replaced; dcp_plugin.latest(root) finds the newest checkpoint."
         )
     return unreadable(f"{files.where}: {what}", error)
 
@@ -155,8 +155,9 @@ def _check_views(files: Files, summary: Summary) -> None:
         view = f"{name}/{METADATA}"
         if exists(files, view) and not _is_of_save(files, view, summary):
             raise CheckpointCorrupt(
-                f"{files.where}: another tool has saved over {name}, and over nothing else. Load another checkpoint. "
-                f"What the other tool saved is a checkpoint without {METADATA}, {INDEX} and {SUMMARY}."
+                f"{files.where}: another tool has saved over {name}, but not over the rest of the checkpoint. Load "
+                f"another checkpoint. Without {METADATA}, {INDEX} and {SUMMARY}, the directory is the checkpoint of "
+                f"the other tool."
             )
 
 
@@ -177,9 +178,9 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
         raise _mixed(files, str(error)) from error
     ours = [name for name, size in sizes.items() if index.files.get(name) == size]
     if ours:
-        raise _mixed(files, f"it names {ours[0]}, which is still the data file that {INDEX} describes")
+        raise _mixed(files, f"{METADATA} names {ours[0]}, which is still the data file that {INDEX} describes")
     if saved.save_id in ("", summary.save_id):
-        raise _mixed(files, "it has no save_id of its own")
+        raise _mixed(files, f"{METADATA} has no save_id, or that of this save")
 
 
 def check_metadata(files: Readable, summary: Summary) -> None:
@@ -189,14 +190,14 @@ def check_metadata(files: Readable, summary: Summary) -> None:
     with opened(files, METADATA) as file:
         digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
     if digest != summary.metadata_sha256:
-        raise _mixed(files, "it is of the same save, but was changed")
+        raise _mixed(files, f"{METADATA} is of the same save, but was changed")
 
 
 def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{files.where}: {METADATA} is not the one that was saved with {INDEX}, and no other save has replaced "
-        f"the whole checkpoint: {reason}. Load another checkpoint. If you trust this {METADATA}, delete "
-        f"{INDEX} and {SUMMARY}: then the directory is a stock checkpoint."
+        f"{files.where}: {METADATA} is not the one that was saved with {INDEX}, and no stock save has replaced the "
+        f"whole checkpoint: {reason}. Load another checkpoint. If you trust this {METADATA}, delete {INDEX} and "
+        f"{SUMMARY}: then the directory is a stock checkpoint."
     )
 
 
@@ -265,11 +266,11 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
         except OSError as error:
             raise gone_or_damaged(files, f"data file {name[:200]} is missing", error) from error
         if not links and files.leads_elsewhere(name):
-            raise CheckpointCorrupt(f"{files.where}: {name} is a link that leaves the checkpoint")
+            raise CheckpointCorrupt(f"{files.where}: {name} is a link to a place outside the checkpoint")
         if size < sizes[name]:
             raise CheckpointCorrupt(f"{files.where}: {name} is truncated: {size} of {sizes[name]} bytes")
         if size > sizes[name]:
             raise CheckpointCorrupt(
-                f"{files.where}: {name} has {size} bytes, and had {sizes[name]} when it was saved: something, perhaps "
-                f"a save of another tool, has written to it since"
+                f"{files.where}: {name} has {size} bytes, and had {sizes[name]} when it was saved. A program has "
+                f"written to it since, perhaps a save of another tool."
             )

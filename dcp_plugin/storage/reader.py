@@ -229,7 +229,7 @@ class ShardedReader(StorageReader):
         other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
         if other is not None:
             raise CheckpointMismatch(
-                f"rank {other} has opened another checkpoint at {self._asked_for} than rank 0: it was replaced "
+                f"rank {other} and rank 0 opened different checkpoints at {self._asked_for}: it was replaced "
                 f"meanwhile, or the ranks load from different paths. Load again."
             )
         return plans
@@ -301,7 +301,9 @@ class ShardedReader(StorageReader):
         entry = self.index[key]
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         if len(places) != 1:
-            raise CheckpointMismatch(f"{self.path}: {key} is stored in {len(places)} parts, and is no object without")
+            raise CheckpointMismatch(
+                f"{self.path}: {key} is stored in {len(places)} parts, so it cannot be read as one item"
+            )
         location = replace(places[0], payload_offset=0, payload_length=places[0].length)
         fetch_of_item, memory = fetch.of_value(key, location, self._block(location))
         self._read([fetch_of_item])
@@ -366,8 +368,8 @@ class ShardedReader(StorageReader):
         value = self.index.values_here[key]
         if isinstance(value, RefusedValue):
             raise UnsafeCheckpoint(
-                f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
-                f"restore; nothing was executed. The rest can be had without it: exclude={key!r}."
+                f"{self.path}: {key} is, or contains, an object of {value.of}, which can only be restored by "
+                f"executing code; nothing was executed. To load the rest, leave it out with exclude={key!r}."
             )
         return encode(value)
 
@@ -385,7 +387,9 @@ class ShardedReader(StorageReader):
     def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
         key = read.item.storage_index.fqn
         if (shape := tuple(target.shape)) != read.box[1]:
-            raise CheckpointMismatch(f"{self.path}: {key} is read as {read.box[1]} into a target of {shape}")
+            raise CheckpointMismatch(
+                f"{self.path}: the part of {key} to read has shape {read.box[1]}, but its target has shape {shape}"
+            )
         if key in self.index.strides:
             yield from fetch.of_view(key, chunk.location, read.dtype, self.index.strides[key], read.box[0], target)
             return
@@ -435,7 +439,8 @@ class ShardedReader(StorageReader):
             return undo_transforms(item, transforms, limit) if transforms else item
         except Exception as error:  # each transform raises its own types
             raise CheckpointCorrupt(
-                f"{self.path}: byte {location.offset} of {location.file} on is no {'+'.join(transforms)}: {error}"
+                f"{self.path}: {location.file} has no valid {'+'.join(transforms)} data at byte {location.offset}: "
+                f"{error}"
             ) from error
 
     def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
@@ -457,7 +462,7 @@ class ShardedReader(StorageReader):
                     stored = stored[tuple(slice(at, at + size) for at, size in zip(*read.box, strict=True))]
             except Exception as error:  # the class may raise any type
                 raise CheckpointMismatch(
-                    f"{self.path}: {key} is stored whole, as a {type(stored).__name__}, of which no part can be taken "
-                    f"({error}): load it as it was distributed when it was saved"
+                    f"{self.path}: {key} is stored as one {type(stored).__name__}, of which no part can be taken "
+                    f"({error}). Load it with the sharding that it had when it was saved."
                 ) from error
         self._take(key, stored, target)

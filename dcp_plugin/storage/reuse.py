@@ -192,7 +192,9 @@ class Reuse:
     def warn(self, why_not: str) -> None:
         """Log why not more is reused; once, until the reason changes."""
         if why_not and why_not != self._warned:
-            logger.warning("what has not changed since %s is written again: %s.", self.base, why_not)
+            logger.warning(
+                "tensors that have not changed since %s are written again instead of linked: %s.", self.base, why_not
+            )
         self._warned = why_not
 
     def _recall(self, candidates: Collection[Candidate]) -> str:

@@ -325,7 +325,7 @@ def _write_item(
         data = data.encode()
         if len(data) != item.length:
             raise SaveFailed(
-                "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
+                "a tensor changed while torch.save wrote it. Do not change the state until the save is complete."
             )
     if isinstance(data, bytes):
         length, kept, pieces, running_hash = len(data), True, iter([memoryview(data)]), None

@@ -397,7 +397,8 @@ class ShardedWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise SaveFailed(
-                f"cannot save {self.path} with use_collectives=False: without a coordinator nobody commits it."
+                f"cannot save {self.path} with use_collectives=False: without a coordinator, no rank commits the "
+                f"checkpoint."
             )
         _of_this_thread.destination = None
 

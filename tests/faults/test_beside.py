@@ -133,7 +133,7 @@ def test_ranks_of_a_stock_load_that_opened_different_saves_are_refused(tmp_path:
         plans = [first.prepare_local_plan(LoadPlan([]))]
         save(tmp_path / "ck", 1)  # the same contents, and another save all the same
         plans.append(second.prepare_local_plan(LoadPlan([])))
-        with pytest.raises(dcp.CheckpointMismatch, match="rank 1 has opened another checkpoint"):
+        with pytest.raises(dcp.CheckpointMismatch, match="rank 1 and rank 0 opened different checkpoints"):
             first.prepare_global_plan(plans)
 
 

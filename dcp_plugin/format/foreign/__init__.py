@@ -89,7 +89,9 @@ class Contents:
         """
         twice = (self.views.keys() | self.values.keys()) & (other.views.keys() | other.values.keys())
         if twice:
-            raise CheckpointMismatch(f"{min(twice)} is in {', '.join(self.files)} and in {', '.join(other.files)}")
+            raise CheckpointMismatch(
+                f"{min(twice)} is stored twice: in {', '.join(self.files)} and in {', '.join(other.files)}"
+            )
         self.files.update(other.files)
         self.views.update(other.views)
         self.paths.update(other.paths)

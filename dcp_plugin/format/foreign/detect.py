@@ -115,7 +115,7 @@ def _read_models(files: Files, models: dict[int, str]) -> Contents:
         kind = kind_of_file(files, name)
         if kind not in _READ:
             why = kind or "its contents are unknown"
-            raise CheckpointCorrupt(f"{files.where}/{name} is not what its name says: {why}")
+            raise CheckpointCorrupt(f"{files.where}/{name} has another format than its name: {why}")
         model = _READ[kind](files, name)
         contents.append(_renamed(model, "model", f"model_{number}") if len(models) > 1 else model)
     return _merged(contents)
@@ -153,17 +153,17 @@ def _read_shards(files: Files, index: str) -> Contents:
 def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Contents:
     """Return the contents of a shard, restricted to the keys that the index assigns to it."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise CheckpointCorrupt(f"{files.where}/{index} names {name!r}, which is no file beside it")
+        raise CheckpointCorrupt(f"{files.where}/{index} names {name!r}, which is not a file in the same directory")
     if not exists(files, name):
-        raise CheckpointCorrupt(f"{files.where}: {name} is missing, which {index} names: is the copy complete?")
+        raise CheckpointCorrupt(f"{files.where}: {name} is missing, but {index} names it. Is the copy complete?")
     kind = kind_of_file(files, name)
     if kind not in _READ:
-        raise CheckpointCorrupt(f"{files.where}/{name} is no safetensors or torch.save file{kind and f': {kind}'}")
+        raise CheckpointCorrupt(f"{files.where}/{name} is not a safetensors or torch.save file{kind and f': {kind}'}")
     shard = _READ[kind](files, name)
     wanted = {f"model.{key}": key for key in keys}
     lost = [key for stored, key in wanted.items() if stored not in shard.views]
     if lost:
-        raise CheckpointCorrupt(f"{files.where}/{name} has no {lost[0]}, which {index} says it has")
+        raise CheckpointCorrupt(f"{files.where}/{name} does not contain {lost[0]}, but {index} lists it there")
     shard.views = {stored: view for stored, view in shard.views.items() if stored in wanted}
     return shard
 

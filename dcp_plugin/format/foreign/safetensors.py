@@ -91,7 +91,8 @@ def read_parts(files: Files, names: list[str]) -> Contents:
             first = next(iter(views.values()))
             if (first.dtype, len(first.shape)) != (view.dtype, len(view.shape)):
                 raise CheckpointCorrupt(
-                    f"{files.where}/{name}: {key} is {view.dtype} of shape {view.shape}; {first.file} has another"
+                    f"{files.where}/{name}: {key} is {view.dtype} of shape {view.shape}, which does not fit its part "
+                    f"in {first.file}"
                 )
     for key, views in parts.items():
         filled = [view for view in views.values() if 0 not in view.shape]
@@ -106,10 +107,12 @@ def _begins(files: Files, name: str, contents: Contents) -> dict[str, Shape]:
         begins = {key: tuple(notes[key]["saved_offsets"]) for key in contents.views}
         for key, begin in begins.items():
             if len(begin) != len(contents.views[key].shape) or not _are_counts(begin):
-                raise ValueError(f"{key} at {begin}")
+                raise ValueError(f"{key} has the invalid position {begin}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         path = f"{files.where}/{name}"
-        raise CheckpointCorrupt(f"{path}: its {_SHARDING} does not tell where its tensors begin: {error!r}") from error
+        raise CheckpointCorrupt(
+            f"{path}: its {_SHARDING} does not give the positions of its tensors: {error!r}"
+        ) from error
     return begins
 
 
@@ -126,7 +129,7 @@ def read_file(files: Files, name: str, prefix: str = _PREFIX) -> Contents:
     header = _header(files, name)
     if unknown := set(header.dtypes) - DTYPES.keys():
         key, dtype = next(pair for pair in zip(header.keys, header.dtypes, strict=True) if pair[1] in unknown)
-        raise CheckpointMismatch(f"{files.where}/{name}: {key} has the dtype {dtype}, which torch has no tensors of")
+        raise CheckpointMismatch(f"{files.where}/{name}: {key} has the dtype {dtype}, which this torch does not have")
     itemsizes = {dtype: DTYPES[dtype].itemsize for dtype in set(header.dtypes)}
     begins = [0, *header.ends[:-1]] if header.ends else []
     nbytes = list(map(sub, header.ends, begins))
@@ -147,7 +150,7 @@ def _header(files: Files, name: str) -> _Header:
         with files.open(name) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(MOST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"its header would have {length} bytes")
             entries = json.loads(file.read(length).decode())
         noted = entries.pop("__metadata__", None) or {}
         if not isinstance(noted, dict) or not all(isinstance(text, str) for text in noted.values()):
@@ -181,12 +184,12 @@ def _columns(entries_by_key: dict[str, Any], size: int, start: int, noted: dict[
         or not _are_counts(numbers)
         or not _are_counts(list(chain.from_iterable(shapes)))
     ):
-        raise ValueError("an entry has no dtype, shape and data_offsets as they should be")
+        raise ValueError("an entry lacks a valid dtype, shape or data_offsets")
     begins, ends = numbers[::2], numbers[1::2]
     expected = [0, *ends]
     if begins != expected[:-1] or not all(map(le, begins, ends)):
         at = next(n for n, entry in enumerate(offsets) if entry[0] != expected[n] or entry[1] < entry[0])
-        raise ValueError(f"{keys[at]} is {entries[at]}, where byte {expected[at]} is expected")
+        raise ValueError(f"{keys[at]} has the entry {entries[at]}, but must begin at byte {expected[at]}")
     return _Header(size, start, keys, dtypes, list(map(tuple, shapes)), ends, noted)
 
 
@@ -195,4 +198,4 @@ def _are_counts(numbers: Sequence[Any]) -> bool:
 
 
 def _damaged(files: Files, name: str, error: object) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{files.where}/{name} is truncated or no safetensors file: {error}")
+    return CheckpointCorrupt(f"{files.where}/{name} is truncated or not a safetensors file: {error}")

@@ -74,7 +74,9 @@ def read_file(files: Files, name: str) -> Contents:
             if refusal is not None:
                 raise refusal
             held = type(tree).__name__
-            raise CheckpointMismatch(f"{archive.where} holds a {held}, not a state dict or a dictionary with one")
+            raise CheckpointMismatch(
+                f"{archive.where} holds a {held}, not a state dict or a dictionary that contains a state dict"
+            )
         visits = _Visits()
         optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree, visits))
         named = _modules(archive, tree, refusal, bool(optimizers))
@@ -135,7 +137,7 @@ def _modules(
         raise refusal
     if not state_dicts and not may_be_none:
         raise CheckpointMismatch(
-            f"{archive.where} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}"
+            f"{archive.where} has no state dict in its first {_DEPTH} levels. Its first keys are {list(tree)[:8]}"
         )
     return state_dicts
 
@@ -232,8 +234,8 @@ def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
     begin = record_offset(tensor)
     if begin not in archive.records:
         raise CheckpointCorrupt(
-            f"{archive.where}: no record of the zip is where torch would have put the bytes of {key}. If torch.load "
-            f"takes the file, save it again with torch.save."
+            f"{archive.where}: the zip has no record at the position where torch stores the bytes of {key}. If "
+            f"torch.load reads the file, save it again with torch.save."
         )
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -250,8 +252,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _not_plain(archive: _Archive, key: str, kind: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"{archive.where}: {key} is no plain tensor ({kind}). Load the file with torch.load, make it one (to_dense(), "
-        f"dequantize(), resolve_conj()) and save it again."
+        f"{archive.where}: {key} is not a plain tensor ({kind}). Load the file with torch.load, convert the tensor "
+        f"(to_dense(), dequantize(), resolve_conj()) and save it again."
     )
 
 
@@ -271,9 +273,9 @@ def _structure(
 def _refusal(archive: _Archive, name: object) -> UnsafeCheckpoint:
     return UnsafeCheckpoint(
         f"{archive.where} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
-        f"trust its origin, write the weights to a file of their own, once: "
-        f"held = torch.load({archive.name!r}, weights_only=False), then "
-        f"torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a module."
+        f"trust its origin, write the weights to a separate file once: held = torch.load({archive.name!r}, "
+        f"weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a "
+        f"module."
     )
 
 
@@ -333,11 +335,15 @@ def _records(path: str, file: BinaryIO, size: int) -> dict[int, int]:
         members = {info.filename: info for info in archive.infolist()}
         root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
         if root is None or f"{root}constants.pkl" in members:
-            kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
-            raise CheckpointMismatch(f"{path} is a zip, but {kind}")
+            kind = (
+                "a zip, but not a torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
+            )
+            raise CheckpointMismatch(f"{path} is {kind}")
         order = members.get(f"{root}byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
-            raise CheckpointMismatch(f"{path} was written in another byte order: load and save it where it is from")
+            raise CheckpointMismatch(
+                f"{path} was written in another byte order. Load it where it was written, and save it again."
+            )
     data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
     records: dict[int, int] = {}
     end = 0
@@ -348,9 +354,11 @@ def _records(path: str, file: BinaryIO, size: int) -> dict[int, int]:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
         if magic != MAGIC or not stored or info.compress_size != info.file_size:
-            raise CheckpointCorrupt(f"{path}: the record {info.filename} is not a stored one")
+            raise CheckpointCorrupt(f"{path}: the record {info.filename} is compressed, encrypted or damaged")
         if info.header_offset < end or begin + info.file_size > size:
-            raise CheckpointCorrupt(f"{path}: the record {info.filename} lies over another one, or outside of the file")
+            raise CheckpointCorrupt(
+                f"{path}: the record {info.filename} overlaps another record or lies outside the file"
+            )
         end = begin + info.file_size
         records[begin] = info.file_size
     return records

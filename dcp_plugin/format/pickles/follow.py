@@ -132,7 +132,7 @@ class _Follower:
     def _spend(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
-            raise ValueError("its pickle names large things again and again")
+            raise ValueError("its pickle refers to large objects too often")
 
     def text(self, at: int) -> int:
         size = int.from_bytes(self.data[at : at + 4], "little")
@@ -193,7 +193,7 @@ class _Follower:
         count = self.data[at - 1] - 0x84
         items = self.stack[-count:]
         if len(items) != count:
-            raise ValueError("its pickle lacks objects")
+            raise ValueError("its pickle takes more objects from the stack than it has")
         del self.stack[-count:]
         self.tuple_of(items)
         return at
@@ -223,7 +223,7 @@ class _Follower:
             if target[3]:
                 self.late += sum(item[1] for item in items)
                 if self.late > _MOST_LATE:
-                    raise ValueError("its pickle adds to what is in a tuple")
+                    raise ValueError("its pickle adds too much to containers that are already in a tuple")
 
     def append(self, at: int) -> int:
         self._add([self.stack.pop()], _LIST)
@@ -258,20 +258,20 @@ class _Follower:
         depth, size, marks, *_ = self.stack.pop()
         function = self.stack.pop()
         if not function[2] & _GLOBAL:
-            raise ValueError("its pickle calls an object that is no global")
+            raise ValueError("its pickle calls an object that is not a global")
         self._spend(size)
         if marks & _ENCODE or (function[2] & _ENCODE and not marks & _CODEC):
-            raise ValueError("its pickle encodes text, and not as UTF-8, Latin-1 or ASCII")
+            raise ValueError("its pickle encodes text with a codec other than UTF-8, Latin-1 and ASCII")
         if marks & _SETSTATE:
             raise ValueError("its pickle calls something with the name __setstate__")
         if function[2] & _ARRAY and size > 1 and not marks & (_CODEC | _OF_BYTES):
-            raise ValueError("its pickle makes a bytearray of something else than bytes")
+            raise ValueError("its pickle makes a bytearray from something other than bytes")
         is_bytes = _BYTES if function[2] & _ENCODE else 0
         marks = (marks | function[2]) & _PASSED_ON
         if marks & _ARRAY and marks & _NUMBER:
-            raise ValueError("its pickle makes a bytearray of any size")
+            raise ValueError("its pickle makes a bytearray from a number, which may be its size")
         if marks & _BIG and size > _MOST_UNUSUAL:
-            raise ValueError("its pickle makes something of many large numbers")
+            raise ValueError("its pickle builds an object from too many large numbers")
         self.stack.append(
             (depth, size, (marks & ~(_NUMBER | _ENCODE)) | (function[2] & (_MAPPING | _STATE)) | is_bytes)
         )
@@ -318,7 +318,7 @@ def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:
             to an object an operation that ``torch.save`` never writes.
     """
     if len(data) > _MOST_PICKLE:
-        raise ValueError(f"its pickle has {len(data)} bytes")
+        raise ValueError(f"its pickle has {len(data)} bytes, more than the limit of {_MOST_PICKLE}")
     _Follower(data, get).run()
     return data
 
@@ -342,7 +342,7 @@ def check(file: BinaryIO, size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             pickle_of(archive, size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"no archive of torch.save's: {error!r}") from error
+        raise ValueError(f"it is not an archive of torch.save: {error!r}") from error
 
 
 def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
@@ -354,10 +354,10 @@ def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
     ):
         raise ValueError("a record is compressed")
     if sum(m.file_size for m in members) > size or min((m.header_offset for m in members), default=1):
-        raise ValueError("its records are larger than the file, or do not begin where it begins")
+        raise ValueError("its records are larger than the file, or the first record is not at byte 0")
     pickles = [member for member in members if member.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE:
-        raise ValueError("it has no data.pkl, several, or one that is too large")
+        raise ValueError(f"it needs exactly one data.pkl of at most {_MOST_PICKLE} bytes")
     return pickles[0]
 
 
@@ -386,4 +386,4 @@ def _check_end(file: BinaryIO, size: int) -> None:
         is_right &= magic64 == b"PK\6\6" and place == end
         is_right &= short == (min(count, 0xFFFF), min(directory, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
     if not is_right or offset + directory != end:
-        raise ValueError("its end does not say where its directory is")
+        raise ValueError("its last record gives a wrong position of its directory")

@@ -310,7 +310,7 @@ def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
             flat[number] = element
         return flat.reshape(shape, order=order)
     if len(content) != math.prod(shape) * dtype.itemsize:
-        raise Refused(f"an array of another size than its {len(content)} bytes")
+        raise Refused(f"an array whose shape does not fit its {len(content)} bytes")
     array = np.ndarray(shape, dtype, bytearray(content) or b"\0", order=order)
     return array if dtype.names else array.copy("K")  # a copy would lose the bytes between the fields
 

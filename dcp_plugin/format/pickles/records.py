@@ -84,7 +84,7 @@ class Pairs(list[Any], metaclass=_Sealed):
 
     def __setstate__(self, item: Any) -> None:
         if type(item) is not tuple or len(item) != 2:
-            raise ValueError("a dictionary is built with something else than an item")
+            raise ValueError("a dictionary is built from something other than an item")
         self.extend(item)
 
 
@@ -138,14 +138,16 @@ def _dictionaries(data: bytes) -> tuple[array[int], int]:
         elif opcode == b"r" and number < len(data):
             at += 5
         else:
-            raise ValueError(f"opcode {opcode!r} at byte {at} is none that it needs, or leads out of the file")
+            raise ValueError(
+                f"opcode {opcode!r} at byte {at} is not used by DCP's metadata, or its argument ends after the file"
+            )
 
 
 def fields(record: Any, kind: type[Record]) -> dict[str, Any]:
     """Return the attributes that an object was built with. Raises ValueError for an object of another class."""
     state = record[0] if type(record) is kind and len(record) == 1 else () if record == [] else None
     if (type(state) is not Pairs and state != ()) or len(state) > 2 * _MOST_FIELDS:
-        raise ValueError(f"something that is no {kind.__name__}")
+        raise ValueError(f"a record is not a {kind.__name__}")
     if not all(type(name) is str for name in state[::2]):
         raise ValueError(f"a {kind.__name__} whose attributes have no names")
     return dict(zip(state[::2], state[1::2], strict=True))
