@@ -1,6 +1,5 @@
-"""The checkpoints of a run on disk.
+"""Checkpoints of a run: search, resume, quarantine and deletion.
 
-Enters: a directory of checkpoints. Leaves: the newest, the one to resume from, what is in one, whether its bytes are
-intact; old ones are deleted. The rule: only a complete checkpoint is resumed from, and none is deleted before a newer
-one is complete.
+Input: a directory of checkpoints. Output: the newest checkpoint, the start of a run, the list of its checkpoints. The
+rule: a run resumes only from a complete checkpoint, and no checkpoint is deleted before a newer one is complete.
 """

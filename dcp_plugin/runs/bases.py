@@ -23,7 +23,7 @@ from dcp_plugin.types import CheckpointState
 
 @dataclass(frozen=True)
 class Sibling:
-    """A checkpoint of this package in a folder of checkpoints. A damaged one needs its base, for it may be repaired."""
+    """Checkpoint of this package in a folder of checkpoints. A damaged one needs its base: it may be repaired."""
 
     state: CheckpointState
     fingerprint: str = ""
@@ -35,14 +35,14 @@ def siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, Sibli
     """Return the checkpoints of this package directly in a folder, and the entries that cannot be read.
 
     Args:
-        by_names: Read no summary where names of files show the time, and that the checkpoint leaves nothing out. Steps
-            and metrics of such checkpoints are unknown.
+        by_names: Read no summary where names of files show the time, and that the checkpoint is complete without a
+            base. Steps and metrics of such checkpoints are unknown.
 
     Raises:
         OSError: The folder cannot be listed.
     """
     patience = Patience()
-    medium = snapshot(folder)  # requests to a store have been repeated by its client
+    medium = snapshot(folder)  # the client of a store repeats requests by itself
     siblings: dict[Where, Sibling] = {}
     unreadable: dict[Where, Exception] = {}
     for entry in patience.read(lambda: medium.entries(folder)):
@@ -50,7 +50,7 @@ def siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, Sibli
             continue
         try:
             sibling = patience.read(functools.partial(_look_at, entry, medium, by_names))
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # another process deleted the entry
             continue
         except (CheckpointUnreadable, OSError) as error:
             unreadable[entry.path] = error
@@ -74,7 +74,7 @@ def _look_at(entry: Listed[Any], medium: Medium, by_names: bool) -> Sibling | No
         raise
     except CheckpointCorrupt as error:
         reason, summary = str(error), summary_of(unpacked(medium.open(path)))
-    if summary is None:  # stock has saved over it
+    if summary is None:  # stock DCP saved to the same path
         return None
     base = Base.of_summary(summary.base, path) if summary.base else None
     places = base.places(path) if base else ()
@@ -84,36 +84,40 @@ def _look_at(entry: Listed[Any], medium: Medium, by_names: bool) -> Sibling | No
 
 
 def completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
-    """Return a checkpoint in the same folder that cannot be loaded without this one; and the entries of the folder that
-    cannot be read, and may be such a checkpoint. A symbolic link is no base."""
+    """Return a checkpoint in the same folder that cannot be loaded without ``base``, and the unreadable entries.
+
+    The entries are those of the folder that may be such a checkpoint. A symbolic link is no base.
+    """
     medium = medium_of(base)
     if is_link(base) or not exists(medium.open(base), METADATA):
         return None, {}
     siblings, unreadable = siblings_in(base.parent)
-    own, place = siblings.get(base), resolved(base)
+    own, location = siblings.get(base), resolved(base)
     for path, sibling in siblings.items():
         is_same_save = own is None or own.fingerprint in ("", sibling.base_fingerprint)
-        if place in sibling.state.bases and is_same_save:
+        if location in sibling.state.bases and is_same_save:
             return path, {}
     if own is not None:
-        saved = float("inf") if own.state.bases else own.state.time  # a checkpoint with a base is none
+        saved = float("inf") if own.state.bases else own.state.time  # a checkpoint with a base is not a base
         unreadable = {path: error for path, error in unreadable.items() if may_need(path, saved, medium)}
     return None, unreadable
 
 
 def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
-    """Return whether an entry that cannot be read may need a checkpoint saved at this time as its base: a base is older
-    than the checkpoints that need it."""
+    """Return whether an unreadable entry may need a checkpoint saved at this time as its base.
+
+    A base is older than the checkpoints that need it.
+    """
     with suppress(OSError):
         return medium.open(unreadable.parent).modified(unreadable.name) >= saved
     return True
 
 
 def refuse_to_replace_a_base(path: Where) -> None:
-    """Refuse to replace a checkpoint that completes another one, which could not be loaded any more.
+    """Refuse to replace a checkpoint that is the base of another checkpoint, which could not be loaded any more.
 
     Raises:
-        SaveFailed: It does, or a failing disk hides whether it does.
+        SaveFailed: Another checkpoint needs it, or a failing disk hides whether another one does.
     """
     dependent, unreadable = completed_by(path)
     if error := next(filter(may_pass, unreadable.values()), None):

@@ -40,32 +40,33 @@ logger = logging.getLogger("dcp_plugin")
 
 _OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 MOST_LOOKS = 50
-"""Most scans of one search, if other processes delete or replace the checkpoints that it finds."""
+"""Largest number of scans in a search while other processes delete or replace checkpoints."""
 
 
 def latest(
     root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
 ) -> Path | str | None:
-    """Return the newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
+    """Return the newest checkpoint at or below ``root`` that a training can resume from; never a torn one.
 
-    A committed checkpoint whose files have been cut or lost since, for example by an interrupted copy, is passed over
-    with a warning in the log. Checkpoints that Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer``
-    saved without this package count, under any name, if they have the state of a training. Weights alone do not.
+    A committed checkpoint with files that were truncated or lost later, for example by an interrupted copy, is passed
+    over with a warning in the log. Checkpoints that Lightning (a ``.ckpt`` file), Accelerate or
+    ``transformers.Trainer`` saved without this package count, under any name, if they have the state of a training.
+    Weights alone do not count.
 
     Args:
-        root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        root: The directory, or the URL of a prefix, to search up to six directories deep.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         local_dir: The ``local_dir`` of the runs. Then complete saves in it on this host count, too, by the path that
             they would have; a load with the same ``local_dir`` finds them.
 
     Returns:
-        Its path, or its URL as a ``str``; None if there is none. If all that exists cannot be resumed from, a
-        ``UserWarning`` names it.
+        The checkpoint's path, or its URL as a ``str``; None if no checkpoint can be resumed from. If only checkpoints
+        of other tools exist, and none can be resumed from, a ``UserWarning`` names them.
 
     Raises:
-        CheckpointUnreadable: ``root`` cannot be read; or an entry below it cannot, and no complete checkpoint is beside
-            or above that entry. Errors that may pass are raised after 10 s. Or a newer version of this package has
-            saved the newest.
+        CheckpointUnreadable: ``root`` cannot be read; or an entry below it cannot, and no complete checkpoint is in the
+            same directory as that entry or above it. Transient errors are raised after 10 s. Or a newer version of this
+            package has saved the newest checkpoint.
 
     Example:
         >>> import dcp_plugin
@@ -74,13 +75,13 @@ def latest(
         'step-1'
     """
     where = as_path(root, storage_options)
-    found = find_newest(where, local=local_below(where, local_dir, storage_options))
-    found.warn(root)
-    return public(found.path)
+    newest = find_newest(where, local=local_below(where, local_dir, storage_options))
+    newest.warn(root)
+    return public(newest.path)
 
 
 def reason_to_pass_over(path: PathLike) -> str:
-    """Return why a directory cannot be resumed from: torn, or without some of its files. Empty if it can."""
+    """Return the reason why a directory cannot be resumed from, such as a lost file; empty if it can."""
     try:
         return _damage_of(as_path(path))
     except (CheckpointNotFound, CheckpointUnreadable) as error:
@@ -88,10 +89,10 @@ def reason_to_pass_over(path: PathLike) -> str:
 
 
 def _damage_of(path: Where) -> str:
-    """Return why a checkpoint cannot be resumed from.
+    """Return the reason why a checkpoint cannot be resumed from; empty if it can.
 
     Raises:
-        CheckpointNotFound: The path does not exist, or was deleted meanwhile.
+        CheckpointNotFound: The path does not exist, or another process deleted it during the check.
         NewerFormat: A newer version of this package saved it, and is needed to load it.
         CheckpointUnreadable: The file system fails to read it.
     """
@@ -113,13 +114,13 @@ def list_checkpoints(
     """Return every directory at or below ``root`` that is a checkpoint, complete or not, oldest first.
 
     Args:
-        root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        root: The directory, or the URL of a prefix, to search up to six directories deep. Links are not followed.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         local_dir: The ``local_dir`` of the runs. Then saves that only this host has in it are listed, too, with
             ``tier="local"``.
 
     Returns:
-        Their states. A save that a crash interrupted is listed as not committed, with the reason.
+        The states of the checkpoints. A save that a crash interrupted is listed as not committed, with the reason.
 
     Raises:
         CheckpointUnreadable: ``root`` cannot be read. The log names entries below it that cannot be read.
@@ -150,11 +151,11 @@ def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
     """Return the directories in ``root`` named ``<prefix><number>``, lowest number first, with their numbers."""
     medium = medium_of(root)
     children = Patience().read(lambda: medium.entries(root) if medium.kind(root) == "folder" else [])
-    named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", one.path.name), one) for one in children]
+    named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", child.path.name), child) for child in children]
     return sorted(
-        (int(name[1]), one.path)
-        for name, one in named
-        if name is not None and (one.is_folder or (not one.is_file and medium.kind(one.path) == "folder"))
+        (int(name[1]), child.path)
+        for name, child in named
+        if name is not None and (child.is_folder or (not child.is_file and medium.kind(child.path) == "folder"))
     )
 
 
@@ -170,7 +171,7 @@ def step_in_name(path: Where) -> int | None:
 def parts_beside(path: Where) -> list[Where]:
     """Return the parts of a checkpoint that was saved in several calls: ``checkpoint-100/model``, ``…/optimizer``.
 
-    Parts are checkpoints without a step of their own, directly below a folder whose name has one.
+    A part is a checkpoint without a step, directly below a folder with a step in its name.
 
     Returns:
         The parts in the folder of ``path``, sorted; empty if ``path`` is no part.
@@ -178,7 +179,9 @@ def parts_beside(path: Where) -> list[Where]:
     if step_in_name(path.parent) is None:
         return []
     states = Scan(path.parent, read_all=True).states.values()
-    parts = [one.path for one in states if one.committed and one.step is None and one.path.parent == path.parent]
+    parts = [
+        state.path for state in states if state.committed and state.step is None and state.path.parent == path.parent
+    ]
     return sorted(parts, key=str) if path in parts else []
 
 
@@ -186,10 +189,10 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
     """Return the result of ``examine`` for the first path that it accepts, and its errors for the paths before.
 
     Returns:
-        The result, None if it accepts none; and the errors.
+        The result, None if ``examine`` accepts no path; and the errors.
 
     Raises:
-        NewerFormat: Raised by ``examine``: a run must not go on from an older checkpoint.
+        NewerFormat: Raised by ``examine``: a run must not resume from an older checkpoint.
     """
     refused: list[CheckpointError] = []
     patience = Patience()
@@ -207,22 +210,23 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint that can be resumed from, and newer ones that cannot, newest first."""
+    """Newest checkpoint that can be resumed from, and newer ones that cannot, newest first."""
 
     path: Where | None
     passed_over: list[CheckpointState | Saved]
     unreadable: Mapping[Where, CheckpointUnreadable] = field(default_factory=dict)
 
-    def said(self) -> str:
-        ours_first = sorted(self.passed_over, key=lambda one: isinstance(one, Saved))
-        return some([f"{one.path} ({one.reason})" for one in ours_first], separator="; ")
+    def reasons(self) -> str:
+        """Return the checkpoints that are passed over, and the reasons, for a message."""
+        ours_first = sorted(self.passed_over, key=lambda candidate: isinstance(candidate, Saved))
+        return some([f"{candidate.path} ({candidate.reason})" for candidate in ours_first], separator="; ")
 
     def warn(self, root: PathLike) -> None:
-        """Warn of checkpoints of other tools if a training starts anew beside them."""
-        if self.path is None and any(isinstance(one, Saved) for one in self.passed_over):
+        """Warn of checkpoints of other tools if a training starts from scratch in their directory."""
+        if self.path is None and any(isinstance(candidate, Saved) for candidate in self.passed_over):
             warnings.warn(
                 f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
-                f"{self.said()}. To start with the weights of one, name it as init_from.",
+                f"{self.reasons()}. To start with the weights of one, name it as init_from.",
                 stacklevel=4,
             )
 
@@ -237,10 +241,10 @@ def find_newest(
     """Return the result of :func:`latest`, and the reasons against newer checkpoints.
 
     Args:
-        tools: Other tools whose checkpoints count.
-        init_from: A place at or below which only checkpoints of this package count.
-        without: Checkpoints that do not count.
-        local: Saves that can be loaded from the nodes alone.
+        tools: The other tools: the search includes their checkpoints.
+        init_from: A path. At or below it only checkpoints of this package count.
+        without: Checkpoints to ignore.
+        local: Saves that only the nodes have, in ``local_dir``.
 
     Raises:
         CheckpointUnreadable: As :func:`latest`.
@@ -249,25 +253,27 @@ def find_newest(
     for _ in range(MOST_LOOKS):
         scan = Scan(as_path(root), others=True, patience=patience)
         candidates = _candidates(scan, None if init_from is None else as_path(init_from), without, local)
-        found, complete = newest_among(candidates, tools, patience)
-        if complete and (found.path is not None or scan.is_current()):  # else a newer one may have come meanwhile
+        newest, complete = newest_among(candidates, tools, patience)
+        if complete and (newest.path is not None or scan.is_current()):  # else the scan may have missed a newer one
             break
-    unreadable = {**scan.unreadable, **found.unreadable}
+    unreadable = {**scan.unreadable, **newest.unreadable}
     refuse_unreadable(unreadable, candidates, tools)
-    passed_over = [one for one in found.passed_over if one.path not in unreadable]
-    ours = [one for one in passed_over if isinstance(one, CheckpointState) and was_published(one)]
-    others = [one for one in passed_over if isinstance(one, Saved) and not one.export]
-    for one in ours:
-        logger.warning("passing over %s: %s", one.path, one.reason)
-    if found.path is not None and others:
-        logger.warning("passing over what other tools have saved: %s", Newest(None, [*others]).said())
-    return found
+    passed_over = [candidate for candidate in newest.passed_over if candidate.path not in unreadable]
+    ours = [
+        candidate for candidate in passed_over if isinstance(candidate, CheckpointState) and was_published(candidate)
+    ]
+    others = [candidate for candidate in passed_over if isinstance(candidate, Saved) and not candidate.export]
+    for candidate in ours:
+        logger.warning("passing over %s: %s", candidate.path, candidate.reason)
+    if newest.path is not None and others:
+        logger.warning("passing over what other tools have saved: %s", Newest(None, [*others]).reasons())
+    return newest
 
 
 def _candidates(
     scan: Scan, source: Where | None, without: Collection[Where], local: Collection[CheckpointState]
 ) -> list[CheckpointState | Saved]:
-    of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
+    of_others = [saved for saved in scan.of_others if source is None or source not in (saved.path, *saved.path.parents)]
     ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
     return [*ours, *in_order(of_others)]
 
@@ -277,21 +283,21 @@ def newest_among(
     tools: Collection[str] = RESUMABLE,
     patience: Patience | None = None,
 ) -> tuple[Newest, bool]:
-    """Return the newest of these that can be resumed from; and whether none was deleted before its examination."""
+    """Return the newest candidate that can be resumed from, and whether no candidate was deleted before its check."""
     patience = patience or Patience()
     passed_over: list[CheckpointState | Saved] = []
     unreadable: dict[Where, CheckpointUnreadable] = {}
     complete = True
-    for one in sorted(candidates, key=_age, reverse=True):
+    for candidate in sorted(candidates, key=_age, reverse=True):
         try:
-            examined = patience.read(functools.partial(_examined, one, tools))
-        except CheckpointNotFound:  # deleted since; something newer may have been published before
+            examined = patience.read(functools.partial(_examined, candidate, tools))
+        except CheckpointNotFound:  # deleted after the scan; the scan may have missed its successor
             complete = False
             continue
-        except NewerFormat:  # no start goes on with an older one
+        except NewerFormat:  # a run must not resume from an older checkpoint
             raise
         except CheckpointUnreadable as error:
-            unreadable[one.path] = error
+            unreadable[candidate.path] = error
             continue
         if examined is not None and not examined.reason:
             return Newest(examined.path, passed_over, unreadable), complete
@@ -304,16 +310,20 @@ def refuse_unreadable(
     candidates: Collection[CheckpointState | Saved],
     tools: Collection[str] = RESUMABLE,
 ) -> None:
-    """Refuse to pass over an entry that cannot be read, unless a complete checkpoint is beside or above it.
+    """Refuse to pass over an unreadable entry, unless a complete checkpoint is in its directory or above it.
 
-    Logs one warning for the entries that are passed over.
+    Log one warning for the entries that are passed over.
 
     Raises:
         CheckpointUnreadable: The entry may hold the newest checkpoint, or the only one.
     """
     for path, error in unreadable.items():
-        near = [one for one in candidates if one.path not in unreadable and one.path.parent in path.parents]
-        if newest_among(near, tools)[0].path is None:
+        neighbours = [
+            candidate
+            for candidate in candidates
+            if candidate.path not in unreadable and candidate.path.parent in path.parents
+        ]
+        if newest_among(neighbours, tools)[0].path is None:
             raise CheckpointUnreadable(
                 f"{error}. {path} may hold the newest checkpoint, and no complete one is beside or above it. Make it "
                 f"readable, or move it away; resume=never starts without looking."
@@ -322,37 +332,41 @@ def refuse_unreadable(
 
 
 def warn_of_unreadable(unreadable: Mapping[Where, CheckpointUnreadable]) -> None:
-    """Name all entries that cannot be read in one warning."""
+    """Log one warning that names all unreadable entries."""
     if unreadable:
         logger.warning(
             "passing over what cannot be read: %s", some(list(map(str, unreadable.values())), separator="; ")
         )
 
 
-def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
+def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
     """Return a candidate with the reason why it cannot be resumed from, if any; None for a file without a training.
 
     Raises:
-        CheckpointNotFound: It was deleted meanwhile.
+        CheckpointNotFound: Another process deleted the candidate during the check.
         CheckpointUnreadable: The file system fails to read it.
     """
-    if isinstance(one, CheckpointState):
-        return one if one.reason or one.tier == "local" else replace(one, reason=_damage_of(one.path))
-    saved = one.examined()
+    if isinstance(candidate, CheckpointState):
+        return (
+            candidate
+            if candidate.reason or candidate.tier == "local"
+            else replace(candidate, reason=_damage_of(candidate.path))
+        )
+    saved = candidate.examined()
     if saved is None or saved.reason or saved.tool in tools:
         return saved
     return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
 
 
-def _age(one: CheckpointState | Saved) -> tuple[float, int, list[int]]:
-    """Return the order of a candidate. A store has full seconds: within one, numbers in names of files decide."""
-    if isinstance(one, Saved):
-        return one.time, -1, [int(digits) for digits in re.findall(r"\d+", one.path.name)]
-    return one.time, one.step or -1, []
+def _age(candidate: CheckpointState | Saved) -> tuple[float, int, list[int]]:
+    """Return the sort key of a candidate. A store's times are full seconds; numbers in names of files break ties."""
+    if isinstance(candidate, Saved):
+        return candidate.time, -1, [int(digits) for digits in re.findall(r"\d+", candidate.path.name)]
+    return candidate.time, candidate.step or -1, []
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
-    """Return whether this was a checkpoint once, and not only an interrupted save or an export of weights."""
+    """Return whether ``state`` is a checkpoint that was published, not an interrupted save or an export of weights."""
     if isinstance(state, Saved):
         return not (state.interrupted or state.export)
     in_flight = is_workspace(state.path.parent.name) and state.path.suffix != ".aside"
@@ -368,7 +382,7 @@ def link(path: PathLike, target: PathLike) -> None:
 
 
 def checkpoints_below(path: Where) -> list[Where]:
-    """Return the checkpoints of a run, in the order of their names; none if ``path`` is a checkpoint itself."""
+    """Return the checkpoints of a run, in the order of their names; empty if ``path`` is a checkpoint itself."""
     if medium_of(path).kind(path) != "folder":
         return []
     scan = Scan(path, others=True)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_plugin")
 
 _chosen: dict[Where, bool] = {}
-"""Checkpoints chosen by automatic resumes of this process, and whether only an integration loads them."""
+"""Checkpoints chosen by automatic resumes of this process. True if an integration loads them; see
+:func:`note_chosen`."""
 
 
 def note_chosen(path: PathLike, by_framework: bool = True) -> None:
@@ -48,13 +49,13 @@ def setting_aside(ranks: Ranks, path: PathLike, restores: bool) -> Iterator[None
     """Quarantine a damaged checkpoint if the enclosed load is that of an automatic resume. Collective.
 
     Some frameworks cannot continue with an older checkpoint after a failed load, but their next start does. A resume
-    ends with its first successful load; an integration may need more than one.
+    ends with its first successful load; an integration may need several loads.
 
     Args:
         restores: The load is :meth:`~dcp_plugin.Checkpointer.restore`, which integrations call.
 
     Raises:
-        CheckpointCorrupt: Of the load; with a note if the checkpoint is quarantined.
+        CheckpointCorrupt: The error of the load; with a note if the checkpoint is quarantined.
     """
     where = as_path(path)
     try:
@@ -78,14 +79,14 @@ def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
     """Quarantine a checkpoint whose load failed with ``error``, if the checkpoint is damaged. On rank 0.
 
     Returns:
-        Whether it is damaged. Where nothing can be written, the damage is only logged.
+        True if the checkpoint is damaged. If the directory is not writable, the damage is only logged.
     """
     if not _is_damage(path, error):
         return False
     medium = medium_of(path)
     if exists(medium.open(path), DAMAGED):
         return True
-    kept = f"It is kept with a file {DAMAGED} in it, and passed over from now on."
+    outcome = f"It is kept with a file {DAMAGED} in it, and passed over from now on."
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     try:
         medium.note(
@@ -98,8 +99,8 @@ def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
             only_new=True,
         )
     except OSError as failure:
-        kept = f"It cannot be marked ({failure.strerror}), so the next start will find it again: delete or move it."
-    logger.warning("%s is DAMAGED: %s. %s", path, str(error).rstrip("."), kept)
+        outcome = f"It cannot be marked ({failure.strerror}), so the next start will find it again: delete or move it."
+    logger.warning("%s is DAMAGED: %s. %s", path, str(error).rstrip("."), outcome)
     return True
 
 
@@ -108,7 +109,7 @@ def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
         return False
     try:
         summary = read_summary(path)
-        if summary is None:  # another tool has saved there
+        if summary is None:  # another tool saved to the same path
             return False
         base = Base.of_summary(summary.base, path) if summary.base else None
     except CheckpointCorrupt:  # the summary itself is damaged

@@ -1,6 +1,6 @@
 """Figures of the saves of a run: JSON lines in the workspace beside its checkpoints.
 
-Rank 0, or its keeper, notes each save that is published or has failed. A line has the fields of the event
+Rank 0, or its keeper, records each save that is published or has failed. A line has the fields of the event
 (:mod:`dcp_plugin.events`; ``bytes`` and ``bytes_reused`` of all ranks), the metrics, the run, the save, and a column
 for each figure of the ranks. The newest lines stay when checkpoints are deleted.
 
@@ -38,14 +38,14 @@ SUFFIX = ".figures"
 NAME = f"saves{SUFFIX}"
 MOST_SAVES = 2000
 _SLACK = 200
-"""Lines that the file may have beyond that, so that a save seldom writes it again."""
+"""Number of lines above :data:`MOST_SAVES` at which a save writes the file again, so that few saves do."""
 _MOST_BYTES = 8 << 20
 _STREAMS = 16
 COLUMNS = ("blocked_seconds", "staging_seconds", "write_seconds", "bytes", "bytes_reused")
-"""Figures of each rank: the fields of :class:`~dcp_plugin.records.Spent`, then bytes."""
+"""Names of the figures of each rank: the fields of :class:`~dcp_plugin.records.Spent`, then bytes."""
 
 _sizes: dict[Path, tuple[int, int]] = {}
-"""Lines and bytes of the files that this process has written."""
+"""Numbers of lines and bytes of the files that this process has written."""
 
 
 def this_run() -> str:
@@ -66,12 +66,15 @@ def costs_of(parts: Sequence[WrittenPart]) -> dict[str, list[float | None]]:
 
 @functools.cache
 def subscribe() -> None:
-    """Note the saves of this process from now on."""
+    """Record the saves of this process from now on."""
     events.subscribe(note)
 
 
 def note(event: events.Event) -> None:
-    """Note a save that has ended; one that failed only where figures are noted already. Log what goes wrong."""
+    """Record the figures of a save that has ended. Log errors.
+
+    A failed save is recorded only if the workspace has figures already.
+    """
     if not isinstance(event, events.SaveFinished | events.SaveAborted) or event.record is None:
         return
     workspace: Where = workspace_of(cast(Path, event.path))
@@ -112,22 +115,22 @@ def _append(file: Path, line: bytes) -> None:
         _sizes.clear()
         data = _read(file.parent).get(NAME, b"")
         _sizes[file] = data.count(b"\n"), len(data)
-        line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died while it wrote
+        line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
     with (
         posix.Folder(file.parent) as folder,
         open(folder.open(file.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end,
     ):
-        end.write(line)  # in one write, which no other process cuts
+        end.write(line)  # a single write: lines of other processes do not mix with it
     lines, nbytes = _sizes[file]
     _sizes[file] = lines + 1, nbytes + len(line)
     if lines + 1 > MOST_SAVES + _SLACK or nbytes + len(line) > _MOST_BYTES:
-        kept = newest_lines(_read(file.parent).get(NAME, b""), _MOST_BYTES // 2)
-        medium_of(file).note(file, kept)
-        _sizes[file] = kept.count(b"\n"), len(kept)
+        newest = newest_lines(_read(file.parent).get(NAME, b""), _MOST_BYTES // 2)
+        medium_of(file).note(file, newest)
+        _sizes[file] = newest.count(b"\n"), len(newest)
 
 
 def newest_lines(data: bytes, most_bytes: int) -> bytes:
-    """Return the last :data:`MOST_SAVES` lines, as far as they fit into so many bytes; the last whatever its size."""
+    """Return at most the last :data:`MOST_SAVES` lines that fit into ``most_bytes``; the last line in any case."""
     lines = data.splitlines(keepends=True)[-MOST_SAVES:]
     first = len(lines)
     while first and most_bytes >= len(lines[first - 1]):
@@ -137,10 +140,10 @@ def newest_lines(data: bytes, most_bytes: int) -> bytes:
 
 
 def compact(folder: Where) -> None:
-    """Join the objects that saves of the checkpoints in a folder of a store have put into one. Log what goes wrong.
+    """Join the objects that saves have written for the checkpoints in a folder of a store. Log errors.
 
-    The object has a new name: of two processes that compact at the same time neither deletes what the other one, or a
-    save, has put meanwhile.
+    The joined object has a new name. So two processes that compact at the same time do not delete each other's object,
+    or an object that a save has written since.
     """
     workspace: Where = workspace_of(cast(Path, folder / NAME))
     if isinstance(workspace, Path):
@@ -159,7 +162,7 @@ def compact(folder: Where) -> None:
 def read(folder: Where) -> list[dict[str, Any]]:
     """Return the lines about the saves of the checkpoints in a folder, oldest first; their values are not validated.
 
-    Of several lines about one save the newest counts.
+    If several lines describe the same save, the newest counts.
     """
     objects = {
         str(place / name): data
@@ -184,7 +187,7 @@ def _parsed(objects: dict[str, bytes]) -> list[dict[str, Any]]:
 
 
 def _read(workspace: Where) -> dict[str, bytes]:
-    """Return the contents of the files with figures, by name; without those that cannot be read."""
+    """Return the contents of the files with figures, by name; without unreadable files."""
     try:
         with closing(medium_of(workspace).open(workspace, pin=True)) as files:
             names = _names(files)

@@ -4,7 +4,7 @@ A checkpoint to resume from has the state of a training: an optimizer, a schedul
 count. The contents decide, never the name.
 
 ==============  ====================================================  ==================================================
-by              is there                                              is complete with
+tool            files                                                 complete with
 ==============  ====================================================  ==================================================
 Lightning       a ``torch.save`` file with its version in it          ``optimizer_states``
 Accelerate      ``random_states_0.pkl``, ``optimizer.bin``, …         ``random_states_0.pkl``, which rank 0 writes last
@@ -12,7 +12,7 @@ transformers    ``trainer_state.json``, ``optimizer.pt``, …           ``traine
 others          a ``torch.save`` file with the state of an optimizer
 ==============  ====================================================  ==================================================
 
-Nothing is unpickled to find out: names of files, the first record's name of a zip and text in a pickle are enough.
+The detection unpickles nothing. It reads names of files, the name of a zip's first record, and text in a pickle.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dcp_plugin.paths import Where, as_path
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
 RESUMABLE = (LIGHTNING, ACCELERATE, TRANSFORMERS)
-"""Whose checkpoints are resumed from; ``OTHERS`` only by who knows the names in them."""
+"""Tools: an automatic resume takes their checkpoints. ``OTHERS`` needs a caller that knows the names in the file."""
 
 TRAINER_STATE = "trainer_state.json"
 RANDOM_STATES = "random_states_0.pkl"
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-"""What transformers puts beside a checkpoint that it makes just before a job is ended, until it is done."""
+"""Marker file of transformers in a checkpoint that it saves just before the end of a job, until the save ends."""
 _WITH_TENSORS = (".safetensors", ".bin", ".pt", ".pth")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
@@ -50,26 +50,26 @@ _PICKLED = re.compile(rb"[^\0]+/data\.pkl")
 _FIRST_RECORD = struct.Struct("<4s22xHH")
 _USUAL = (".ckpt", ".pt", ".pth", ".bin", ".tar", "")
 _MOST_OPENED = 1_000
-"""Files of a directory whose beginning is looked at, whatever their names."""
+"""Number of files in a directory that are opened under any name; further files need a usual suffix."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Something that another tool than ours may have saved for a resume."""
+    """Possible checkpoint of another tool."""
 
     files: Files
     name: str
-    """Of the file among ``files``; empty for all of them."""
+    """Name of the file among ``files``; empty for all files."""
     time: float
-    """When it was completed, as far as the file system tells; see :func:`in_order`."""
+    """Time of completion according to the file system; see :func:`in_order`."""
     tool: str = ""
-    """Empty for a file that was not looked into."""
+    """Name of the tool; empty for a file that was not examined."""
     reason: str = ""
-    """Why it cannot be resumed from, as far as names of files tell that."""
+    """Reason why it cannot be resumed from, if names of files show one."""
     export: bool = False
-    """It has weights and no state of a training. What is below it may be something else."""
+    """True for weights without the state of a training. Directories below may be checkpoints."""
     interrupted: bool = False
-    """Its save has not ended."""
+    """True if the save has not ended."""
 
     @property
     def path(self) -> Where:
@@ -77,7 +77,7 @@ class Saved:
         return where / self.name if self.name else where
 
     def examined(self) -> Saved | None:
-        """After a look into it. None for a file that has nothing to do with a training.
+        """Return this candidate with the results of an examination; None for a file that is no checkpoint.
 
         Raises:
             CheckpointUnreadable: The file system fails to read it.
@@ -88,7 +88,7 @@ class Saved:
 
 
 def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
-    """What a directory with these entries was saved by; None if it is no checkpoint of these tools."""
+    """Return a directory with these entries as a candidate; None if it is no checkpoint of these tools."""
     names = set(names)
     of_trainer, of_accelerate = names & _OF_THE_TRAINER, names & _OF_ACCELERATE
     if not (of_trainer or of_accelerate or names & {TRAINER_STATE, RANDOM_STATES}):
@@ -110,7 +110,7 @@ def is_checkpoint_folder(files: Files, folder: str) -> bool:
     """Return whether a directory is a checkpoint of these tools, complete or not, and no folder of checkpoints.
 
     Args:
-        folder: What the directory is called.
+        folder: The name of the directory.
     """
     names = files.names()
     plain = [name.rstrip("/") for name in names]
@@ -122,10 +122,10 @@ def is_checkpoint_folder(files: Files, folder: str) -> bool:
 
 
 def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Iterator[Saved]:
-    """Those of the named files that ``torch.save`` wrote. Of very many, those with a usual name are looked at.
+    """Yield the files that ``torch.save`` wrote. After the first :data:`_MOST_OPENED`, open only usual suffixes.
 
     Args:
-        look: False: all that have a usual name are taken for such files, for now.
+        look: Whether to open the files. Otherwise, yield all files with a usual suffix.
     """
     for number, name in enumerate(names):
         if (number >= _MOST_OPENED or not look) and posixpath.splitext(name)[1] not in _USUAL:
@@ -135,40 +135,46 @@ def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Ite
                 yield Saved(files, name, files.modified(name))
 
 
-def in_order(found: Iterable[Saved]) -> list[Saved]:
-    """The same, each at its time.
+def in_order(candidates: Iterable[Saved]) -> list[Saved]:
+    """Return the candidates with times that agree with the numbers in their names.
 
-    A copy of a run may have the times of the copying. Accelerate and transformers go by the numbers in the names, so
-    what is numbered beside each other gets the times of all of it in the order of the numbers.
+    A copy of a run may have the times of the copy. Accelerate and transformers rely on the numbers in the names. So the
+    times of a tool's numbered checkpoints in a directory are assigned in the order of the numbers.
     """
-    ordered = [one for one in found if _group(one) is None]
-    numbered = sorted((one for one in found if _group(one)), key=lambda one: (str(_group(one)), _number(one)))
+    ordered = [saved for saved in candidates if _group(saved) is None]
+    numbered = sorted(
+        (saved for saved in candidates if _group(saved)), key=lambda saved: (str(_group(saved)), _number(saved))
+    )
     for _, group in groupby(numbered, key=_group):
         members = list(group)
-        times = sorted(one.time for one in members)
-        ordered += [replace(one, time=time) for one, time in zip(members, times, strict=True)]
+        times = sorted(saved.time for saved in members)
+        ordered += [replace(saved, time=time) for saved, time in zip(members, times, strict=True)]
     return ordered
 
 
-def _group(one: Saved) -> tuple[str, str, str] | None:
-    number = _number(one)
-    return None if number < 0 or not one.tool else (one.tool, str(one.path.parent), one.path.name[: -len(str(number))])
+def _group(saved: Saved) -> tuple[str, str, str] | None:
+    number = _number(saved)
+    return (
+        None
+        if number < 0 or not saved.tool
+        else (saved.tool, str(saved.path.parent), saved.path.name[: -len(str(number))])
+    )
 
 
-def _number(one: Saved) -> int:
-    match = re.search(r"(?:0|[1-9][0-9]{0,17})$", one.path.name)
+def _number(saved: Saved) -> int:
+    match = re.search(r"(?:0|[1-9][0-9]{0,17})$", saved.path.name)
     return int(match[0]) if match else -1
 
 
 def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
     try:
         return Saved(files, "", files.modified(last), tool, reason, export, bool(reason) and not export)
-    except FileNotFoundError:  # deleted while we looked
+    except FileNotFoundError:  # another process deleted it
         return None
 
 
 def _may_be_torch_save(files: Files, name: str) -> bool:
-    """Return whether :meth:`Saved.examined` has to look into a file: also if it cannot be read, which that raises."""
+    """Return whether :meth:`Saved.examined` has to read a file. True for an unreadable file: the examination raises."""
     try:
         return _begins_like_torch_save(files, name)
     except FileNotFoundError:
@@ -187,11 +193,11 @@ def _begins_like_torch_save(files: Files, name: str) -> bool:
     return magic == MAGIC and _PICKLED.fullmatch(record) is not None
 
 
-def _examined_file(one: Saved) -> Saved | None:
-    from dcp_plugin.format.foreign import torch_file  # needs torch, which a look at names does not
+def _examined_file(saved: Saved) -> Saved | None:
+    from dcp_plugin.format.foreign import torch_file  # imports torch, which a check of names does not need
 
-    files, name = one.files, one.name
-    with suppress(OSError):  # the check says what is wrong
+    files, name = saved.files, saved.name
+    with suppress(OSError):  # check_records() raises a better error
         if not _begins_like_torch_save(files, name):
             return None
     try:
@@ -199,25 +205,27 @@ def _examined_file(one: Saved) -> Saved | None:
     except CheckpointUnreadable:
         raise
     except CheckpointCorrupt as error:
-        return replace(one, tool=OTHERS, reason=str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: "))
-    except CheckpointError:  # a module of TorchScript, or from a machine of another kind
+        return replace(
+            saved, tool=OTHERS, reason=str(error).removeprefix(f"{saved.path} ").removeprefix(f"{saved.path}: ")
+        )
+    except CheckpointError:  # a TorchScript module, or a file of another byte order
         return None
     if torch_file.mentions(files, name, torch_file.LIGHTNING):
         resumable = torch_file.mentions(files, name, "optimizer_states")
-        return replace(one, tool=LIGHTNING, reason="" if resumable else _NO_OPTIMIZER, export=not resumable)
-    return replace(one, tool=OTHERS) if torch_file.mentions(files, name, "param_groups") else None
+        return replace(saved, tool=LIGHTNING, reason="" if resumable else _NO_OPTIMIZER, export=not resumable)
+    return replace(saved, tool=OTHERS) if torch_file.mentions(files, name, "param_groups") else None
 
 
 def _damage(files: Files) -> str:
-    """Return which file of a directory is cut or lost; empty if none is."""
-    from dcp_plugin.format.foreign import detect, frameworks, safetensors, torch_file  # as above
+    """Return an error that names a truncated or lost file of a directory; empty if the files are complete."""
+    from dcp_plugin.format.foreign import detect, frameworks, safetensors, torch_file  # imports torch
 
     try:
         with damage_in(files.where):
             for name in files.names():
                 suffix = posixpath.splitext(name)[1]
                 if suffix in (*_WITH_TENSORS, ".pkl", ".json"):
-                    files.open(name).close()  # whoever resumes would wait for a named pipe
+                    files.open(name).close()  # refuses a named pipe, for which a resume would wait
                 kind = detect.kind_of_file(files, name) if suffix in _WITH_TENSORS else ""
                 if kind == "safetensors":
                     safetensors.read_file(files, name)

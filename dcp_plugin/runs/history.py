@@ -1,7 +1,7 @@
-"""Ends of the trainings of a run, as lines among the figures beside its checkpoints. Rank 0 writes them.
+"""Ends of the trainings of a run, as lines in the files of figures in the workspace. Rank 0 writes the lines.
 
-The line of a training has its duration as of its last save, and how it ended. A training whose line is still open when
-another one begins, and whose process is not known to be alive, has failed. Lines that cannot be read or written are
+The line of a training has the duration until its last save, and the kind of its end. If the line is still open when
+another training begins, and no live process owns it, the training has failed. Lines that cannot be read or written are
 ignored: only the proposed interval between saves depends on them.
 """
 
@@ -26,11 +26,11 @@ EVENT = "training"
 _OPEN, _CLEAN, LOST = "open", "clean", "lost"
 
 _open_here: set[str] = set()
-"""The trainings of this process that have not ended."""
+"""Trainings of this process that have not ended."""
 
 
 class RunHistory:
-    """The trainings that have saved beside one checkpoint, and this one.
+    """Trainings that saved to the folder of a checkpoint: earlier ones, and the current one.
 
     Args:
         checkpoint: A checkpoint of this training.
@@ -44,11 +44,11 @@ class RunHistory:
         _open_here.add(self._run)
 
     def note(self, seconds: float) -> Failures:
-        """Record the seconds for which this training has gone on, and return the failures of all trainings."""
+        """Record the duration of this training until now, and return the failures of all trainings."""
         return self._write(seconds, _OPEN)
 
     def end(self, seconds: float, clean: bool) -> None:
-        """Record that this training has ended; ``clean``: not by an error."""
+        """Record the end of this training; ``clean``: without an error."""
         self._write(seconds, _CLEAN if clean else LOST)
         _open_here.discard(self._run)
 
@@ -60,12 +60,12 @@ class RunHistory:
 
 
 def trainings_in(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines about trainings that are valid."""
+    """Return the valid lines about trainings."""
     return [line for line in lines if line.get("event") == EVENT and _is_training(line)]
 
 
 def ends_of(trainings: Iterable[dict[str, Any]]) -> list[str]:
-    """Return how trainings ended: :data:`LOST` by a failure."""
+    """Return the kind of the end of each training; :data:`LOST` is a failure."""
     return [_end_of(line) for line in trainings]
 
 
@@ -77,7 +77,7 @@ def _is_training(line: dict[str, Any]) -> bool:
 
 
 def _end_of(line: dict[str, Any]) -> str:
-    """Return how a training ended: an open one has failed if its process is not there any more."""
+    """Return the kind of the end of a training. An open training has failed if its process has ended."""
     end: str = line["end"]
     if end != _OPEN or line["run"] in _open_here:
         return end
@@ -87,5 +87,5 @@ def _end_of(line: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Return what tells machines apart and does not name them: the file may be uploaded with the checkpoints."""
+    """Return an identity of this machine that does not reveal its name: users may upload the file."""
     return hashlib.sha256(posix.machine().encode()).hexdigest()[:16] if posix.machine() else ""

@@ -115,13 +115,13 @@ class StartOptions:
             where = as_path(root, self.storage_options)
             found = find_newest(where, tools, self.init_from, without, self.local)
             if found.path is None and self.resume == "must":
-                reasons = f" Passed over: {found.said()}." if found.said() else ""
+                reasons = f" Passed over: {found.reasons()}." if found.reasons() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
             # Beside what other tools have saved, a run may still begin with the weights of init_from.
             lost = [one for one in found.passed_over if self.init_from is None or isinstance(one, CheckpointState)]
             if found.path is None and any(map(was_published, lost)):
                 raise CheckpointCorrupt(
-                    f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start "
+                    f"there are checkpoints below {root}, but none that can be loaded: {found.reasons()}. To start "
                     "without them, say resume=never; to start with the weights of one, name it as init_from, too."
                 )
             found.warn(root)
