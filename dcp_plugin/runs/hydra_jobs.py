@@ -1,17 +1,17 @@
-"""Jobs of Hydra: each finds its own checkpoints again, and none resumes in silence as another job.
+"""Jobs of Hydra: each job finds its own checkpoints again, and is refused the checkpoints of another job.
 
-A sweep (``-m lr=1,2``) starts the same application several times. If all of its jobs have one directory for their
-checkpoints, the second would go on from where the first has ended, with other settings. So each job leaves a note of
-what it overrides where it has its checkpoints, and is refused where another job has left one. The same job, started
-again, finds its own: how to resume is no part of what a job is.
+A sweep (``-m lr=1,2``) starts the same application several times. If its jobs share a directory for their checkpoints,
+the second job would resume from the end of the first, with other settings. So each job writes a note with its overrides
+to the workspace of its checkpoints. A job is refused where another job has written a note. A repeated job finds its own
+note: overrides of the resume do not distinguish jobs.
 
-Each job has a file of its own, written before the others are looked for: of two that start at the same moment, at least
-one sees the other. A job that starts anew leaves a note, too: what it saves is nothing for the others to resume from.
+Each job writes its file before it reads the others. So if two jobs start at the same moment, at least one sees the
+other. A job that starts from scratch writes a note, too: the other jobs must not resume from its checkpoints.
 
-A single run may go on with other settings: more steps, for example. Each start notes its composed configuration beside
-the checkpoints, and a resume logs how it differs from the configuration that the checkpoint was saved with.
+A single run may resume with other settings: more steps, for example. Each start records its composed configuration in
+the workspace, and a resume logs the differences from the configuration that the checkpoint was saved with.
 
-Hydra is not imported here: where no application runs under it, there is nothing to do.
+This module does not import Hydra: without an application that runs under Hydra it does nothing.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ _MOST_OF_CONFIGURATION = 1 << 24
 
 
 def keep_apart(root: PathLike, resume: str | PathLike, storage_options: StorageOptions | None = None) -> None:
-    """Note that this job of a sweep has its checkpoints below ``root``. Does nothing where no sweep runs.
+    """Record that this job of a sweep has its checkpoints below ``root``. Without a sweep, do nothing.
 
     Raises:
-        CheckpointMismatch: ``"auto"`` or ``"must"``, and another job has its checkpoints there; naming both.
-        CheckpointUnreadable: Whose they are cannot be read.
+        CheckpointMismatch: ``"auto"`` or ``"must"``, and another job has its checkpoints there; the error names both.
+        CheckpointUnreadable: The notes of other jobs cannot be read.
     """
-    mine = _job()
-    if mine is None:
+    own_job = _job()
+    if own_job is None:
         return
     where = as_path(root, storage_options)
-    looks = resume in ("auto", "must")
+    resumes_own = resume in ("auto", "must")
     if _only_reads(resume, where, storage_options):
         return
-    if looks:
+    if resumes_own:
         for workspace in workspaces_in(where):
-            _refuse(where, workspace, mine)
-    name = f"sweep-{hashlib.blake2b(mine.encode(), digest_size=8).hexdigest()}{SUFFIX}"
-    with suppress(OSError):  # who cannot write there has no checkpoints there
-        medium_of(where).note(workspace_in(where) / name, mine.encode())
-    if looks:
+            _refuse(where, workspace, own_job)
+    name = f"sweep-{hashlib.blake2b(own_job.encode(), digest_size=8).hexdigest()}{SUFFIX}"
+    with suppress(OSError):  # a job that cannot write there saves no checkpoints there
+        medium_of(where).note(workspace_in(where) / name, own_job.encode())
+    if resumes_own:
         for workspace in workspaces_in(where):
-            _refuse(where, workspace, mine)
+            _refuse(where, workspace, own_job)
 
 
-def _refuse(root: Where, workspace: Where, mine: str) -> None:
+def _refuse(root: Where, workspace: Where, own_job: str) -> None:
     medium = medium_of(root)
     try:
-        names = [one.path.name for one in medium.entries(workspace) if one.path.suffix == SUFFIX]
+        names = [entry.path.name for entry in medium.entries(workspace) if entry.path.suffix == SUFFIX]
         files = medium.open(workspace)
         for name in names:
-            with files.open(name) as noted:
-                other = noted.read(_MOST_BYTES).decode(errors="replace")
-            if other != mine:
+            with files.open(name) as file:
+                other = file.read(_MOST_BYTES).decode(errors="replace")
+            if other != own_job:
                 raise CheckpointMismatch(
-                    f"this job of a sweep ({mine}) would resume from {root}, where another one has its checkpoints "
+                    f"this job of a sweep ({own_job}) would resume from {root}, where another one has its checkpoints "
                     f"({other}). Give each a directory of its own: add 'dcp_plugin/directory: of_job' to the defaults, "
                     f"or have ${{hydra:job.override_dirname}} in the path. To go on from one of these, name it: "
                     f"resume=PATH."
@@ -86,9 +86,9 @@ def _refuse(root: Where, workspace: Where, mine: str) -> None:
 def compare(
     root: PathLike, resume: str | PathLike, found: Where | None, storage_options: StorageOptions | None = None
 ) -> None:
-    """Note the composed configuration of this start below ``root``, and log how it differs from that of ``found``.
+    """Record the composed configuration of this start below ``root``, and log the differences from that of ``found``.
 
-    Log, too, if nothing was found and no later start would look below ``root``. Does nothing without Hydra.
+    Log a warning, too, if ``found`` is None and no later start would search below ``root``. Without Hydra, do nothing.
     """
     hydra = _hydra()
     where = as_path(root, storage_options)
@@ -96,26 +96,26 @@ def compare(
         return
     omegaconf = sys.modules["omegaconf"].OmegaConf
     composed = omegaconf.select(hydra, "..")
-    looks = resume in ("auto", "must")
-    if looks and found is None:
+    resumes_own = resume in ("auto", "must")
+    if resumes_own and found is None:
         _warn_of_the_time(where, map(str, omegaconf.get_cache(composed)["now"].values()))
     settings = dict(_settings(omegaconf.to_container(composed, resolve=False)))
     medium, workspace = medium_of(where), workspace_in(where)
-    noted: dict[str, Any] = {}
+    earlier: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
-        noted = json.loads(file.read(_MOST_OF_CONFIGURATION))
-    # Until the start that left the note has saved, the newest checkpoint is that of a start before it.
-    saved = noted.get("of_checkpoint" if noted.get("resumed") == str(found) else "settings")
+        earlier = json.loads(file.read(_MOST_OF_CONFIGURATION))
+    # Before the start that wrote the note has saved, the newest checkpoint is that of an earlier start.
+    saved = earlier.get("of_checkpoint" if earlier.get("resumed") == str(found) else "settings")
     changed = [] if saved is None or found is None else _differences(saved, settings)
-    if looks and changed:
+    if resumes_own and changed:
         logger.warning("resuming from %s, saved with another configuration: %s", found, some(changed))
     note = {"resumed": str(found), "of_checkpoint": saved, "settings": settings}
-    with suppress(OSError):  # the checkpoints cannot be there either
+    with suppress(OSError):  # no checkpoint can be written there either
         medium.note(workspace / _CONFIGURATION, json.dumps(note).encode())
 
 
 def _warn_of_the_time(root: Where, times: Iterator[str]) -> None:
-    """Warn if the path of a run's checkpoints has the time of this start in it, as Hydra's own directories have."""
+    """Warn if the path of a run's checkpoints contains the time of this start, as Hydra's own directories do."""
     if any(time in str(resolved(root)) for time in times):
         logger.warning(
             "no later start can resume this run: its checkpoints go to %s, a directory that Hydra names by the time of "
@@ -126,7 +126,7 @@ def _warn_of_the_time(root: Where, times: Iterator[str]) -> None:
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a configuration by their dotted names, but for Hydra's, and those of saving and resuming."""
+    """Yield the dotted names and values of a configuration, except Hydra's settings and those of saves and resumes."""
     if isinstance(config, (dict, list)) and config:
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
             if name != "resume" and f"{prefix}{name}" not in ("hydra", "dcp_plugin"):
@@ -142,26 +142,29 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _only_reads(resume: str | PathLike, root: Where, storage_options: StorageOptions | None) -> bool:
-    """Return whether a job reads a checkpoint below ``root`` by its name, and has its own checkpoints elsewhere."""
+    """Return whether a job only reads a checkpoint below ``root``, which it names, and saves to another directory."""
     return resume not in ("auto", "must", "never") and root in as_path(resume, storage_options).parents
 
 
 def _hydra() -> Any:
-    """Return the node ``hydra`` of the composed configuration; None if no application of Hydra runs."""
-    known = sys.modules.get("hydra.core.hydra_config")
-    return known.HydraConfig.get() if known is not None and known.HydraConfig.initialized() else None
+    """Return the node ``hydra`` of the composed configuration; None without an application of Hydra."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 
 
 def _job() -> str | None:
-    """Return the overrides of this job of a sweep; None if this is no sweep."""
+    """Return the overrides of this job of a sweep; None without a sweep."""
     config = _hydra()
     if config is None or config.mode is None or config.mode.name != "MULTIRUN":
         return None
-    besides = set(config.job.config.override_dirname.exclude_keys)
-    overrides = [str(one).lstrip("+") for one in config.overrides.task]
-    return ", ".join(sorted(one for one in overrides if not _is_beside(one.partition("=")[0], besides))) or "nothing"
+    excluded = set(config.job.config.override_dirname.exclude_keys)
+    overrides = [str(override).lstrip("+") for override in config.overrides.task]
+    return (
+        ", ".join(sorted(override for override in overrides if not _is_ignored(override.partition("=")[0], excluded)))
+        or "nothing"
+    )
 
 
-def _is_beside(key: str, besides: set[str]) -> bool:
-    """Whether an override does not make another job: of how to resume, or what Hydra leaves out of directories, too."""
-    return key.partition("@")[0] in besides or "resume" in re.split(r"[./@]", key)
+def _is_ignored(key: str, excluded: set[str]) -> bool:
+    """Return whether an override does not distinguish jobs: it concerns resumes, or Hydra excludes it from names."""
+    return key.partition("@")[0] in excluded or "resume" in re.split(r"[./@]", key)

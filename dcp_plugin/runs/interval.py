@@ -1,13 +1,13 @@
-"""How often to save: the interval at which saves and what failures undo cost the least together.
+"""Proposal of the save interval: the one that minimises the cost of saves plus the training lost by failures.
 
-A save costs the training its cost each time; a failure undoes what was trained since the last save. The interval that
-makes the sum smallest is that of J. W. Young, "A first order approximation to the optimum checkpoint interval",
+Each save costs the training some seconds; a failure undoes the steps since the last save. The formula is that of
+J. W. Young, "A first order approximation to the optimum checkpoint interval",
 CACM 17(9), 1974, ``sqrt(2 * cost * MTBF)``, with the terms of higher order of J. T. Daly, "A higher order estimate of
 the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006. Each tier has its
-own cost and its own failures, and so its own interval (A. Benoit et al., "Towards optimal multi-level checkpointing",
-IEEE Transactions on Computers 66(7), 2017); that of the durable tier is a whole number of saves.
+own cost and failures, and so its own interval (A. Benoit et al., "Towards optimal multi-level checkpointing",
+IEEE Transactions on Computers 66(7), 2017); that of the durable tier is an integer number of saves.
 
-Nothing here reads a clock or a file.
+This module reads no clock and no file.
 """
 
 from __future__ import annotations
@@ -16,66 +16,68 @@ import math
 from dataclasses import dataclass
 
 PRIOR_SECONDS = 86_400.0
-"""Before anything is known, a job counts as having failed once in a day of training."""
+"""Seconds of training to one failure that are assumed before the first measurement."""
 BEYOND_LOCAL = 0.1
-"""The share of failures that take what the nodes hold with them: processes die more often than nodes are lost."""
+"""Share of failures that lose the memory of a node. Processes die more often than nodes."""
 
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What one save costs the training, in seconds."""
+    """Cost of a save, in seconds of training."""
 
     blocked_seconds: float
-    """The training waited, for the call or for an earlier save."""
+    """Seconds for which the training waited, for the call or for an earlier save."""
     slowed_seconds: float = 0.0
-    """Its steps took longer meanwhile, all together."""
+    """Seconds by which the save slowed the steps of the training, in sum."""
     flight_seconds: float = 0.0
-    """From the call until it is complete."""
+    """Seconds from the call until the save is complete."""
 
     @property
     def seconds(self) -> float:
-        """What the training loses by one save."""
+        """Seconds that the training loses by one save."""
         return self.blocked_seconds + self.slowed_seconds
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What is known of how a job ends."""
+    """Failures of a job so far."""
 
     seconds: float = 0.0
-    """Of training, of all its runs."""
+    """Seconds of training in all runs of the job."""
     count: int = 0
-    """How many of its runs ended without saying goodbye."""
+    """Number of its runs that crashed."""
 
     @property
     def mtbf_seconds(self) -> float:
-        """Mean seconds of training between two failures. One failure within :data:`PRIOR_SECONDS` is added to what was
-        seen: its weight fades as the job goes on."""
+        """Mean seconds of training between two failures.
+
+        One assumed failure within :data:`PRIOR_SECONDS` is added to the measurements. Its weight decreases with time.
+        """
         return (PRIOR_SECONDS + self.seconds) / (1 + self.count)
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """A proposal of how often to save, see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
+    """Proposed interval between saves, see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
 
     seconds: float
-    """Of training between two saves."""
+    """Seconds of training between two saves."""
     steps: int | None
-    """The same in steps; None if nobody has measured any."""
+    """Steps between two saves; None before the first measurement of a step."""
     durable_every: int
-    """Which of the saves go on to the durable tier; 1 if there is no other."""
+    """Number of saves between two that are copied to the durable tier; 1 if no other tier exists."""
     cost_seconds: float
-    """What the training loses by one save."""
+    """Seconds that the training loses by one save."""
     mtbf_seconds: float
     """Mean seconds of training between two failures."""
 
     @property
     def lost_share(self) -> float:
-        """The share of the time that goes into saves and into what failures undo, beside the time of restarts."""
+        """Share of the time lost to saves and to steps that failures undo, without the time of restarts."""
         return self.cost_seconds / (self.seconds + self.cost_seconds) + self.seconds / 2 / self.mtbf_seconds
 
     def figures(self) -> dict[str, float]:
-        """For loggers."""
+        """Return the values for loggers, by name."""
         return {
             "checkpoint/proposed_interval_seconds": self.seconds,
             "checkpoint/cost_seconds": self.cost_seconds,
@@ -84,7 +86,7 @@ class SaveInterval:
 
 
 def cheapest_seconds(cost: float, mtbf: float) -> float:
-    """Seconds of training between two saves that cost so many seconds each, by Daly's estimate."""
+    """Return the seconds of training between two saves of ``cost`` seconds each, by Daly's estimate."""
     if cost >= 2 * mtbf:
         return mtbf
     small = cost / (2 * mtbf)
@@ -94,15 +96,15 @@ def cheapest_seconds(cost: float, mtbf: float) -> float:
 def propose(
     cost: SaveCost, failures: Failures, step_seconds: float | None = None, drain: SaveCost | None = None
 ) -> SaveInterval:
-    """The cheapest interval.
+    """Return the interval with the lowest cost.
 
     Args:
-        cost: Of a save to the first tier.
-        step_seconds: What a step takes.
-        drain: What it costs to bring a save from the nodes to the durable tier; None if the first tier is that.
+        cost: Cost of a save to the first tier.
+        step_seconds: Duration of a step.
+        drain: Cost of the copy of a save from the nodes to the durable tier; None if the first tier is durable.
 
     Returns:
-        Never so often that saves would wait for each other.
+        The interval. It is long enough that no save waits for an earlier one.
     """
     local = max(cheapest_seconds(cost.seconds, failures.mtbf_seconds), cost.flight_seconds - cost.blocked_seconds)
     durable_every = 1

@@ -1,4 +1,4 @@
-"""Refuses a root that two ranks of one launch, each without a process group, use as their own."""
+"""Refusal of a root to which two ranks of a launch save separately, each without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dcp_plugin.storage.published import read_summary
 
 
 def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
-    """Refuse a root that another rank of the same launch saves to on its own.
+    """Refuse a root to which another rank of the same launch saves without a process group.
 
     Args:
         launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
@@ -37,13 +37,13 @@ def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
 
 
 def refuse_another_rank(path: Where, launch: Launch | None) -> None:
-    """Refuse a checkpoint that another rank of the same launch has saved on its own.
+    """Refuse a checkpoint that another rank of the same launch has saved without a process group.
 
     Args:
         launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
 
     Raises:
-        CheckpointMismatch: That rank has no process group, as this one.
+        CheckpointMismatch: Both ranks have no process group, and the checkpoint is of the other rank.
     """
     summary = None
     with suppress(CheckpointError, OSError):

@@ -1,4 +1,4 @@
-"""Reads that are repeated while the file system fails with an error that may pass."""
+"""Repetition of reads that fail with a transient error of the file system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcp_plugin.errors import CheckpointUnreadable
 from dcp_plugin.paths import Where
 
 LOST_AND_FOUND = "lost+found"
-"""The directory that mkfs makes at the top of a volume, and that only root can read."""
+"""Directory that mkfs makes at the top of a volume. Only root can read it."""
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _PATIENCE = 10.0
 _PAUSE = 0.5
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class Patience:
-    """A repetition of reads that fail with an error that may pass, for 10 s in all."""
+    """Retry of reads that fail with a transient error, for 10 s in total."""
 
     def __init__(self) -> None:
         self._until: float | None = None
 
     def read(self, read: Callable[[], T]) -> T:
-        """Return what ``read`` returns.
+        """Return the result of ``read``.
 
         Raises:
             OSError, CheckpointUnreadable: The last failure of ``read``.

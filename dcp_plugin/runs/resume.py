@@ -1,12 +1,12 @@
-"""How a run starts: from its own newest checkpoint, else with the weights of a pre-trained model, else from scratch.
+"""Start of a run: from its own newest checkpoint, else with the weights of a pre-trained model, else from scratch.
 
-Rank 0 looks, and all ranks do what it found: ranks that looked for themselves could see different things on a shared
-file system, and one would resume where the other starts anew. What was decided is done or raised: a run whose
-checkpoints cannot be loaded never starts from something else. If the newest turns out to be damaged while it is loaded,
-``"auto"`` sets it aside (:mod:`~dcp_plugin.runs.damage`) and goes on with the one before, on all ranks.
+Rank 0 searches and decides for all ranks. If each rank searched, ranks could see different files on a shared file
+system: one would resume, and another would start from scratch. The ranks carry out the decision or raise: a run never
+starts from another source because its checkpoints cannot be loaded. If the load finds that the newest checkpoint is
+damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.runs.damage`) and loads the checkpoint before it, on all ranks.
 
-A resumed run takes everything from its checkpoint; what it was once warm-started from is not looked at, and need not
-exist any more. A warm start takes the model only: optimizer, schedules, counters and random streams are a new run's.
+A resumed run takes everything from its checkpoint. The source of an earlier warm start is not read, and may be deleted.
+A warm start takes only the model: optimizer, schedules, counters and random streams are new.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restart:
-    """How a run has started. ``str()`` of it is one line for the log."""
+    """Start of a run. ``str()`` returns one line for the log."""
 
     how: Literal["resumed", "warm-started", "fresh"]
     path: Where | None = None
-    """The run's own checkpoint, or what it was warm-started from."""
+    """The run's own checkpoint, or the source of its warm start."""
     step: int | None = None
-    """The step at which the run's own checkpoint was made, if that says."""
+    """The step of the run's own checkpoint; None if the checkpoint has none."""
     report: LoadReport | None = None
-    """What was loaded from there; None if a framework has loaded a file of its own."""
+    """Report of the load; None if a framework has loaded a file of its own."""
     damaged: tuple[Where, ...] = ()
-    """Newer checkpoints of the run that turned out to be damaged while they were loaded, and are set aside."""
+    """Newer checkpoints of the run that were damaged, and are quarantined."""
 
     def __str__(self) -> str:
         if self.how == "fresh":
             return "starts fresh: nothing to resume from, and no init_from"
         at = "" if self.step is None else f" at step {self.step}"
-        said = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
-        return f"{said}; DAMAGED and set aside: {', '.join(map(str, self.damaged))}" if self.damaged else said
+        line = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
+        return f"{line}; DAMAGED and set aside: {', '.join(map(str, self.damaged))}" if self.damaged else line
 
 
 class Loader(Protocol):
-    """What a start needs of a :class:`~dcp_plugin.Checkpointer`."""
+    """Interface of a :class:`~dcp_plugin.Checkpointer` that a start uses."""
 
     @property
     def ranks(self) -> Ranks: ...
@@ -73,10 +73,10 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What a user says about the start of a run, see :func:`dcp_plugin.resume_or_init`.
+    """Options of a user for the start of a run, see :func:`dcp_plugin.resume_or_init`.
 
     Raises:
-        ValueError: A ``partial`` without ``init_from``, which nothing would heed: a resume takes all of its checkpoint.
+        ValueError: ``partial`` without ``init_from``. It would have no effect: a resume loads its complete checkpoint.
     """
 
     resume: str | PathLike = "auto"
@@ -85,7 +85,7 @@ class StartOptions:
     strict: bool = True
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[CheckpointState, ...] = ()
-    """What can be loaded although nothing is at its path, see :meth:`dcp_plugin.Checkpointer.surviving`."""
+    """Saves that can be loaded although their paths do not exist, see :meth:`dcp_plugin.Checkpointer.surviving`."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -95,39 +95,41 @@ class StartOptions:
             )
 
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
-        """The run's own checkpoint to resume from, see :func:`resolve_resume`.
+        """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
 
-        What another tool saved at ``init_from`` is what the run was warm-started from, and no checkpoint of its own.
+        A checkpoint of another tool at ``init_from`` is the source of a warm start, not a checkpoint of the run.
 
         Args:
-            tools: Whose checkpoints the integration resumes from, besides those of this package.
-            without: What has turned out to be damaged.
+            tools: Other tools: the integration resumes from their checkpoints, too.
+            without: Checkpoints to ignore, because they are damaged.
         """
         hydra_jobs.keep_apart(root, self.resume, self.storage_options)
-        found = self._find(root, tools, without)
-        hydra_jobs.compare(root, self.resume, found, self.storage_options)
-        return found
+        checkpoint = self._find(root, tools, without)
+        hydra_jobs.compare(root, self.resume, checkpoint, self.storage_options)
+        return checkpoint
 
     def _find(self, root: PathLike, tools: Collection[str], without: Collection[Where]) -> Where | None:
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
             where = as_path(root, self.storage_options)
-            found = find_newest(where, tools, self.init_from, without, self.local)
-            if found.path is None and self.resume == "must":
-                reasons = f" Passed over: {found.reasons()}." if found.reasons() else ""
+            newest = find_newest(where, tools, self.init_from, without, self.local)
+            if newest.path is None and self.resume == "must":
+                reasons = f" Passed over: {newest.reasons()}." if newest.reasons() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
-            # Beside what other tools have saved, a run may still begin with the weights of init_from.
-            lost = [one for one in found.passed_over if self.init_from is None or isinstance(one, CheckpointState)]
-            if found.path is None and any(map(was_published, lost)):
+            # With init_from a run may begin in a directory with checkpoints of other tools.
+            candidates = [
+                state for state in newest.passed_over if self.init_from is None or isinstance(state, CheckpointState)
+            ]
+            if newest.path is None and any(map(was_published, candidates)):
                 raise CheckpointCorrupt(
-                    f"there are checkpoints below {root}, but none that can be loaded: {found.reasons()}. To start "
+                    f"there are checkpoints below {root}, but none that can be loaded: {newest.reasons()}. To start "
                     "without them, say resume=never; to start with the weights of one, name it as init_from, too."
                 )
-            found.warn(root)
-            return found.path
+            newest.warn(root)
+            return newest.path
         path = as_path(self.resume, self.storage_options)
-        if any(one.path == path or one.path == resolved(path) for one in self.local):
+        if any(state.path == path or state.path == resolved(path) for state in self.local):
             return path
         path = locate(path)
         kind = medium_of(path).kind(path)
@@ -147,34 +149,34 @@ class StartOptions:
         """Resume, or load the weights of ``init_from``, or neither. Collective.
 
         Args:
-            modules: What ``init_from`` is loaded into.
-            find: Finds the checkpoint of this run to resume from, or None if there is none; not among those that it is
-                given, which are damaged. Called on rank 0.
+            modules: The targets of the load of ``init_from``.
+            find: Returns the checkpoint of this run to resume from, or None; called on rank 0. Its argument is the
+                list of the damaged checkpoints, which it must not return.
             resume: Loads that checkpoint. Called on every rank.
 
         Raises:
-            CheckpointNotFound: There is nothing to resume from, and nothing at ``init_from`` either.
-            CheckpointCorrupt: All that this run has saved is damaged; or what there is, if it was not ``"auto"`` that
-                has chosen it.
-            CheckpointError: What ``find``, ``resume`` or the load of ``init_from`` raises; on every rank.
+            CheckpointNotFound: The run has no checkpoint, and the path ``init_from`` does not exist.
+            CheckpointCorrupt: Every checkpoint of this run is damaged; or the chosen one is, and ``"auto"`` did not
+                choose it.
+            CheckpointError: An error of ``find``, ``resume`` or the load of ``init_from``; on every rank.
         """
         damaged: list[Where] = []
         while True:
             with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
-                begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
-            if begun.path is None:
-                return begun
-            if begun.how != "resumed":
-                return replace(begun, report=loader.load(modules, begun.path, self.partial, self.strict))
+                restart = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
+            if restart.path is None:
+                return restart
+            if restart.how != "resumed":
+                return replace(restart, report=loader.load(modules, restart.path, self.partial, self.strict))
             try:
-                report = resume(begun.path)
+                report = resume(restart.path)
             except CheckpointCorrupt as error:
-                if self.resume != "auto" or not self._set_aside(loader, begun.path, error):
+                if self.resume != "auto" or not self._set_aside(loader, restart.path, error):
                     raise
-                damaged.append(begun.path)
+                damaged.append(restart.path)
                 continue
-            _refuse_a_mixture(begun, report, damaged)
-            return replace(begun, report=report, damaged=tuple(damaged))
+            _refuse_a_mixture(restart, report, damaged)
+            return replace(restart, report=report, damaged=tuple(damaged))
 
     @staticmethod
     def _set_aside(loader: Loader, path: Where, error: CheckpointCorrupt) -> bool:
@@ -187,10 +189,10 @@ class StartOptions:
         if own is None and damaged:
             raise CheckpointCorrupt(_all_damaged(damaged))
         if own is not None:
-            if (local := next((one for one in self.local if one.path == own), None)) is not None:
+            if (local := next((state for state in self.local if state.path == own), None)) is not None:
                 return Restart("resumed", own, local.step)
             summary = None
-            with suppress(CheckpointCorrupt):  # damaged since it was found: the load will say so
+            with suppress(CheckpointCorrupt):  # damaged after the search: the load will raise it
                 summary = read_summary(own)
             return Restart("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
@@ -211,11 +213,11 @@ def _all_damaged(damaged: list[Where]) -> str:
     )
 
 
-def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
-    """What a damaged checkpoint had half filled is filled again, if the one before has it."""
+def _refuse_a_mixture(restart: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
+    """Refuse a resume in which a value of a damaged checkpoint, loaded in part, may remain in the state."""
     if damaged and report is not None and report.missing:
         raise CheckpointCorrupt(
-            f"{damaged[-1]} turned out to be damaged while it was loaded, and {begun.path}, which is older, has no "
+            f"{damaged[-1]} turned out to be damaged while it was loaded, and {restart.path}, which is older, has no "
             f"{some(report.missing)}, where values of the damaged one may be left. The next start begins with the "
             f"older one alone."
         )
@@ -224,24 +226,25 @@ def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[W
 def resolve_resume(
     resume: str | PathLike, root: PathLike, storage_options: StorageOptions | None = None
 ) -> Path | str | None:
-    """What to resume from.
+    """Return the checkpoint to resume from.
 
     Args:
-        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
-            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
-        root: Where the run's checkpoints are, see :func:`~dcp_plugin.latest`.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        resume: ``"never"``: start from scratch. ``"auto"``: resume from the newest committed checkpoint below ``root``,
+            if one exists. ``"must"``: the same, but raise if none exists. Any other value: the path of a checkpoint.
+        root: The directory of the run's checkpoints, see :func:`~dcp_plugin.latest`.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
-        The path of a checkpoint, or its URL as a ``str``; None for a run that starts anew.
+        The path of a checkpoint, or its URL as a ``str``; None for a run that starts from scratch.
 
     Raises:
-        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
+        CheckpointNotFound: ``"must"`` and no checkpoint exists, or the path does not exist.
         CheckpointIncomplete: The path is a torn checkpoint.
         CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
-            complete checkpoint is beside or above that entry; or a newer version of this package has saved the newest.
-        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged, or only another tool can load it. A
-            save that was interrupted is not damage: a run that never completed one starts anew.
+            complete checkpoint is in the same directory as that entry or above it; or a newer version of this package
+            has saved the newest checkpoint.
+        CheckpointCorrupt: ``"auto"``, and every checkpoint of this run is damaged, or only another tool can load it. An
+            interrupted save is not damage: a run that never completed a save starts from scratch.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
             another job.
 
@@ -252,14 +255,14 @@ def resolve_resume(
         'step-1'
         >>> dcp_plugin.resolve_resume("never", "run")
     """
-    found = StartOptions(resume, storage_options=storage_options).find(root)
-    if resume == "auto" and found is not None:
-        damage.note_chosen(found, by_framework=False)
-    return public(found)
+    checkpoint = StartOptions(resume, storage_options=storage_options).find(root)
+    if resume == "auto" and checkpoint is not None:
+        damage.note_chosen(checkpoint, by_framework=False)
+    return public(checkpoint)
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The modules of a state under their names, nested as they are there."""
+    """Return the modules of a state by name, nested as in the state."""
     modules: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):

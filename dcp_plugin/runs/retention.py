@@ -1,4 +1,4 @@
-"""Deletion of checkpoints: never of a checkpoint that another one needs, and never of anything else.
+"""Deletion of checkpoints: only of checkpoints, and never of one that another checkpoint needs.
 
 Every deletion of this package goes through :func:`delete`.
 """
@@ -29,8 +29,8 @@ logger = logging.getLogger("dcp_plugin")
 def prune(newest: Where, policy: Retention) -> None:
     """Delete the checkpoints in the folder of ``newest``, which has just been saved, that a policy does not keep.
 
-    Checkpoints of other tools stay, and one of this package that another tool has saved over. So do parts of the same
-    checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
+    Checkpoints of other tools stay, and so does a checkpoint of this package to whose path another tool has saved. So
+    do parts of the same checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
     """
     by_names = policy.every_steps is None and policy.best is None
     siblings, _ = siblings_in(newest.parent, by_names)
@@ -40,9 +40,9 @@ def prune(newest: Where, policy: Retention) -> None:
     ]
     in_folder_of_step = step_in_name(newest.parent) is not None
     doomed = policy.select(states)
-    if any(state.step is None for state in doomed):  # their steps decide which are parts of the newest
-        known = {path: _step_of(path) for path in (newest, *(state.path for state in doomed))}
-        doomed = policy.select([replace(state, step=known.get(state.path, state.step)) for state in states])
+    if any(state.step is None for state in doomed):  # their steps decide which of them are parts of the newest
+        steps = {path: _step_of(path) for path in (newest, *(state.path for state in doomed))}
+        doomed = policy.select([replace(state, step=steps.get(state.path, state.step)) for state in states])
     remove_all(state.path for state in doomed if not (in_folder_of_step and state.step is None))
 
 
@@ -53,13 +53,13 @@ def _step_of(path: Where) -> int | None:
 
 
 def rotate(oldest_first: Iterable[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
-    """Delete all but the last ``keep`` of these checkpoints, for a framework that has its own order."""
+    """Delete all checkpoints except the last ``keep``, for a framework with its own order."""
     states = [CheckpointState(path, True, time=number) for number, path in enumerate(oldest_first)]
     remove_all((state.path for state in Retention(newest=keep).select(states)), delete)
 
 
 def remove_all(paths: Iterable[Where], delete: Callable[[Where], None] | None = None) -> None:
-    """Delete checkpoints. Log failures: the checkpoint that replaces them is published, and old ones do no harm."""
+    """Delete checkpoints. Log failures: the newer checkpoint is published, and old ones do no harm."""
     for path in paths:
         try:
             (delete or remove)(path)
@@ -68,13 +68,13 @@ def remove_all(paths: Iterable[Where], delete: Callable[[Where], None] | None = 
 
 
 def remove(path: PathLike) -> None:
-    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
+    """Delete a checkpoint. At no moment does a partly deleted directory count as a checkpoint.
 
-    One that completes another beside it (``trainable_only``), or may complete one that cannot be read, is kept, with a
-    warning in the log.
+    Keep the checkpoint, with a warning in the log, if it is the base of another one in its folder (``trainable_only``),
+    or if an unreadable entry may need it as its base.
 
     Raises:
-        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is as it was.
+        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is unchanged.
     """
     path = as_path(path)
     try:
@@ -90,10 +90,10 @@ def remove(path: PathLike) -> None:
 
 
 def delete(path: Where) -> None:
-    """Delete a checkpoint of this package or another tool, complete or torn, or a link to one, and nothing else.
+    """Delete a checkpoint of this package or another tool, complete or torn, or a link to one; refuse other paths.
 
     Raises:
-        CheckpointError: The path is something else, or the file system failed.
+        CheckpointError: The path is no checkpoint, or the file system failed.
         CheckpointUnreadable: The file system fails to read it.
     """
     refuse_other_things(path)
@@ -101,7 +101,7 @@ def delete(path: Where) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse a path that is no checkpoint. Raises as :func:`delete`."""
+    """Refuse a path that is no checkpoint. Raise the errors of :func:`delete`."""
     medium = medium_of(path)
     try:
         kind = medium.kind(path)

@@ -5,7 +5,7 @@ checkpoint may be missing under its name when the directory is listed, and missi
 is listed. So a directory with a workspace is listed again until two listings in a row are equal. Only new entries are
 examined again.
 
-An error never counts as an empty directory. Reads that fail with an error that may pass are repeated for 10 s. Then an
+An error never counts as an empty directory. Reads that fail with a transient error are repeated for 10 s. Then an
 error at the root is raised, and the entries below it that cannot be read are in :attr:`Scan.unreadable`;
 :func:`dcp_plugin.runs.catalog.refuse_unreadable` decides whether they can be passed over.
 """
@@ -33,7 +33,7 @@ _MOST_ROUNDS = 100
 
 
 def state_of(path: Where, patience: Patience | None = None) -> CheckpointState | None:
-    """Return the state of one directory; None if it is no DCP checkpoint and does not pretend to be one.
+    """Return the state of a directory; None if it has no file of a DCP checkpoint.
 
     Raises:
         CheckpointUnreadable: The file system fails to read it.
@@ -76,7 +76,7 @@ class Scan:
         read_all: Whether to read each checkpoint, and each file that may be one. Otherwise, where names of files show
             when a checkpoint was saved, nothing of it is read, and its step is unknown.
         in_flight: Whether to include saves in flight whose records have to be read.
-        patience: Shared by the scans of one search, which waits for 10 s in all.
+        patience: Retry that the scans of a search share, for 10 s in total.
 
     Raises:
         CheckpointUnreadable: The root cannot be read, or the store of a URL cannot be listed.
@@ -114,21 +114,21 @@ class Scan:
                 raise cannot_read(root, error) from error
 
     def links(self) -> dict[Path, Path]:
-        """Return the symbolic links beside checkpoints and above them, and their targets."""
+        """Return the symbolic links in the scanned directories, and their targets."""
         entries = [path for listed in self._listed.values() for path, _ in listed]
         return {path: path.resolve() for path in entries if is_link(path)}
 
     def is_current(self) -> bool:
-        """Return whether no entry came or went since. A large directory may not be listed in one moment."""
+        """Return whether no entry was added or removed since the scan. Listings of large directories are not atomic."""
         return self._complete and all(self._entries(path) == listed for path, listed in self._listed.items())
 
     def _entries(self, directory: Where) -> set[tuple[Where, int]]:
         with suppress(OSError):
-            return {(one.path, one.number) for one in self.medium.entries(directory)}
+            return {(entry.path, entry.number) for entry in self.medium.entries(directory)}
         return set()
 
     def _visit(self, directory: Where, depth: int) -> bool:
-        """Examine a directory; return False if it was deleted before."""
+        """Examine a directory; return False if it does not exist any more."""
         self.unreadable.pop(directory, None)
         try:
             state = self._patience.read(lambda: self._state(directory))
@@ -170,8 +170,8 @@ class Scan:
         seen: dict[Where, int] = {}
         before = None
         for _ in range(_MOST_ROUNDS):
-            self._listed[directory] = {(one.path, one.number) for one in entries}
-            folders = {one.path: one.number for one in entries if one.is_folder}
+            self._listed[directory] = {(entry.path, entry.number) for entry in entries}
+            folders = {entry.path: entry.number for entry in entries if entry.is_folder}
             workspaces = [path for path in folders if is_workspace(path.name)]
             for workspace in workspaces:
                 del folders[workspace]
@@ -192,25 +192,25 @@ class Scan:
         return True
 
     def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
-        """Return whether a directory is the checkpoint of another tool. Record such files in it."""
+        """Return whether a directory is a checkpoint of another tool. Record such files in it."""
         files = self.medium.open(directory)
-        saved = saved_as_folder(files, (one.path.name for one in entries))
+        saved = saved_as_folder(files, (entry.path.name for entry in entries))
         if saved is not None and not saved.export:
             self.of_others.append(saved)
             return True
-        names = [one.path.name for one in entries if one.is_file]
+        names = [entry.path.name for entry in entries if entry.is_file]
         in_files = list(saved_as_files(files, names, look=self._read_all or files.streams == 0))
         self.of_others += [*([] if saved is None else [saved]), *in_files]
         return False
 
     def _look_into_workspace(self, workspace: Where) -> list[Where]:
-        """Record the saves in flight, and checkpoints that are being replaced. Return the entries."""
+        """Record the saves in flight, and the checkpoints that are being replaced. Return the entries."""
         if workspace not in self.workspaces:
             self.workspaces.append(workspace)
         for path in [path for path in self.states if path.parent == workspace]:
             del self.states[path]
         try:
-            paths = [one.path for one in self._patience.read(lambda: self.medium.entries(workspace))]
+            paths = [entry.path for entry in self._patience.read(lambda: self.medium.entries(workspace))]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -229,13 +229,13 @@ class Scan:
     def _in_flight(self, entry: Where) -> CheckpointState | None:
         if isinstance(entry, ObjectPath) and not self._reads_records:  # the record would have to be read
             return None
-        noted = self.medium.in_flight(entry)
-        if noted is None or self._is_seen(entry.parent.parent / noted[0]):
+        save = self.medium.in_flight(entry)
+        if save is None or self._is_seen(entry.parent.parent / save[0]):
             return None
-        reason = f"a save of {noted[0]} that is in flight or was interrupted"
-        return CheckpointState(entry, False, reason, None, noted[1])
+        reason = f"a save of {save[0]} that is in flight or was interrupted"
+        return CheckpointState(entry, False, reason, None, save[1])
 
     def _is_seen(self, path: Where) -> bool:
-        """Return whether the scan has seen a save that is made at its final path."""
+        """Return whether the scan has seen a save in flight at its final path, as in a store."""
         state = self.states.get(path)
         return isinstance(path, ObjectPath) and state is not None and not state.committed
