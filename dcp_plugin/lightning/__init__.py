@@ -1,8 +1,9 @@
 """The integration for Lightning's Trainer, of ``lightning`` and of ``pytorch_lightning``.
 
-``Trainer(plugins=[DCPCheckpointIO()])`` is all there is to do: :mod:`.callback` tells how the plugin reaches all ranks,
+Users only write ``Trainer(plugins=[DCPCheckpointIO()])``. :mod:`.callback` describes how the plugin reaches all ranks,
 :mod:`.resume` how a training continues. Enters: a Trainer with the plugin. Leaves: checkpoints under the names of
-:mod:`dcp_plugin.integration.key_names`. The rule: a Trainer without the plugin is as if this package did not exist.
+:mod:`dcp_plugin.integration.key_names`. The rule: a Trainer without the plugin behaves as if this package did not
+exist.
 """
 
 import importlib
@@ -10,7 +11,7 @@ from typing import Any
 
 from dcp_plugin.integration import lightning_packages
 
-lightning_packages.installed()  # or say how to get it, before anything else fails
+lightning_packages.installed()  # raises an error with the install command if none is
 
 from dcp_plugin.lightning import callback as _callback  # noqa: E402, F401  (the entry points look for it)
 from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
@@ -22,7 +23,7 @@ __all__ += [f"DCP{name}" for name in lightning_packages.SUPPORTED]
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that derive from Lightning's: those of the package that is in use."""
+    """Return a class that derives from Lightning's, for the Lightning package that is in use."""
     if name in __all__:
         return getattr(importlib.import_module(lightning_packages.in_use().classes), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

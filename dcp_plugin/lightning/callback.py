@@ -1,12 +1,13 @@
-"""The callback that promotes the trainer's strategy. Users need not know it: an entry point brings it.
+"""The callback that promotes the trainer's strategy. An entry point adds it; users need not know it.
 
-A Trainer without :class:`DCPCheckpointIO` is as if this package did not exist. It gets no callback; if Lightning ever
-hides which Trainer is asking, it gets one that takes itself out at ``setup``.
+A Trainer without :class:`DCPCheckpointIO` behaves as if this package did not exist. It gets no callback. If Lightning
+ever hides which Trainer is asking, the Trainer gets a callback that removes itself at ``setup``.
 
-With ``staging="lazy"`` the callback also comes first in every hook. A lazy copy may go on while the next forward and
-backward run, until a step of an optimizer. Between steps Lightning calls hooks, and a callback that writes weights
-(averages, target networks) does so in one of them, often through ``.data``, which no version counts. So the copy is
-waited for before every hook that anybody else has, and nobody needs to know which of them write.
+With ``staging="lazy"`` Lightning also calls this callback first in every hook. A lazy copy may continue during the next
+forward and backward pass, until an optimizer steps. Lightning calls hooks between steps. A callback that writes weights
+(averages, target networks) does so in a hook, often through ``.data``, which changes no version counter. This callback
+therefore waits for the copy before every hook that another callback or the module overrides, and need not find out
+which of these hooks write.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ if TYPE_CHECKING:
 
 @functools.cache
 def dcp_callback_class(package: Package) -> type[Any]:
-    """The callback, as a subclass of the ``Callback`` of one of Lightning's packages."""
+    """Return the class of the callback, derived from the ``Callback`` of one of Lightning's packages."""
 
     class DCPCallback(package.pytorch.Callback):  # type: ignore[misc, name-defined]
-        """Promotes the strategy of a trainer that has :class:`DCPCheckpointIO` among its plugins, and tells the
-        trainer's loggers what each save cost.
+        """Callback that promotes the strategy of a trainer with a :class:`DCPCheckpointIO` among its plugins, and
+        reports the cost of each save to the trainer's loggers.
 
-        ``setup`` is the first hook on all ranks and the last moment before Lightning decides how to restore.
+        ``setup`` is the first hook on all ranks and the last hook before Lightning decides how to restore.
 
         Args:
-            log_metrics: Give the loggers ``checkpoint/blocked_seconds`` and the like, see
-                :mod:`dcp_plugin.lightning.io`.
+            log_metrics: Log ``checkpoint/blocked_seconds`` and the other figures of :mod:`dcp_plugin.lightning.io`.
         """
 
         def __init__(self, log_metrics: bool = True) -> None:
@@ -57,14 +57,14 @@ def dcp_callback_class(package: Package) -> type[Any]:
                 return
             _refuse_mixture(trainer, self)
             promote(trainer.strategy)
-            promote_callbacks(trainer)  # before their own setup, which refuses to link in a store
+            promote_callbacks(trainer)  # before the callbacks' own setup, which refuses links in a store
             _warn_if_wrapped(trainer)
             _refuse_interval_without_place(trainer, stage)
             _report_saves(trainer, self.log_metrics)
             _watch_hooks(trainer, self)
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            """A safe moment for what became due since the last one: a save has been published in the background."""
+            """Run the actions that became due when a save was published in the background. Here they are safe."""
             tell(trainer, "on_train_batch_end")
             io_of(trainer).post_commit.settle()
 
@@ -76,7 +76,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
 
 def callbacks_for_new_trainer(name: str) -> list[Any]:
-    """What the entry point of the package of this name gives to its Trainer under construction."""
+    """Return the callbacks that the entry point of the package ``name`` adds to a Trainer under construction."""
     if not in_existence:
         return []
     name_ours_in_errors()  # Fabric alone may have been imported when the plugin was made
@@ -84,14 +84,14 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     if (trainer := _lightning.trainer_under_construction()) is not None:
         if not _has_plugin(trainer):
             return []
-        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
+        promote_callbacks(trainer)  # a resume from "last" calls the callbacks before Lightning calls any hook
         if any(isinstance(callback, callback_class) for callback in cast(Any, trainer).callbacks):
             return []
     return [callback_class()]
 
 
 def io_of(trainer: Any) -> DCPCheckpointIO:
-    """The plugin of a promoted strategy."""
+    """Return the plugin of a promoted strategy."""
     return cast(LightningAdapter, trainer.strategy.dcp_adapter).io
 
 
@@ -111,23 +111,26 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
         io.hold_back(trainer.loggers)
 
 
-def _watch_hooks(trainer: Trainer, mine: Any) -> None:
+def _watch_hooks(trainer: Trainer, dcp_callback: Any) -> None:
     io = io_of(trainer)
     io.others = None
     if io.config.staging == "lazy":
-        _lightning.put_first(trainer, mine)
-        io.others = OthersHooks(trainer, mine)
+        _lightning.put_first(trainer, dcp_callback)
+        io.others = OthersHooks(trainer, dcp_callback)
 
 
-def _refuse_mixture(trainer: Trainer, mine: Any) -> None:
-    """A Trainer calls the hooks of the other package's callbacks, but does not know them for what they are: it adds a
-    ModelCheckpoint of its own, and never resumes from theirs. Lightning refuses a module of the other package itself.
+def _refuse_mixture(trainer: Trainer, dcp_callback: Any) -> None:
+    """Refuse callbacks of the other Lightning package that concern checkpoints.
+
+    A Trainer calls the hooks of such a callback, but does not recognise its class. The Trainer adds its own
+    ModelCheckpoint, and never resumes from the other's checkpoints. Lightning itself refuses modules of the other
+    package.
 
     Raises:
         CheckpointError: A callback that concerns checkpoints is of the other package.
     """
     package, callbacks = package_behind(trainer), cast(Any, trainer).callbacks
-    for callback in (mine, *(other for other in callbacks if has_base(type(other), "Checkpoint"))):
+    for callback in (dcp_callback, *(other for other in callbacks if has_base(type(other), "Checkpoint"))):
         theirs = package_behind(callback)
         if theirs is not package:
             raise CheckpointError(
@@ -145,7 +148,11 @@ def _warn_if_wrapped(trainer: Trainer) -> None:
 
 
 def _refuse_interval_without_place(trainer: Trainer, stage: str) -> None:
-    """Raises ValueError for a ``save_interval`` in a fit in which nothing would be saved by it."""
+    """Refuse a ``save_interval`` in a fit without a directory to save in.
+
+    Raises:
+        ValueError: No callback of the trainer has a directory.
+    """
     if io_of(trainer).config.save_interval is not None and stage == "fit" and not with_directory(trainer):
         raise ValueError(
             "save_interval saves in the dirpath of a ModelCheckpoint, and this Trainer has none: add one, as "
@@ -160,21 +167,21 @@ _WRITE_NO_WEIGHTS = (
 
 
 def between_steps(package: Package) -> list[str]:
-    """The hooks of callbacks in which weights may be written."""
+    """Return the names of the callback hooks in which weights may be written."""
     others = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
     return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in others]
 
 
 class OthersHooks:
-    """The hooks in which a trainer's module and callbacks may write weights: all but Lightning's own harmless ones.
+    """Hooks in which a trainer's module and callbacks may write weights: all except harmless hooks of Lightning's own.
 
     Args:
-        mine: The callback that is called first in every hook.
+        dcp_callback: The callback that Lightning calls first in every hook.
     """
 
-    def __init__(self, trainer: Any, mine: Any) -> None:
+    def __init__(self, trainer: Any, dcp_callback: Any) -> None:
         package, module = package_behind(trainer), trainer.lightning_module
-        callbacks = [other for other in trainer.callbacks if other is not mine]
+        callbacks = [other for other in trainer.callbacks if other is not dcp_callback]
         names = between_steps(package)
         after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
         savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
@@ -188,13 +195,13 @@ class OthersHooks:
             )
 
     def about_to_be_called(self, name: str) -> None:
-        """Every hook of this name follows, of callbacks first."""
+        """Wait for the lazy copy before Lightning calls the hooks of this name, if any of them may write weights."""
         if name in self._any:
             wait_until_copied()
 
     @contextmanager
     def of_model_checkpoint(self, name: str) -> Iterator[None]:
-        """While a ``ModelCheckpoint`` or one of its like is in a hook of its own."""
+        """Record for the duration of the context that a ``ModelCheckpoint`` or similar callback saves in this hook."""
         self._saving_in = name
         try:
             yield
@@ -202,25 +209,28 @@ class OthersHooks:
             self._saving_in = ""
 
     def saved(self) -> None:
-        """A save has returned. ``ModelCheckpoint`` comes last among callbacks: what is left of the hook is the
-        module's, and those of its like. Anybody else who saves may write as soon as that returns."""
+        """Wait for the lazy copy of a save that has returned, if later code of the same hook may write weights.
+
+        After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
+        remain. Any other caller of a save may write weights as soon as the save returns.
+        """
         if not self._saving_in or self._saving_in in self._after_a_save:
             wait_until_copied()
 
 
 def tell(trainer: Any, name: str) -> None:
-    """All hooks of this name are about to be called."""
+    """Announce that Lightning is about to call all hooks of this name."""
     if (others := io_of(trainer).others) is not None:
         others.about_to_be_called(name)
 
 
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """A hook of the callback that comes first."""
+    """Implement a hook of the callback that Lightning calls first."""
     tell(trainer, name)
 
 
 def _has_own(callback: Any, name: str) -> bool:
-    """Whether a callback has a hook that could write weights; also one given to the instance."""
+    """Return whether a callback, by its class or on the instance, has a hook of this name that could write weights."""
     if name in vars(callback):
         return True
     classes = (cls for cls in type(callback).__mro__ if "promoted_by_dcp_plugin" not in vars(cls))

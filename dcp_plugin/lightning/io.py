@@ -1,11 +1,11 @@
 """The plugin that users see: ``Trainer(plugins=[DCPCheckpointIO(async_save=True)])``.
 
 Lightning calls a ``CheckpointIO`` on rank 0 alone, and for sharded strategies not at all. The plugin therefore only
-holds the configuration and the Checkpointer. The trainer's strategy, promoted by
+owns the configuration and the Checkpointer. The trainer's strategy, promoted by
 :class:`~dcp_plugin.lightning.DCPCallback`, saves and loads with them on all ranks.
 
-Called directly, by the user or by ``ddp_spawn`` to return the weights, it is an ordinary ``CheckpointIO``: this process
-alone saves its dictionary, and loads it.
+A plugin that the user calls directly, or ``ddp_spawn`` to return the weights, is an ordinary ``CheckpointIO``: the
+calling process alone saves and loads its dictionary.
 
 Rank 0 reports a save to the log and the loggers, in the training's thread, when the checkpoint is published:
 
@@ -15,7 +15,8 @@ Rank 0 reports a save to the log and the loggers, in the training's thread, when
   (``checkpoint/proposed_interval_seconds`` and its inputs). These do not pass through the trainer's own metrics, so
   nothing is monitored, shown in the progress bar or stored because of them. The step is that of the report, which with
   saves in the background is a few after the saved step: many loggers want steps in order.
-- ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun: this call is delayed, too.
+- ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun. The plugin delays this call until the
+  checkpoint is published, too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_plugin")
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
-"""The plugins of this process: without one, no Trainer needs the callback."""
+"""Plugins of this process. In a process without plugins, no Trainer needs the callback."""
 
 
 class PostCommit:
@@ -68,10 +69,11 @@ class PostCommit:
 
     ``ModelCheckpoint`` links to a checkpoint, deletes the replaced one and notifies the loggers as soon as
     ``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link
-    would be broken, and neither the new nor the old checkpoint would exist.
+    would be broken, and both the new and the old checkpoint would be missing.
 
-    With a local tier a save may have ended without being at its path, or while the save before is still on its way
-    there. Links then lead to a checkpoint at its path, which is deleted only after a newer one is at its path.
+    With a local tier a save may have ended before its checkpoint is at its path, or before the previous checkpoint is
+    at its path. Links then point to a checkpoint at its path, which is deleted only after a newer checkpoint is at its
+    path.
     """
 
     def __init__(self) -> None:
@@ -80,13 +82,13 @@ class PostCommit:
         self._count = 0
         """Number of saves so far."""
         self._links: list[Callable[[], object]] = []
-        """To the newest save, if it is in the local tier alone."""
+        """Links to the newest save, to be made at its path: the save is in the local tier alone."""
         self._removals: deque[tuple[int, Where, Callable[[], object]]] = deque()
-        """Deletions to make after the save of that number."""
+        """Deletions to make after the save with the number in the first field."""
         self._only_local: set[Where] = set()
 
     def follow(self, handle: SaveHandle | None) -> None:
-        """Make later actions follow this save; with None they run at once."""
+        """Delay later actions until this save is published; with None they run at once."""
         self._newest = handle
         self._count, number = self._count + 1, self._count + 1
         self._links = []
@@ -102,7 +104,7 @@ class PostCommit:
         for removal in tuple(self._removals):
             after, path, remove = removal
             if after <= number and (durable or path in self._only_local):
-                with suppress(ValueError):  # another thread has taken it
+                with suppress(ValueError):  # another thread has removed the entry
                     self._removals.remove(removal)
                     self._only_local.discard(path)
                     self._due.append(remove)
@@ -178,16 +180,16 @@ class Report:
     event: SaveFinished
     gigabytes: float
     linked: float = 0.0
-    """Gigabytes of these that have not changed since the last checkpoint."""
+    """Gigabytes that have not changed since the last checkpoint."""
     proposed: SaveInterval | None = None
-    """The interval to save at, as known at that time."""
+    """The proposed save interval at that time."""
 
     @classmethod
     def of(cls, event: SaveFinished, proposed: SaveInterval | None = None) -> Report:
         summary = None
         with suppress(CheckpointError, OSError):
             summary = read_summary(event.path)
-        if summary is None:  # deleted since: the share of this rank
+        if summary is None:  # deleted meanwhile: report the share of this rank
             return cls(event, event.bytes / 1e9, proposed=proposed)
         return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9, proposed)
 
@@ -221,10 +223,10 @@ def _in_words(gigabytes: float) -> str:
 
 @dataclass(frozen=True)
 class _WhenPublished:
-    """Notifies a logger of a callback with the state at the save.
+    """Delayed ``after_save_checkpoint`` of a logger, which gets the callback in its state at the save.
 
-    ``ModelCheckpoint`` hands out a weak proxy of itself. When the logger reads it, its ``best_model_path`` may be of
-    the next save, which is not complete yet.
+    ``ModelCheckpoint`` passes a weak proxy of itself. When the logger reads the proxy, ``best_model_path`` may be that
+    of the next save, which is not complete yet.
     """
 
     notify: Callable[[Any], None]
@@ -234,7 +236,7 @@ class _WhenPublished:
 
     def __call__(self, callback: Any) -> None:
         at_save = {name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()}
-        kind, identity = callback.__class__, id(callback.__dict__)  # of the object behind the proxy
+        kind, identity = callback.__class__, id(callback.__dict__)  # of the callback behind the proxy
 
         def notify(event: SaveFinished) -> None:
             copy = self.copies.setdefault(identity, kind.__new__(kind))
@@ -250,17 +252,18 @@ class DCPCheckpointIO(Saver):
     Args:
         config: Settings of saves and loads; the defaults if omitted.
         weights_only: For checkpoints of Lightning's own (files, and ``meta.pt`` in directories of its sharded
-            strategies), what ``fit(weights_only=...)`` is for: False executes code from the file, None leaves it to
-            torch, which does not. Lightning drops that argument where a strategy is sharded. Our own checkpoints
-            never need it.
-        init_from: A pre-trained checkpoint for the model of a ``fit`` that has no checkpoint to resume from, that is
-            one with ``ckpt_path=None``. Read when model and optimizers are set up and sharded, before anything runs.
-        partial: Which keys of the model, such as ``model.backbone.*``, that fills, and from where; all if omitted.
+            strategies), as in ``fit(weights_only=...)``: False executes code from the file; None uses torch's default,
+            which does not. Lightning ignores the argument of ``fit`` with a sharded strategy. Our own checkpoints never
+            need it.
+        init_from: A pre-trained checkpoint for the model of a ``fit`` with ``ckpt_path=None``, which resumes from no
+            checkpoint. It is read when model and optimizers are set up and sharded, before any step.
+        partial: The keys of the model that ``init_from`` fills, such as ``model.backbone.*``, and their source keys;
+            all keys if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Raises:
-        ValueError: A value is out of range, or not for Lightning; or ``partial`` without ``init_from``.
-        TypeError: There is no field of this name.
+        ValueError: A value is out of range or not supported with Lightning; or ``partial`` without ``init_from``.
+        TypeError: An override names no field.
 
     Example:
         ``Trainer(plugins=[DCPCheckpointIO(async_save=True)]).fit(module, ckpt_path="last")``
@@ -278,10 +281,10 @@ class DCPCheckpointIO(Saver):
         partial: PartialLoad | None = None,
         **overrides: Any,
     ) -> None:
-        StartOptions(init_from=init_from, partial=partial)  # raises if they do not go together
+        StartOptions(init_from=init_from, partial=partial)  # raises if the options contradict each other
         _be_a_plugin_for_all()
-        besides = ("weights_only", "init_from", "partial")
-        super().__init__(CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint"))
+        other_options = ("weights_only", "init_from", "partial")
+        super().__init__(CheckpointConfig.merge(config, other_options, **overrides).that_waits("ModelCheckpoint"))
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
@@ -290,21 +293,21 @@ class DCPCheckpointIO(Saver):
         continued an earlier ``fit`` of the same Trainer."""
         self.post_commit = PostCommit()
         self.on_saved: Callable[[Report], None] | None = None
-        """Set by the callback on rank 0: called in the training's thread when a save is published."""
+        """Function that the training's thread calls when a save is published; the callback sets it on rank 0."""
         self.others: OthersHooks | None = None
-        """Set by the callback with ``staging="lazy"``: the hooks that may write weights between two steps."""
+        """Hooks that may write weights between two steps; the callback sets them with ``staging="lazy"``."""
         self._held_back: list[Any] = []
         self._asked: int | None = None
         self.serves_strategy = False
-        """Set by a promoted strategy, with ``world_size``: all ranks save."""
+        """True if all ranks save; a promoted strategy sets it, together with ``world_size``."""
         self.compares = False
-        """Set while a callback saves that keeps the best: it may name any of its checkpoints later."""
+        """True while a callback saves that keeps the best checkpoints: it may need any of its checkpoints later."""
         self.monitor: str | None = None
-        """Set while a callback saves: the metric by which it keeps the best."""
+        """Metric by which the callback that is saving keeps the best checkpoints."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """Return the text of Lightning's error for a plugin that was made before Lightning was imported."""
+        """Return the text that Lightning's error shows for a plugin that was made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
     def log(self, figures: dict[str, float], step: int) -> None:
@@ -327,7 +330,7 @@ class DCPCheckpointIO(Saver):
             added: Additions for stock Lightning, which resumes from this checkpoint.
 
         Raises:
-            SaveFailed: This save failed, or the one before, whose failure was not raised yet.
+            SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
         self._wait_until_kept()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
@@ -352,8 +355,8 @@ class DCPCheckpointIO(Saver):
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:
-        """Until the teardown, notify loggers of a checkpoint only when it is published. Some upload the files at the
-        paths of a ``ModelCheckpoint``, or miss them."""
+        """Notify loggers of a checkpoint only when it is published, until the teardown. Some loggers upload the files
+        at the paths of a ``ModelCheckpoint``, and would miss those of an unfinished save."""
         self._held_back = list(loggers)
         for logger in loggers:
             if "after_save_checkpoint" not in vars(logger):
@@ -369,11 +372,11 @@ class DCPCheckpointIO(Saver):
             self.on_saved(report)
 
     def is_due(self, step: int) -> bool:
-        """Return after a batch whether a save is due, by ``save_interval``, and measure the steps. Collective.
+        """Return after a batch whether a save is due by ``save_interval``, and measure the steps. Collective.
 
         Args:
-            step: Step of the optimizer. No save is due after further batches of the same step, or after the first batch
-                of a fit, which may be within a step.
+            step: Number of optimizer steps. No save is due after further batches of the same step, or after the first
+                batch of a fit, which may be within a step.
         """
         before, self._asked = self._asked, step
         if before in (None, step):
@@ -384,10 +387,10 @@ class DCPCheckpointIO(Saver):
         return self.checkpointer.due(step)
 
     def wait(self) -> None:
-        """Wait for the save in flight and for what follows it: links, deletions.
+        """Wait for the save in flight and for its links and deletions.
 
         Raises:
-            SaveFailed: It failed; raised once, and its links and deletions are dropped.
+            SaveFailed: The save failed. The error is raised once; the links and deletions of the save are dropped.
         """
         try:
             super().wait()
@@ -397,7 +400,7 @@ class DCPCheckpointIO(Saver):
         self.post_commit.settle()
 
     def _wait_until_kept(self) -> None:
-        """Wait until the saves are complete; with a local tier they may still be on the way to their paths."""
+        """Wait until the saves are complete; with a local tier their checkpoints may not be at their paths yet."""
         if not self.config.has_local_tier:
             self.wait()
             return
@@ -410,10 +413,10 @@ class DCPCheckpointIO(Saver):
         return source_of(self.config).newest_time(self.where(path)) is not None
 
     def start(self, model: nn.Module, strict: bool) -> Restart:
-        """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
+        """Load ``init_from``, if it is set, into the model of a promoted strategy. Collective.
 
         Raises:
-            CheckpointError: ``init_from`` does not exist, or does not fit; on every rank.
+            CheckpointError: ``init_from`` does not exist, or does not fit; raised on every rank.
         """
         if self.init_from is None:
             return Restart("fresh")
@@ -426,7 +429,7 @@ class DCPCheckpointIO(Saver):
         return options.start(self.checkpointer, {MODEL: model})
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
-        """Save a dictionary, by this process alone."""
+        """Save a dictionary from this process alone."""
         refuse_storage_options(storage_options)
         self._warn_if_not_promoted()
         state = layout.to_state(beside_ours(checkpoint), self.config.allow_pickle)
@@ -435,7 +438,7 @@ class DCPCheckpointIO(Saver):
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        """Return the full dictionary, in host memory. Files are checkpoints of Lightning's own."""
+        """Return the full dictionary, in host memory. A file is a checkpoint of Lightning's own."""
         weights_only = self.weights_only if weights_only is None else weights_only
         where = self.where(path)
         if self.post_commit.is_under_way(where):
@@ -445,10 +448,10 @@ class DCPCheckpointIO(Saver):
         return read_full(where, self._alone(), weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint; while a save is in flight, later.
+        """Delete a checkpoint; if a save is in flight, after that save is published.
 
         ``ModelCheckpoint`` deletes the old checkpoint as soon as the save of the new one returns. With ``async_save``
-        a crash would then leave neither.
+        both checkpoints could be missing after a crash.
         """
         self._warn_if_not_promoted()
         where = self.where(path)
@@ -464,10 +467,10 @@ class DCPCheckpointIO(Saver):
             logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
     def teardown(self) -> None:
-        """Wait for the save in flight and free what saving needed. The plugin can be used again.
+        """Wait for the save in flight and free the resources of saving. The plugin can be used again.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: A save failed, as in :meth:`wait`.
         """
         try:
             self.wait()
@@ -516,8 +519,8 @@ def refuse_storage_options(storage_options: Any | None) -> None:
 
 
 def _be_a_plugin_for_all() -> None:
-    """Register the class as a ``CheckpointIO`` of both packages, and have their errors name the function that opens a
-    directory."""
+    """Register the class as a ``CheckpointIO`` of the imported packages, or else of all installed packages. Have
+    Lightning's errors name the function that opens a directory."""
     imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
     for package in imported or lightning_packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)

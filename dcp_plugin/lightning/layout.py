@@ -1,4 +1,4 @@
-"""Lightning's checkpoint dictionary and the named state that is stored, one into the other.
+"""Conversion between Lightning's checkpoint dictionary and the named state that a checkpoint stores.
 
 | in the dictionary                 | in the checkpoint                                      |
 |-----------------------------------|--------------------------------------------------------|
@@ -6,7 +6,7 @@
 | ``optimizer_states``              | ``optim.…``, or ``optim_0.…``, ``optim_1.…`` of several |
 | everything else                   | ``extra.…``                                            |
 
-Hooks may add any value: the core stores it by its kind, sharded or not, tensor or not.
+Hooks may add any value. The core stores each value by its kind: sharded or not, tensor or not.
 
 Hyper-parameters are stored so that no code needs to be executed to load them. ``save_hyperparameters()`` takes every
 argument of ``__init__``: configurations, paths and enums are stored unchanged, or as plain values; modules, loss
@@ -14,8 +14,8 @@ functions and classes are left out, with a warning that names them, and
 ``load_from_checkpoint`` takes them as arguments. (Stock Lightning pickles them, and ``torch.load`` then refuses the
 checkpoint.) ``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
 
-Configurations of OmegaConf are stored as plain values, with their classes of OmegaConf under :data:`TYPES`. Loading
-makes these classes and no others, and resolves no interpolation.
+Configurations of OmegaConf are stored as plain values, with the names of their OmegaConf classes under :data:`TYPES`.
+Loading makes objects of these classes alone, and resolves no interpolation.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from dcp_plugin.state.optimizer import GROUPS
 from dcp_plugin.tensors._torch import is_tensor
 
 Checkpoint = dict[str, Any]
-"""The checkpoint dictionary of Lightning and all hooks."""
+"""Checkpoint dictionary of Lightning and all hooks."""
 
 KEYS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 """Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and for their class."""
 TYPES = "hyper_parameter_types"
-"""Our key for the classes of OmegaConf, by the keys above."""
+"""Our key for the classes of OmegaConf; its value has them under the keys of :data:`KEYS`."""
 
 
 def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the named state of a dictionary of Lightning's, or of any other (all of which is then extra).
+    """Return the named state of a dictionary of Lightning's, or of any other dictionary (all its items are then extra).
 
     Args:
-        allow_pickle: Keys (globs) of hyper-parameters that are stored although only executing code restores them.
+        allow_pickle: Keys (globs) of hyper-parameters to store although only executing code restores them.
     """
     extra = made_storable(checkpoint, allow_pickle)
     state: dict[str, Any] = {}
-    if extra.get("state_dict"):  # of a module without state there is nothing, as in a save of the module itself
+    if extra.get("state_dict"):  # a module without state is omitted, as in a save of the module itself
         state[MODEL] = extra.pop("state_dict")
     optimizers = extra.get("optimizer_states")
     if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
         del extra["optimizer_states"]
-        # Lightning has an empty state for a module without optimizer.
+        # Lightning stores an empty state for a module without optimizer.
         flat = [flatten_optimizer(state) or {} for state in optimizers]
         state.update(zip(numbered(OPTIM, len(optimizers)), flat, strict=True))
     return {**state, EXTRA: extra}
 
 
 def kinds_of(state: dict[str, Any]) -> dict[str, str]:
-    """Return the names of :func:`to_state` with the state of a module or an optimizer, and that kind."""
+    """Return the kind, ``"module"`` or ``"optimizer"``, of each name in ``state`` that has such a state."""
     return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
 
 
@@ -97,8 +97,8 @@ def from_state(state: dict[str, Any]) -> Checkpoint:
 
 
 def optimizer_of(stored: Any) -> Any:
-    """Return the state of an optimizer as it was read: flat, nested if Lightning has written it itself, or in a layout
-    of the optimizer's own."""
+    """Return the nested state of an optimizer from its stored form: flat, nested if stock Lightning has written it, or
+    in a layout of the optimizer's own, which stays."""
     if isinstance(stored, dict) and any(key.startswith(("state.", f"{GROUPS}.")) for key in stored):
         return unflatten_optimizer(stored)
     return {"state": {}, **stored} if isinstance(stored, dict) and GROUPS in stored else stored
@@ -122,7 +122,7 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
             unstorable: list[str] = []
             made[key] = _storable_part(key, plain(made[key]), allowed, unstorable)
             left_out += sorted(unstorable)
-        if isinstance(of_class := made.get(kind), type):  # a class would need its code
+        if isinstance(of_class := made.get(kind), type):  # loading a class would execute its module
             made[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     if left_out:
         _warn_left_out(tuple(left_out))
@@ -130,8 +130,8 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
 
 
 def made_again(checkpoint: Checkpoint) -> None:
-    """Have OmegaConf make its hyper-parameters from the stored values, in place. Values that it refuses stay plain,
-    with a warning: a resume does not need them."""
+    """Have OmegaConf make its configurations from the stored hyper-parameters, in place. Values that OmegaConf refuses
+    stay plain, with a warning: a resume does not need them."""
     types = checkpoint.pop(TYPES, None)
     if not isinstance(types, dict) or not importlib.util.find_spec("omegaconf"):
         return
@@ -141,12 +141,12 @@ def made_again(checkpoint: Checkpoint) -> None:
                 checkpoint[key] = _make(checkpoint[key], types[key])
                 if "is" in types[key]:
                     checkpoint[kind] = type(checkpoint[key])
-            except Exception as error:  # it may be from anybody
+            except Exception as error:  # a checkpoint of any author may have any values here
                 rank_zero_warn(f"OmegaConf cannot make the {key} of the checkpoint again, which stay plain: {error!r}")
 
 
 def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
-    """Return the items of a ``DictConfig``, unresolved, and a function that makes a configuration of such items; None
+    """Return the unresolved items of a ``DictConfig``, and a function that makes a configuration of such items; None
     for any other value."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
@@ -156,10 +156,10 @@ def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]
 
 
 def _how_made(value: Any) -> dict[str, Any]:
-    """Return the classes of OmegaConf in a value; an empty mapping without any.
+    """Return the classes of OmegaConf in a value; an empty mapping if it has none.
 
-    ``{"is": class, "root": …, "keys": …}`` for a configuration; interpolations may refer to the root, of which the keys
-    lead to this part. ``{"in": {key: …}}`` for a container.
+    For a configuration the result is ``{"is": class, "flags": …, "root": …, "keys": …}``: interpolations may refer to
+    the root, from which the keys lead to this part. For a container the result is ``{"in": {key: …}}``.
     """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
@@ -200,7 +200,7 @@ def _make(value: Any, how: dict[str, Any]) -> Any:
 
 
 def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str]) -> Any:
-    """Return the value without unstorable items of nested dictionaries, whose names are added to ``left_out``."""
+    """Return the value without the unstorable items of nested dictionaries. Add the names of these to ``left_out``."""
     if not isinstance(value, dict):
         return value
     kept = {}
@@ -214,7 +214,7 @@ def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str
 
 
 def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
-    if isinstance(value, nn.Module):  # its weights are mostly in the model's state
+    if isinstance(value, nn.Module):  # the model's state usually has its weights
         return False
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True

@@ -1,13 +1,13 @@
-"""Loads into the live model and optimizers with Lightning's hooks in between, and ``load_from_checkpoint``.
+"""Loading into the live model and optimizers, with Lightning's hooks in between, and ``load_from_checkpoint``.
 
 Lightning asks for a checkpoint before it sets up a single device or DDP, and after it has sharded a model. Callbacks
-rely on that: their restored state may decide which groups an optimizer gets. The state of the optimizers is therefore
-read separately, when the optimizers are complete.
+rely on this order: their restored state may decide which groups an optimizer gets. The state of the optimizers is
+therefore read separately, when the optimizers are complete.
 
-A change by a hook has the same effect as with Lightning's own checkpoints. Hooks get the live tensors, and their
-replacements and removals are applied afterwards; most hooks make none. If the LightningModule has an
+A change by a hook has the same effect as with Lightning's own checkpoints. Hooks get the live tensors. Their
+replacements and removals, which are rare, are applied after the hooks. If the LightningModule has an
 ``on_load_checkpoint`` of its own, which may refuse tensors, the model's state is read into separate tensors, and loaded
-when that hook has run.
+after that hook.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class Loaded:
     checkpoint: Checkpoint
     """The dictionary for Lightning and the hooks."""
     model: dict[str, Any] | None
-    """The values that the model has, to find replacements by hooks; None before the model is loaded."""
+    """The loaded values of the model, to detect replacements by hooks; None before the model is loaded."""
     optimizer_names: list[str] = field(default_factory=list)
-    """The names of optimizers with state in the checkpoint; none for weights alone, and for a file."""
+    """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
     optimizers: list[dict[str, Any]] | None = None
-    """The flat state that each optimizer has; None before they are loaded."""
+    """The flat state of each optimizer; None before the optimizers are loaded."""
     report: LoadReport | None = None
     """The report of the load without the optimizers; None for a file of Lightning's."""
     of_lightning: bool = False
-    """Whether a sharded strategy of stock Lightning has saved it."""
+    """True if a sharded strategy of stock Lightning saved the checkpoint."""
 
     @classmethod
     def of_file(cls, path: Where, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
-        """Return a file of Lightning's. Nothing is loaded before the hooks have run."""
+        """Return the contents of a file of Lightning's; the model is loaded after the hooks."""
         live, saved = gather_module(model), checkpoint["state_dict"]
         state_dict = {key if key in live else without_wrappers(key): value for key, value in saved.items()}
         return cls(path, {**checkpoint, "state_dict": state_dict}, model=None, optimizers=[])
@@ -95,13 +95,14 @@ def load(
     weights_only: bool | None,
     files: SourceFiles | None,
 ) -> Loaded:
-    """Read the checkpoint into ``model``, and all else but the optimizers' state into the result. Collective.
+    """Read the model's state into ``model``, and all other values except the optimizers' into the result. Collective.
 
     Args:
-        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
-        weights_only: For ``meta.pt`` of a sharded strategy of stock Lightning: whether to refuse executing code.
-        strict: Whether keys that do not fit are an error; with ``hooked``, the later apply raises it.
-        hooked: Whether the LightningModule's own hook runs before the model's state is applied.
+        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+        weights_only: Refuse to execute code from ``meta.pt`` of a sharded strategy of stock Lightning.
+        strict: Raise an error for keys that do not fit; with ``hooked``, :func:`apply_model` raises it later.
+        hooked: Read the model's state into separate tensors, since the LightningModule's own hook runs before they are
+            applied.
 
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model.
@@ -126,26 +127,26 @@ def load(
 
 
 def _look_into(path: Where, files: SourceFiles | None) -> tuple[dict[str, list[str]], bool]:
-    """Return the keys of a checkpoint by name, and whether a sharded strategy of Lightning's has saved it."""
+    """Return the keys of a checkpoint by name, and whether a sharded strategy of stock Lightning saved it."""
     return keys_by_name(path, files), files is None and stock_format.is_directory_of_lightning(path)
 
 
 def load_optimizers(
     loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: list[Optimizer], strict: bool
 ) -> None:
-    """Read the optimizers' state of the same checkpoint, if it has any. Collective.
+    """Read the optimizers' state of the same checkpoint, if the checkpoint has any. Collective.
 
     Raises:
         CheckpointMismatch: The checkpoint does not fit the optimizers.
     """
     path, names = loaded.path, loaded.optimizer_names
     _refuse_other_number(path, names, optimizers)
-    # The model names the parameters, also if the checkpoint's names have a prefix.
+    # The model gives the names of the parameters, also if the checkpoint's names have a prefix.
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
     # An optimizer whose own state dict is empty has one key, its name.
     only = PartialLoad(include=tuple(f"{name}*" for name in names), cast=True)
     report = checkpointer.restore(state, path, partial=only, strict=False)
-    # Another part of the model may be frozen now, which the core logs.
+    # Parameters without state are no error: another part of the model may be frozen now. The core logs them.
     if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
     states = [gather_optimizer(model, optimizer) for optimizer in optimizers]
@@ -166,7 +167,8 @@ def _allocate_like_parameters(
 ) -> None:
     """Allocate distributed tensors for the state that callbacks keep of every parameter, such as averages.
 
-    A tensor with a parameter's name and shape is distributed like the parameter, so that no rank reads all of it."""
+    A tensor with a parameter's name and shape is distributed like the parameter, so that each rank reads only its part.
+    """
     parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
     if not parameters:
         return
@@ -185,7 +187,7 @@ def _allocate_like_parameters(
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Apply to the model the ``state_dict`` that the hooks have left. Collective if a hook has changed it.
+    """Apply the ``state_dict`` to the model after the hooks. Collective if a hook has changed it.
 
     Raises:
         CheckpointMismatch: Keys are missing or unexpected, if ``strict``, or a shape differs.
@@ -205,7 +207,7 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
 
 
 def _placed_like(key: str, target: Any, source: Any) -> Any:
-    """Return a value from a hook, distributed like the model's."""
+    """Return a value from a hook, distributed like the model's value."""
     if not isinstance(target, (DTensor, ShardedTensor)) or isinstance(source, type(target)) or not is_tensor(source):
         return source
     placed = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
@@ -216,7 +218,7 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
 def apply_optimizers(
     model: nn.Module, optimizers: list[Optimizer], loaded: Loaded, states: list[dict[str, Any]], strict: bool
 ) -> None:
-    """Apply to the optimizers the ``states`` that the hooks have left."""
+    """Apply the ``states`` to the optimizers after the hooks."""
     _refuse_other_number(loaded.path, states, optimizers)
     for optimizer, state, applied in zip_longest(optimizers, states, loaded.optimizers or ()):
         if not state:  # Lightning's state of a module without optimizer
@@ -242,7 +244,7 @@ def _refuse_other_number(path: Where, saved: Sized, optimizers: Sized) -> None:
 
 
 def _in_place_of(live: Any, value: Any) -> Any:
-    """Copy a plain tensor into the optimizer's memory for it, so that device and dtype stay. Return any other value
+    """Copy a plain tensor into the optimizer's own tensor, which keeps its device and dtype. Return any other value
     unchanged."""
     plain = all(isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) for tensor in (live, value))
     return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
@@ -268,29 +270,30 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
 
-    Only reading differs from ``LightningModule.load_from_checkpoint``, which cannot open a directory; Lightning's own
-    code applies the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``).
+    ``LightningModule.load_from_checkpoint`` cannot open a directory. Only reading differs here: Lightning's code
+    applies the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``).
 
     Args:
-        cls: The class to make an object of.
-        path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file; or the URL of one.
-        map_location: The device of the model, as ``torch.load`` takes it. The tensors of a directory have no device: it
-            counts as ``"cpu"``, which is also the default.
+        cls: The class of the new object.
+        path: A checkpoint of ours, or of Lightning's (a directory of a sharded strategy, or a file), or its URL.
+        map_location: The device of the model, as ``torch.load`` takes it. The tensors of a directory have no device and
+            count as saved on ``"cpu"``, which is also the default.
         strict: Require equal keys; by default the module's ``strict_loading``.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyper-parameters to use instead of those of the checkpoint.
         weights_only: False executes code from the checkpoint where only that restores a value: allow it only for a
             checkpoint of your own.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
+        kwargs: More arguments of ``__init__``, which override the hyper-parameters of the checkpoint.
 
     Returns:
         The module with its weights, on the device of ``map_location``; or the datamodule.
 
     Raises:
-        TypeError: ``cls`` is no LightningModule or LightningDataModule class; it may be an object of one.
-        CheckpointNotFound, CheckpointCorrupt: There is no checkpoint, or its bytes have changed.
-        UnsafeCheckpoint: A value needs ``weights_only=False``; or the hyper-parameters name a function to be called.
-        CheckpointMismatch: It has no model.
+        TypeError: ``cls`` is not a class of LightningModules or LightningDataModules, but for example an object.
+        CheckpointNotFound, CheckpointCorrupt: The checkpoint does not exist, or its bytes have changed.
+        UnsafeCheckpoint: A value needs ``weights_only=False``; or the hyper-parameters name an unknown function to
+            call.
+        CheckpointMismatch: The checkpoint has no model.
         RuntimeError: The model does not fit, as with Lightning's own method.
 
     Example:
@@ -327,7 +330,8 @@ def _package_of(cls: Any) -> Package:
 
 
 def _read(path: Where, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
-    """Return Lightning's dictionary; without a module no tensors, and without a hook no state of optimizers."""
+    """Return Lightning's dictionary: without the model if no module is to be made, without the optimizers' state if no
+    hook can use it."""
     left_out = list(among(OPTIM, keys_by_name(path)))
     if module_class is None:
         left_out.append(MODEL)
@@ -346,8 +350,8 @@ def read_full(
 
     Args:
         checkpointer: A Checkpointer of this process alone.
-        weights_only: For ``meta.pt`` of a sharded strategy of stock Lightning: whether to refuse executing code.
-        left_out: Names that are not read, such as ``optim``.
+        weights_only: Refuse to execute code from ``meta.pt`` of a sharded strategy of stock Lightning.
+        left_out: Names to omit, such as ``optim``.
     """
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
     checkpointer.restore(state, path)
@@ -358,8 +362,8 @@ def read_full(
 
 
 def _refuse_unknown_instantiator(path: Where, checkpoint: Checkpoint, cls: Any, package: Package) -> None:
-    """Refuse a function that makes the object, unless it is one of LightningCLI, which stores its name: the author of
-    the checkpoint chose it."""
+    """Refuse a function that is to make the object, unless it belongs to LightningCLI, which stores its name. The
+    author of the checkpoint chose the name, and could have any function called."""
     for parameters in _lightning.hyper_parameters_of(package, cls, checkpoint):
         name = parameters.get("_instantiator")
         if name is not None and not (isinstance(name, str) and name in _lightning.instantiators(package)):
@@ -378,8 +382,8 @@ def _take_hyper_parameters(
     saved = checkpoint.get(key, {})
     if unresolved := made_of(saved):  # reading its items would resolve them
         saved, remake = unresolved
-        takes_it_whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
-        checkpoint[kind] = remake if takes_it_whole else None
+        is_argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
+        checkpoint[kind] = remake if is_argument else None
     checkpoint[key] = {**saved, **arguments}
     if str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
         checkpoint[kind] = importlib.import_module("omegaconf").OmegaConf.create
@@ -395,17 +399,17 @@ def _device(map_location: Any) -> torch.device:
 
 
 def name_ours_in_errors() -> None:
-    """Have Lightning's own ``load_from_checkpoint`` name ours where it cannot open a directory, in each imported
-    package."""
+    """Have Lightning's own ``load_from_checkpoint``, in each imported package, name ours when it cannot open a
+    directory."""
     for package in PACKAGES:
         _lightning.add_notes_to_reading(package, _what_opens)
 
 
 def _what_opens(path: Any, error: Exception) -> str:
-    """Return a note for an error of Lightning's own method; an empty string for errors of other causes.
+    """Return a note for an error of Lightning's own method; an empty string for an error with another cause.
 
-    For a URL the note is general: no request is made for a message. Some file systems of fsspec report no object for a
-    directory, and s3fs opens an empty one.
+    For a URL the note is general, since a message is not worth a request. For a directory some file systems of fsspec
+    report no object, and s3fs opens an empty object.
     """
     if isinstance(error, IsADirectoryError):
         reason = "This is a directory"

@@ -1,19 +1,19 @@
-"""``ModelCheckpoint`` and its like, corrected where they assume finished saves and checkpoints that are files.
+"""``ModelCheckpoint`` and similar callbacks, corrected where they assume finished saves and single files.
 
-They ask the file system which names are taken, link to saved checkpoints, and find ``last`` by time of modification. A
-save in the background is not on disk yet, and garbage of another tool's crash may look like a checkpoint. They
-also save when an exception ends the training, on the ranks that raised it.
+Lightning's callbacks ask the file system which names are taken, link to saved checkpoints, and find ``last`` by time of
+modification. But a save in the background is not on disk yet, and garbage from another tool's crash may look like a
+checkpoint. The callbacks also save when an exception ends the training, on the ranks that raised it.
 
 A promoted callback is a subclass of the user's own class, like a promoted strategy. Its state, its name in a
 checkpoint, and its decisions to save and to delete are Lightning's.
 
-With ``save_interval`` the last of them also saves when a save is due, to a fixed name in its directory, where each save
-replaces the one before. ``"last"`` finds it too.
+With ``save_interval`` the last of these callbacks also saves when a save is due. The checkpoint has a fixed name in the
+callback's directory, where each save replaces the previous checkpoint. ``"last"`` finds it too.
 
 W&B and MLflow, with ``log_model``, look for files among the paths of a ``ModelCheckpoint`` and ignore directories. Each
-checkpoint of ours becomes one artifact, under the names and with the aliases that its file would have: a directory
+checkpoint of ours becomes one artifact, with the name and the aliases that a file would have: a directory
 ``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow. Checkpoints in an object store
-are not uploaded, as files of Lightning's are not.
+are not uploaded, and the same holds for files of stock Lightning.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def promote_callbacks(trainer: Any) -> None:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
     _lightning.replace_choice_of_checkpoint(trainer, _Stores(trainer))
-    with suppress(ValueError):  # matters to a fit alone
+    with suppress(ValueError):  # only a fit needs the directories, and its setup raises
         tidy_dirpaths(trainer)
 
 
@@ -69,7 +69,7 @@ def tidy_dirpaths(trainer: Any) -> None:
     """Normalise the directories of the trainer's callbacks: a ``file://`` URL becomes a local path.
 
     Raises:
-        ValueError: A directory is a URL of something else than an object store.
+        ValueError: A directory is a URL, but not of an object store.
     """
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
@@ -85,7 +85,7 @@ def _promoted(base: type[Any]) -> type[Any]:
         promoted_by_dcp_plugin = True
 
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-            """Save if all ranks take part. A failure becomes a note on the exception that has ended the training."""
+            """Save if all ranks take part. A failure becomes a note on the exception that ended the training."""
             adapter = _adapter_of(trainer)
             if adapter is None or not _may_save_on_exception(self, base):
                 super().on_exception(trainer, pl_module, exception)
@@ -98,22 +98,22 @@ def _promoted(base: type[Any]) -> type[Any]:
                 rank_zero_warn(f"No checkpoint could be saved of the {type(exception).__name__}: {failure}")
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """Pickled as an object of the user's class."""
+            """Pickle the callback as an object of the user's class."""
             return object.__new__, (base,), self.__dict__
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            """Set up, also for ``save_last="link"`` in an object store, which Lightning refuses."""
+            """Set up the callback, even with ``save_last="link"`` in an object store, which Lightning refuses."""
             if _adapter_of(trainer) is None:
                 super().setup(trainer, pl_module, stage)
                 return
             callback: Any = self
-            wanted = callback.save_last
+            save_last = callback.save_last
             try:
-                callback.save_last = wanted and True
+                callback.save_last = save_last and True
                 super().setup(trainer, pl_module, stage)
             finally:
-                callback.save_last = wanted
+                callback.save_last = save_last
             if is_url(text_of(callback.dirpath)):
                 _lightning.forget_listings(self)
 
@@ -141,8 +141,8 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that saves. Lazy staging needs to know the saving callback, see
-    :class:`dcp_plugin.lightning.callback.OthersHooks`, and saves of a callback that keeps the best are durable."""
+    """Return a hook that saves. It records the saving callback for lazy staging, see
+    :class:`dcp_plugin.lightning.callback.OthersHooks`, and makes the saves of a callback with a monitor durable."""
 
     @functools.wraps(original)
     def saving(self: Any, trainer: Any, *args: Any) -> None:
@@ -165,7 +165,8 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _save_when_due(callback: Any, trainer: Any, adapter: LightningAdapter) -> None:
-    """Save after the last callback that saves, which runs after all others: these are saved as after the batch."""
+    """Save if a save is due, in the hook of the last callback that saves. All other callbacks have run before it, so
+    their saved state is that after the batch."""
     if callback is with_directory(trainer)[-1] and adapter.io.is_due(trainer.global_step):
         trainer.save_checkpoint(f"{callback.dirpath}/{TIMED}")
 
@@ -176,19 +177,21 @@ def with_directory(trainer: Any) -> list[Any]:
 
 
 def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
-    """Return whether the callback's hook may save, so that ranks have to meet before it. A user's hook may do anything;
-    for all others, an exception of a single rank need not wait for the other ranks."""
+    """Return whether the callback's ``on_exception`` may save, so that all ranks must meet before it.
+
+    A user's own hook may do anything. If no hook can save, an exception of a single rank need not wait for the others.
+    """
     owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
     return home_of(owner) is None or (owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True))
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
-    """Return the adapter of the strategy; None without the plugin: the callback may have been in another trainer."""
+    """Return the strategy's adapter; None without the plugin: another trainer may have promoted the callback."""
     return getattr(trainer.strategy, "dcp_adapter", None)
 
 
 def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None:
-    """Link when the target is published; until then the old link stays."""
+    """Link to ``target`` when it is published; until then the old link stays."""
     adapter = _adapter_of(trainer)
     if adapter is None:
         original(trainer, target, link)
@@ -200,8 +203,8 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
 
 
 def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bool:
-    """Return whether rank 0 sees something at a path, or a save to it has begun. Collective in Lightning's own group:
-    that save may use ours.
+    """Return whether rank 0 sees an entry at a path, or a save to the path has begun. Collective in Lightning's own
+    group, since that save may be using ours.
 
     Raises:
         CheckpointError: The store does not answer.
@@ -225,10 +228,10 @@ def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 
 @dataclass(frozen=True)
 class _Stores:
-    """Object stores as Lightning needs them to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
+    """Object stores as :class:`~dcp_plugin.lightning._lightning.LooksAtStores`, for Lightning's choice of a checkpoint.
 
-    Includes checkpoints in this node's local tier alone: Lightning chooses before ranks can communicate. A trainer
-    without the plugin makes no requests.
+    The choice includes checkpoints that only this node's local tier has: Lightning chooses before ranks can
+    communicate. A trainer without the plugin makes no requests.
     """
 
     trainer: Any
@@ -255,7 +258,7 @@ class _Stores:
 
 
 def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
-    """Return the saves to a folder that only this node's local tier has. First, wait for keepers of an earlier
+    """Return the saves to a folder that only this node's local tier has. Before that, wait for keepers of an earlier
     training, which may be publishing them."""
     source = source_of(io.config)
     source.settle(folder, Ranks())
@@ -263,7 +266,7 @@ def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
 
 
 def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
-    """Return when a checkpoint, or a file that is one, was made; None if it does not exist."""
+    """Return the time at which a checkpoint directory or file was made; None if it does not exist."""
     if (local := source_of(io.config).newest_time(path)) is not None:
         return local
     return saved_at(path)
@@ -278,22 +281,22 @@ def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> 
     local = _local_in(io, folder) if callback.save_last else []
     if isinstance(folder, ObjectPath):
         paths = list(map(str, paths_in(folder)))
-        found = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
-        found = {str(io.where(path)) for path in found}
+        candidates = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
+        candidates = {str(io.where(path)) for path in candidates}
     else:
-        found = search(callback, trainer)
+        candidates = search(callback, trainer)
     if local:
         newest = max(local, key=lambda state: state.time)
-        if all((_time_of(io, io.where(path)) or 0.0) < newest.time for path in found):
+        if all((_time_of(io, io.where(path)) or 0.0) < newest.time for path in candidates):
             return {str(newest.path)}
-    return _committed(io, found)
+    return _committed(io, candidates)
 
 
 def _committed(io: DCPCheckpointIO, paths: set[str]) -> set[str]:
-    """Return the checkpoints called ``last`` that can be resumed from; without any, the newest in their folder.
+    """Return the paths from which a training can resume; if there are none, the newest checkpoint in their folder.
 
     Raises:
-        CheckpointNotFound: Checkpoints were saved and none can be resumed from: to train silently from scratch would
+        CheckpointNotFound: Checkpoints were saved, but none can be resumed from. Silently training from scratch would
             be wrong.
     """
     passed_over = {path: reason for path in sorted(paths) if (reason := _reason_to_pass_over(io.where(path)))}
@@ -330,7 +333,7 @@ def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
 
 
 def upload_directories(loggers: list[Any]) -> None:
-    """Have the loggers of W&B and MLflow upload checkpoints that are directories, too."""
+    """Have the loggers of W&B and MLflow also upload checkpoints that are directories."""
     for logger in loggers:
         if upload := next((upload for name, upload in _UPLOADS.items() if has_base(type(logger), name)), None):
             _lightning.replace_scan(logger, functools.partial(_scan, logger, upload))
@@ -338,7 +341,7 @@ def upload_directories(loggers: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _NewCheckpoint:
-    """A checkpoint that a logger does not have yet."""
+    """Checkpoint that a logger may not have yet."""
 
     time: float
     path: str
@@ -347,7 +350,7 @@ class _NewCheckpoint:
 
 
 def _scan(logger: Any, upload: Callable[[Any, _NewCheckpoint, Any], None], callback: Any) -> None:
-    """Upload new checkpoints, in place of the logger's own method for new files."""
+    """Upload new files with the logger's own method, which this function replaces, and then new checkpoints."""
     logged = _lightning.logged_times(logger, callback)
     for checkpoint in sorted(_directories(callback), key=lambda checkpoint: checkpoint.time):
         if logged.get(checkpoint.path, float("-inf")) < checkpoint.time:
@@ -358,7 +361,7 @@ def _scan(logger: Any, upload: Callable[[Any, _NewCheckpoint, Any], None], callb
 def _directories(callback: Any) -> list[_NewCheckpoint]:
     checkpoints = []
     for path, score in _lightning.scored_paths(callback).items():
-        if not path or is_url(text_of(path)):  # these loggers upload files of a disk only
+        if not path or is_url(text_of(path)):  # these loggers only upload from a disk
             continue
         summary = None
         with suppress(CheckpointError, OSError):
@@ -373,7 +376,7 @@ def _directories(callback: Any) -> list[_NewCheckpoint]:
 
 def _to_wandb(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
     wandb: Any = importlib.import_module("wandb")
-    metadata = {**checkpoint.metadata, callback.__class__.__name__: _settings(callback)}  # of a weak proxy
+    metadata = {**checkpoint.metadata, callback.__class__.__name__: _settings(callback)}  # callback is a weak proxy
     artifact = wandb.Artifact(name=_lightning.artifact_name(logger), type="model", metadata=metadata)
     artifact.add_dir(os.path.realpath(checkpoint.path), name="model.ckpt", policy=logger.add_file_policy)
     logger.experiment.log_artifact(artifact, aliases=checkpoint.aliases)
@@ -383,11 +386,11 @@ def _to_mlflow(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
     artifact = Path(checkpoint.path).stem
     directory = os.path.realpath(checkpoint.path)
     logger.experiment.log_artifacts(logger.run_id, directory, f"{artifact}/{os.path.basename(checkpoint.path)}")
-    with tempfile.TemporaryDirectory() as beside:
+    with tempfile.TemporaryDirectory() as extra_files:
         metadata = {**checkpoint.metadata, "Checkpoint": _settings(callback)}
-        Path(beside, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # which is YAML
-        Path(beside, "aliases.txt").write_text(str(checkpoint.aliases))
-        logger.experiment.log_artifacts(logger.run_id, beside, artifact)
+        Path(extra_files, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # JSON is YAML
+        Path(extra_files, "aliases.txt").write_text(str(checkpoint.aliases))
+        logger.experiment.log_artifacts(logger.run_id, extra_files, artifact)
 
 
 def _settings(callback: Any) -> dict[str, Any]:

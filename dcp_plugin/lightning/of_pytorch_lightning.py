@@ -1,6 +1,6 @@
-"""What has to be a subclass of a class of Lightning's, for ``pytorch_lightning``.
+"""Classes that derive from Lightning's, for ``pytorch_lightning``.
 
-``dcp_plugin.lightning`` offers these names too, from here or from its sister module, by which package is imported.
+``dcp_plugin.lightning`` exports these names too, from this module or its sister, for the package that is imported.
 """
 
 from dcp_plugin.integration.lightning_packages import PYTORCH_LIGHTNING

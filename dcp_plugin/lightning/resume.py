@@ -1,20 +1,20 @@
-"""The exact continuation of a training at its checkpoint: random streams, dataloaders, loop counters.
+"""Exact continuation of a training from its checkpoint: random streams, dataloaders, loop counters.
 
-Creating an iterator over a dataloader draws from the random generators, and hooks may, too. Therefore the order of
-events in a resumed ``fit`` matters:
+Creating an iterator over a dataloader draws from the random generators, and hooks may draw from them, too. The order of
+events in a resumed ``fit`` therefore matters:
 
 1. ``Strategy.load_checkpoint``: :meth:`Resume.from_checkpoint` takes this rank's part out of the checkpoint.
 2. ``Strategy.process_dataloader``, the last public moment before Lightning creates the train iterators:
    :meth:`Resume.prepare` gives each loader its epoch and its saved position.
 3. ``Strategy.on_train_start``, after all other hooks and before the first batch: :meth:`Resume.start` sets the
-   random generators. Between two epochs it also lets Lightning begin the new epoch in its ordinary way, which
-   creates new iterators, with the same draws as in a run that was never interrupted. No iterator is created before,
-   which would read from a stream.
+   random generators. Between two epochs it also lets Lightning begin the new epoch in its ordinary way, which creates
+   new iterators with the same draws as in an uninterrupted run. No iterator is created earlier: it would read from a
+   stream.
 
-Random streams are kept by global rank, the states of loaders by the rank of their data, so that ranks which share their
+Random streams are stored by global rank, and the states of loaders by data-parallel rank, so that ranks with the same
 data (tensor parallelism) share the state.
 
-:func:`preflight` finds out when a fit starts, and not hours later, whether its checkpoints could be saved.
+:func:`preflight` checks at the start of a fit, and not hours later, whether its checkpoints can be saved.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 
 DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
 PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
-"""``OF_HOOKS`` has the values that a user's ``on_save_checkpoint`` had put under our keys."""
+"""Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
 _OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
 
 
 def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a new mapping, to which our keys can be added: a hook keeps its own ``"rng"``, and its mapping."""
+    """Return a new mapping to which our keys can be added. A hook's values under these keys, such as ``"rng"``, move to
+    ``OF_HOOKS``; the hook's own mapping is unchanged."""
     of_hooks = {key: value for key, value in checkpoint.items() if key in _OURS}
     remaining = {key: value for key, value in checkpoint.items() if key not in of_hooks}
     return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
 
 
 def put_back(checkpoint: Checkpoint) -> Checkpoint:
-    """Restore in place the values of hooks that :func:`beside_ours` had moved, after our values are taken."""
+    """Restore in place the values of hooks that :func:`beside_ours` had moved. Our values must have been removed."""
     of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
     checkpoint.update({key: of_hooks[key] for key in _OURS if key in of_hooks})
     return checkpoint
@@ -76,7 +77,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
 
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as Lightning itself would have made it, on rank 0."""
+    """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
     if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:
@@ -87,29 +88,29 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
 
 @dataclass
 class Resume:
-    """This rank's part of a checkpoint, until the training has reached the point at which it was made."""
+    """This rank's state from a checkpoint, to be restored when the training reaches the point of the checkpoint."""
 
     streams: SavedStreams
     rng: dict[str, Any] | None
-    """The state in the checkpoint of the rank ``streams.source``."""
+    """The random state of the rank ``streams.source`` in the checkpoint; None if it has none."""
     positions: list[Any]
-    """The states of stateful loaders without a loader yet, in order."""
+    """The saved states that no stateful loader has received yet, in order."""
     made_by: list[str]
     """The properties (:func:`made_by`) of these loaders, if the checkpoint has them."""
     saved_on: int
-    """Ranks with data of their own when the checkpoint was made; 0 if no loader had a state."""
+    """Number of data-parallel ranks when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
     plateau_metrics: dict[str, Any]
     made_in: float | None
     """The epoch in which the loaders were made, with ``reload_dataloaders_every_n_epochs``."""
     placed: list[tuple[Any, Any]] = field(default_factory=list)
-    """Stateful loaders with the states they got."""
+    """The stateful loaders that received a state, with this state."""
     without_position: list[str] = field(default_factory=list)
-    """Loaders that start with their first batch."""
+    """Descriptions of the loaders that start with their first batch."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, trainer: Trainer) -> Resume:
-        """Take this rank's part out of ``checkpoint``, so that the rest is what Lightning expects."""
+        """Remove this rank's state from ``checkpoint``, which then has the contents that Lightning expects."""
         rng_states: dict[str, Any] = checkpoint.pop(RNG, {})
         loader_states: dict[str, Any] = checkpoint.pop(DATALOADERS, {})
         fit_loop = checkpoint["loops"]["fit_loop"]
@@ -138,22 +139,22 @@ class Resume:
         if self.moment.after_last_batch:
             _lightning.postpone_iteration(trainer)
         if self.positions and hasattr(dataloader, "load_state_dict"):
-            position, here, name = self.positions.pop(0), made_by(dataloader), type(dataloader).__name__
-            saved = self.made_by.pop(0) if self.made_by else here
-            if saved == here:
+            position, current, name = self.positions.pop(0), made_by(dataloader), type(dataloader).__name__
+            saved = self.made_by.pop(0) if self.made_by else current
+            if saved == current:
                 self.placed.append((dataloader, position))
                 dataloader.load_state_dict(position)
             else:
-                self.without_position.append(f"{name} with {here} (it has that of one with {saved})")
+                self.without_position.append(f"{name} with {current} (it has that of one with {saved})")
         else:
             self.without_position.append(type(dataloader).__name__)
 
     def start(self, trainer: Trainer) -> None:
-        """The loops are about to take their first batch: continue the random streams."""
+        """Restore the random streams and the state of the epoch, right before the loops take their first batch."""
         moment = self.moment
         if not moment.between_epochs and moment.batches_done:
             _lightning.resume_within_epoch(trainer)
-            if not moment.in_last_validation:  # there, all batches of the epoch are done
+            if not moment.in_last_validation:  # in the last validation, all batches of the epoch are done
                 self._warn_of_lost_gradients(trainer)
                 if not _keeps_its_own_position(trainer):
                     self._warn_of_lost_positions(trainer)
@@ -215,9 +216,10 @@ class Resume:
 
 
 def _take_position(loader: Any, position: dict[str, Any]) -> None:
-    """Have a ``StatefulDataLoader`` make the iterator of the epoch that is done, so that the next one begins another.
+    """Have a ``StatefulDataLoader`` make the iterator of the completed epoch, so that its next iterator begins a
+    new epoch.
 
-    An iterator that has seen its end is replaced as soon as it is asked for, so ``state_dict`` makes that one.
+    ``iter()`` replaces a finished iterator at once, so ``state_dict`` makes the iterator in this case.
     """
     finished = position.get("_iterator_finished")
     if finished is not None:
@@ -232,7 +234,7 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
-    """Return the loader's own random generators: its own, and those of its samplers."""
+    """Return the random generators of a loader and of its samplers."""
     inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
     owners = (dataloader, getattr(dataloader, "sampler", None), inner)
     generators = [getattr(owner, "generator", None) for owner in owners]
@@ -240,19 +242,19 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
 
 
 def saves_by_itself(trainer: Any) -> bool:
-    """Return whether a fit starts with callbacks that will save checkpoints."""
+    """Return whether the trainer runs a fit with callbacks that save checkpoints."""
     return trainer.state.fn == "fit" and bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run
 
 
 def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
-    """Encode the values of a checkpoint except tensors, and write nothing.
+    """Check that the values of a checkpoint, except tensors, can be stored. Write nothing.
 
-    This calls no code of the user's: hooks and ``state_dict`` methods may count, log or write, and stock calls them for
-    checkpoints alone. It checks hyper-parameters and the schedules whose ``state_dict`` is torch's; the first save
-    checks all others.
+    The check calls no code of the user's: hooks and ``state_dict`` methods may count, log or write, and stock Lightning
+    only calls them for checkpoints. It covers hyper-parameters and schedules whose ``state_dict`` is torch's. The
+    first save checks all other values.
 
     Raises:
-        UnsafeCheckpoint: Naming every value that cannot be stored.
+        UnsafeCheckpoint: Values cannot be stored; the message names all of them.
     """
     state = layout.to_state(_extra_of(trainer), allow_pickle)
     refuse_unstorable({EXTRA: state[EXTRA]} if state[EXTRA] else {}, allow_pickle)
@@ -271,5 +273,5 @@ def _extra_of(trainer: Any) -> Checkpoint:
 
 
 def _is_torch_alone(schedule: Any) -> bool:
-    """Return whether a ``state_dict`` is torch's own, and of a schedule without others inside."""
+    """Return whether a schedule's ``state_dict`` is torch's own, and the schedule contains no other schedules."""
     return str(schedule.state_dict.__module__).startswith("torch.") and not hasattr(schedule, "_schedulers")

@@ -1,15 +1,15 @@
-"""Lightning's own checkpoints: how we read them, and the additions with which stock Lightning resumes from ours.
+"""Lightning's own checkpoints: reading them, and the additions with which stock Lightning resumes from ours.
 
 - A file (``.ckpt``) is a ``torch.save`` of one dictionary with full tensors. Its optimizer states have numbers instead
   of the names of parameters.
 - A directory of a sharded strategy is a DCP checkpoint of model and optimizers, which the core reads under our names
-  (:mod:`dcp_plugin.format.foreign`), and ``meta.pt`` with everything else. Loops, callbacks and schedules are
-  Lightning's business, which continues them as it would by itself.
+  (:mod:`dcp_plugin.format.foreign`), and ``meta.pt`` with all other values. Lightning itself continues loops, callbacks
+  and schedules, in its own way.
 - No lock-in: stock sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
-  ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for ``meta.pt``. All tensors
-  are in ours already and get these keys as aliases (:mod:`dcp_plugin.format.metadata`); the groups are small values
-  of their own. Our loads read none of it. Single device and DDP are not imitated: their format is one file, a second
-  copy of everything.
+  ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for ``meta.pt``. Our
+  checkpoints have all these tensors, which get the keys as aliases (:mod:`dcp_plugin.format.metadata`). The groups are
+  small additional values. Our loads read no addition. Single device and DDP get no additions: their format is one file,
+  which would be a second copy of all tensors.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
-"""Under which name each of the sharded strategies stores the model."""
+"""Name under which each of the sharded strategies stores the model."""
 OPTIMIZER = "optimizer"
-"""Optimizers are ``optimizer_0``, ``optimizer_1``, …, also if there is only one."""
+"""Prefix of the optimizers' names: ``optimizer_0``, ``optimizer_1``, …, even for a single optimizer."""
 
 
 def is_directory_of_lightning(path: Where) -> bool:
-    """Return whether a sharded strategy of stock Lightning saved this, also over a checkpoint of ours.
+    """Return whether a sharded strategy of stock Lightning saved the directory, also over a checkpoint of ours.
 
     Raises:
-        CheckpointCorrupt: The directory has files of both.
+        CheckpointCorrupt: The directory mixes the files of both.
     """
     return is_regular_file(path / META) and read_summary(path) is None
 
@@ -65,18 +65,18 @@ def fill(key: str, target: Any, source: Any) -> None:
     Raises:
         CheckpointMismatch: The shapes differ.
     """
-    here, stored = sharded_value(target), sharded_value(source)
-    if here.shape != stored.shape:
-        raise CheckpointMismatch(f"{key} has shape {here.shape} here and {stored.shape} in the checkpoint")
+    live, stored = sharded_value(target), sharded_value(source)
+    if live.shape != stored.shape:
+        raise CheckpointMismatch(f"{key} has shape {live.shape} here and {stored.shape} in the checkpoint")
     is_full = len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.shape
-    for number, chunk in enumerate(here.chunks):
+    for number, chunk in enumerate(live.chunks):
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         chunk.tensor.copy_(stored.chunks[0].tensor[box] if is_full else stored.chunks[number].tensor)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
-    """Give an optimizer a state, keyed by the names or the numbers of parameters, or in a layout of its own. Collective
-    if there is FSDP1.
+    """Load a state into an optimizer. The state has names or numbers of parameters as keys, or a layout of the
+    optimizer's own. Collective with FSDP1.
 
     Raises:
         CheckpointMismatch: The state does not fit the optimizer, or is of other parameters; the optimizer is unchanged.
@@ -107,9 +107,9 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
     """Return the state with names of parameters in place of numbers.
 
     The meaning of a number depends on the strategy that saved it. One device and DDP number the parameters of the
-    optimizer, in the order of its groups. FSDP and ModelParallel, saving "full", number the parameters of the model,
-    frozen ones included. Lightning's sharded strategies assume the second for both, and give a parameter the state of
-    another if any is frozen.
+    optimizer, in the order of its groups. FSDP and ModelParallel, saving "full", number all parameters of the model,
+    even frozen ones. Lightning's sharded strategies read both files by the second rule; if a parameter is frozen, they
+    give a parameter the state of another.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
@@ -129,8 +129,8 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names in the order in which an optimizer of the unwrapped model has them. A flat parameter of FSDP1
-    lists those of its unit; a group of such is assumed to be in the order of the model."""
+    """Return the names of the parameters in the order of an optimizer of the unwrapped model. For a flat parameter of
+    FSDP1 these are the names of its unit; the names of such a group are assumed to be in the model's order."""
     order = {name: number for number, name in enumerate(gather_module(model))}
     names = []
     for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
@@ -147,8 +147,8 @@ def _names_in_model(model: nn.Module) -> list[str]:
 
 
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
-    """Refuse slots of another parameter: slots have the shape of their parameter, or are made of its sizes (factored
-    ones)."""
+    """Refuse slots of another parameter. A slot has the shape of its parameter, or, if it is factored, sizes of that
+    shape."""
     for name in [name for name in state if name in model]:
         shape = sharded_value(model[name]).shape
         shapes = [tuple(slot.shape) for slot in state[name].values() if is_tensor(slot) and slot.ndim > 0]
@@ -161,15 +161,15 @@ def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, A
 
 @dataclass(frozen=True)
 class ForStock:
-    """The additions to a checkpoint."""
+    """Additions to a checkpoint with which stock Lightning resumes from it."""
 
     aliases: dict[str, tuple[str, KeyPath]]
     meta: Checkpoint | None
     """The contents of ``meta.pt``; None on ranks that do not write it."""
 
     def write_meta(self, directory: Path) -> None:
-        """Write all but model and optimizers, for ``torch.load(weights_only=True)`` unless the user has allowed pickled
-        values. The save itself reports values that cannot be stored."""
+        """Write all values except model and optimizers. ``torch.load(weights_only=True)`` reads the file, unless the
+        user has allowed pickled values. The save itself reports values that cannot be stored."""
         if self.meta is not None:
             with suppress(UnsafeCheckpoint):
                 (directory / META).write_bytes(encode(self.meta, allow_pickle=True))
@@ -178,10 +178,10 @@ class ForStock:
 def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
     """Return the additions for stock Lightning to a checkpoint of this strategy; None if the strategy is not sharded.
 
-    The groups of the optimizers are added to ``state`` for every strategy: an export needs them, too.
+    Add the groups of the optimizers to ``state`` for every strategy: an export needs them, too.
 
     Args:
-        checkpoint: The dictionary of Lightning's.
+        checkpoint: Lightning's dictionary.
         state: Its stored form, see :func:`dcp_plugin.lightning.layout.to_state`.
     """
     groups = _add_groups(checkpoint, state)
@@ -207,14 +207,14 @@ def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tupl
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
         if isinstance(nested, OwnLayout):
             continue
-        if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
+        if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may have the name "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
             added[number] = name, nested
     return added
 
 
 def _meta(extra: Checkpoint) -> Checkpoint:
-    """Return the values as Lightning itself would store them, without sharded tensors, which no rank has in full."""
+    """Return the values as Lightning itself would store them. Omit sharded tensors, which no rank has in full."""
     loops = {"loops": copy.deepcopy(extra["loops"])} if "loops" in extra else {}
     return without_own_state({**_unsharded(extra), **loops})
 

@@ -1,8 +1,8 @@
-"""Strategies that save and load with all ranks, directly from and into the live model and optimizers.
+"""Strategies with which all ranks save directly from the model and optimizers, and load directly into them.
 
-:func:`promote` changes the class of a trainer's strategy to :func:`dcp_strategy_class` of it: a subclass of the user's
+:func:`promote` replaces the class of a trainer's strategy by its :func:`dcp_strategy_class`: a subclass of the user's
 own class alone, whose methods for checkpoints forward to a :class:`LightningAdapter`. The classes for users who make
-their strategies themselves (``DCPFSDPStrategy``, for Hydra) are the same.
+their strategies themselves (``DCPFSDPStrategy``, for Hydra) are made in the same way.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _PATIENCE_WITH_AN_EXCEPTION = 60.0
-"""Seconds that a rank waits for the others if a callback is to save after an exception: more than a step or two, by
-which ranks may differ, and much less than the timeout of a process group, after which its own exception is lost."""
+"""Seconds that a rank waits for the others if a callback is to save after an exception. Ranks may differ by a step or
+two, which take less time. The timeout of a process group, after which the rank's exception is lost, is much longer."""
 
 _UNREAD: dict[str, Any] = {}
-"""Placeholder for the state of an optimizer that does not exist yet, where no hook looks at it."""
+"""Placeholder for the state of an optimizer that does not exist yet, if no hook looks at the state."""
 
 
 class LightningAdapter(StrategyAdapter):
-    """Saving, loading and the moments around them, for one strategy of a Trainer."""
+    """Saving, loading and the hooks around them, for one strategy of a Trainer."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self._loaded: Loaded | None = None
-        """The checkpoint that is being restored, until the optimizers have it too."""
+        """The checkpoint that is being restored, until its optimizer state is loaded."""
         self._resume: Resume | None = None
         """The state to restore when the training starts."""
         self._all_came: bool | None = None
@@ -61,7 +61,7 @@ class LightningAdapter(StrategyAdapter):
     @property
     def io(self) -> DCPCheckpointIO:
         io = _lightning.unwrapped(self.strategy.checkpoint_io)
-        if not isinstance(io, DCPCheckpointIO):  # a strategy of the classes below, without the plugin
+        if not isinstance(io, DCPCheckpointIO):  # the user made the strategy's class, without the plugin
             io = self.strategy.checkpoint_io = DCPCheckpointIO()
         io.serves_strategy, io.world_size = True, self.strategy.world_size
         return io
@@ -72,7 +72,7 @@ class LightningAdapter(StrategyAdapter):
 
     @property
     def model(self) -> nn.Module:
-        """The wrapped module, or the module in DDP that Lightning asks for its state."""
+        """The wrapped module; with DDP the module inside, whose state Lightning saves."""
         return inside_ddp(self.strategy.model)
 
     @property
@@ -93,7 +93,7 @@ class LightningAdapter(StrategyAdapter):
         if trainer.state.fn == "fit":
             tidy_dirpaths(trainer)
         self._all_came = None
-        ranks = self.checkpointer.ranks  # later may be too late to meet
+        ranks = self.checkpointer.ranks  # forms the group now: later, some ranks may not call
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
@@ -102,13 +102,13 @@ class LightningAdapter(StrategyAdapter):
             ranks.agree("see whether checkpoints could be saved", preflight)
 
     def all_ranks_come_to_save(self) -> bool:
-        """Return after an exception whether all ranks had one, at the same step, so that they can save together.
+        """Return whether all ranks had an exception at the same step, so that they can save together.
 
-        Ranks meet once; later calls return the same.
+        Ranks meet once; later calls return the same result.
         """
         if self._all_came is None:
             self.io.wait()
-            # The same step: else a checkpoint would have parts of different steps.
+            # Ranks that stopped at different steps would save a checkpoint of mixed steps.
             step = self.trainer.global_step
             purpose = f"save what an exception left at step {step}"
             self._all_came = self.checkpointer.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
@@ -136,7 +136,7 @@ class LightningAdapter(StrategyAdapter):
         strategy, io = self.strategy, self.io
         path = io.where(strategy.broadcast(filepath))
         checkpoint = resume.beside_ours(checkpoint)
-        if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
+        if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not of weights alone: a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
         state = layout.to_state(checkpoint, io.config.allow_pickle)
@@ -144,7 +144,7 @@ class LightningAdapter(StrategyAdapter):
         added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
         owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
         io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)
-        if self.trainer.state.stopped:  # no later hook waits for it
+        if self.trainer.state.stopped:  # no later hook waits for the save
             io.wait()
 
     def _metrics(self, monitor: str | None) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class LightningAdapter(StrategyAdapter):
         if self.strategy.is_global_zero:
             self.io.remove_checkpoint(filepath)
 
-    # Load: read into model and optimizers, let hooks see and change the result, apply what they changed.
+    # Load: read into model and optimizers, let hooks see and change the result, apply their changes.
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
@@ -176,7 +176,7 @@ class LightningAdapter(StrategyAdapter):
             checkpoint = self._loaded.checkpoint
             if self.fitting:
                 _lightning.restore_groups(self.trainer, checkpoint)
-        else:  # Lightning's own format: in Lightning's own way
+        else:  # the stock strategy reads Lightning's own format
             checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
         if self.fitting:
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"))
@@ -185,7 +185,7 @@ class LightningAdapter(StrategyAdapter):
     def _load_directory(self, path: Where, weights_only: bool | None, files: SourceFiles | None) -> Checkpoint:
         strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
         if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
-            strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
+            strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # else the load would round
         self._loaded = loaded = loading.load(
             path,
             self.checkpointer,
@@ -200,7 +200,7 @@ class LightningAdapter(StrategyAdapter):
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
             self._load_or_announce_optimizers(loaded)
         checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
-        if loaded.of_lightning:  # its loops are continued as Lightning does it
+        if loaded.of_lightning:  # Lightning continues the loops in its own way
             return checkpoint
         if self.fitting and "loops" in checkpoint:
             self._resume = Resume.from_checkpoint(checkpoint, self.trainer)
@@ -213,7 +213,7 @@ class LightningAdapter(StrategyAdapter):
         return resume.put_back(checkpoint)
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
-        """Load the optimizers if they exist; otherwise announce their state to Lightning."""
+        """Load the optimizers if they exist; otherwise give Lightning their state, or placeholders for it."""
         if not loaded.optimizer_names:
             return
         if self._set_up:
@@ -257,17 +257,17 @@ class LightningAdapter(StrategyAdapter):
         self.stock.barrier(*args, **kwargs)
 
     def _start(self) -> None:
-        """Start a fit without a checkpoint, whose model may start from another's."""
+        """Warm-start the model from ``init_from`` in a fit without a checkpoint, and log the start."""
         io = self.io
         if self.trainer.ckpt_path is None:
-            goes_on = self.trainer.global_step > 0  # where the last fit of this trainer has ended
-            io.restart = None if goes_on else io.start(self.model, self.module.strict_loading)
+            continues = self.trainer.global_step > 0  # from the end of this trainer's last fit
+            io.restart = None if continues else io.start(self.model, self.module.strict_loading)
         if io.init_from is not None and io.restart is not None:
             rank_zero_info(str(io.restart))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Prepare the loader, see :mod:`dcp_plugin.lightning.resume`."""
+        """Give a train loader its position, see :mod:`dcp_plugin.lightning.resume`."""
         dataloader = self.stock.process_dataloader(dataloader)
         if self.trainer.training:
             packages.make_resumable(dataloader)
@@ -282,7 +282,7 @@ class LightningAdapter(StrategyAdapter):
         if pending is not None:
             pending.start(self.trainer)
 
-    # The end: a save in flight is waited for, and its failure is raised exactly once.
+    # The end of a fit: wait for the save in flight, and raise its failure exactly once.
 
     @override
     def on_train_end(self) -> None:
@@ -305,14 +305,14 @@ class LightningAdapter(StrategyAdapter):
         try:
             self.stock.teardown()
         finally:
-            self.io.teardown()  # FSDP and ModelParallel forget it
+            self.io.teardown()  # the teardown of FSDP and ModelParallel does not call that of the plugin
 
 
 def promote(strategy: Strategy) -> None:
-    """Make a strategy save and load with :class:`DCPCheckpointIO`. Does nothing to one that does already.
+    """Make a strategy save and load with :class:`DCPCheckpointIO`. Do nothing if the strategy is already promoted.
 
     Raises:
-        CheckpointError: The strategy keeps its state in a way of its own.
+        CheckpointError: The strategy is not supported.
     """
     strategy.__class__ = dcp_strategy_class(type(strategy))
 
@@ -329,7 +329,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         The same class for the same ``base``; ``base`` itself if it is promoted already.
 
     Raises:
-        CheckpointError: The strategy keeps its state in a way of its own.
+        CheckpointError: The strategy is not supported: it stores its state in a way of its own.
 
     Example:
         >>> from lightning.pytorch.strategies import FSDPStrategy
@@ -345,8 +345,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
     return packages.promoted_class(
         base,
         LightningAdapter,
-        __module__=__name__ if home is None else home.classes,  # where pickle finds it
+        __module__=__name__ if home is None else home.classes,  # where pickle finds the class
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks.",
-        # FSDP and ModelParallel say False: they load optimizers together with the model, before hooks have seen them.
+        # FSDP and ModelParallel return False: they load optimizers with the model, before hooks have seen the state.
         lightning_restore_optimizer=property(lambda strategy: True),
     )
