@@ -1,8 +1,8 @@
-"""Which keys of two checkpoints have the same bytes, as far as their checksums tell: nothing is read.
+"""Compare the bytes of two checkpoints' keys by their stored checksums, without reading the bytes.
 
-Over full columns, as a checkpoint may have a million keys. What is stored in equal chunks has checksums of the same
-bytes on both sides: a CRC32 at the end of each block, and an XXH3-128 where the writer has computed one. A change
-within 32 bits surely changes the CRC32 of its block; any other does, all but one time in 2^32.
+The comparison uses full columns, as a checkpoint may have a million keys. Tensors stored in equal chunks have checksums
+of the same bytes on both sides: a CRC32 at the end of each block, and an XXH3-128 if the writer computed it. A change
+within 32 bits always changes the CRC32 of its block. A check misses any other change once in 2^32 times.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, in_all, in_any, ranges
 from dcp_plugin.format.index import CheckpointIndex
 
 _TELLING = 16
-"""Bytes from which on two tensors are hardly the same by chance."""
+"""Size in bytes from which on two tensors are hardly equal by chance."""
 _MOST_PARTS = 32
-"""Of a name, that are compared to find which of several equal tensors is meant."""
+"""Largest number of trailing parts of a name that are compared to pair equal tensors."""
 
 
 class Agreement:
-    """Some keys of a checkpoint, and as many of another, pair by pair.
+    """Comparison of some keys of a checkpoint with as many keys of another, pair by pair.
 
     Args:
-        one: The first checkpoint's index.
-        of_one: Numbers of its keys.
-        other: The second's.
-        of_other: Numbers of its keys.
+        one: The index of the first checkpoint.
+        of_one: The slots of its keys in the index.
+        other: The index of the second checkpoint.
+        of_other: The slots of its keys, in the same order.
     """
 
     def __init__(self, one: CheckpointIndex, of_one: Column, other: CheckpointIndex, of_other: Column) -> None:
@@ -37,14 +37,14 @@ class Agreement:
         numbers = {name: number for number, name in enumerate(dict.fromkeys((*one.table.dtypes, *other.table.dtypes)))}
         self._dtype_numbers = numbers
         self.same_dtype = self._dtypes(one, of_one) == self._dtypes(other, of_other)
-        """Whether both are of one dtype, or both no tensor."""
+        """For each pair, true if both have the same dtype, or neither is a tensor."""
         self.tensors = (one.table.columns["dtype"][of_one] != NO_TENSOR) & (
             other.table.columns["dtype"][of_other] != NO_TENSOR
         )
-        """Whether both are tensors."""
+        """For each pair, true if both are tensors."""
         self.same_shape = self._same_shape()
         self.known, self.equal = self._by_checksums()
-        """Whether the checksums tell, and if so, whether the bytes are the same."""
+        """For each pair, true if the checksums decide; and true if by these the bytes are the same."""
 
     def _dtypes(self, index: CheckpointIndex, slots: Column) -> Column:
         numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
@@ -52,114 +52,120 @@ class Agreement:
         return np.asarray(numbers[index.table.columns["dtype"][slots]])
 
     def _same_shape(self) -> Column:
-        one, other = self._one.table, self._other.table
-        ndim = one.columns["ndim"][self._of_one].astype(np.int64)
-        same = ndim == other.columns["ndim"][self._of_other]
+        first, second = self._one.table, self._other.table
+        ndim = first.columns["ndim"][self._of_one].astype(np.int64)
+        same = ndim == second.columns["ndim"][self._of_other]
         some = np.flatnonzero(same)
-        starts = one.shape_starts[self._of_one][some], other.shape_starts[self._of_other][some]
-        same[some] = _rows_agree(one.columns["shape"], starts[0], other.columns["shape"], starts[1], ndim[some])
+        starts = first.shape_starts[self._of_one][some], second.shape_starts[self._of_other][some]
+        same[some] = _rows_agree(first.columns["shape"], starts[0], second.columns["shape"], starts[1], ndim[some])
         return np.asarray(same)
 
     def _by_checksums(self) -> tuple[Column, Column]:
-        one, other = self._one, self._other
-        known, equal = np.zeros(len(self._of_one), bool), np.zeros(len(self._of_one), bool)
-        counts = np.diff(one.table.chunk_starts)[self._of_one]
-        alike = self.same_dtype & self.same_shape & (counts == np.diff(other.table.chunk_starts)[self._of_other])
+        first, second = self._one, self._other
+        decided, equal = np.zeros(len(self._of_one), bool), np.zeros(len(self._of_one), bool)
+        counts = np.diff(first.table.chunk_starts)[self._of_one]
+        alike = self.same_dtype & self.same_shape & (counts == np.diff(second.table.chunk_starts)[self._of_other])
         pairs = np.flatnonzero(alike)
-        ndim = one.table.columns["ndim"][self._of_one][pairs].astype(np.int64)
-        mine, theirs, counts = self._of_one[pairs], self._of_other[pairs], counts[pairs]
-        boxes = one.table.columns["box"], other.table.columns["box"]
-        starts = one.table.box_starts[mine], other.table.box_starts[theirs]
+        ndim = first.table.columns["ndim"][self._of_one][pairs].astype(np.int64)
+        first_slots, second_slots, counts = self._of_one[pairs], self._of_other[pairs], counts[pairs]
+        boxes = first.table.columns["box"], second.table.columns["box"]
+        starts = first.table.box_starts[first_slots], second.table.box_starts[second_slots]
         laid = _rows_agree(boxes[0], starts[0], boxes[1], starts[1], 2 * ndim * counts)
-        pairs, mine, theirs, counts = pairs[laid], mine[laid], theirs[laid], counts[laid]
-        chunks = ranges(one.table.chunk_starts[mine], counts), ranges(other.table.chunk_starts[theirs], counts)
-        told, same = _chunks_agree(one, chunks[0], other, chunks[1])
+        pairs, first_slots, second_slots, counts = pairs[laid], first_slots[laid], second_slots[laid], counts[laid]
+        chunks = (
+            ranges(first.table.chunk_starts[first_slots], counts),
+            ranges(second.table.chunk_starts[second_slots], counts),
+        )
+        chunks_decided, chunks_same = _chunks_agree(first, chunks[0], second, chunks[1])
         ends = np.cumsum(counts)
-        known[pairs] = _all(told, ends, counts)
-        equal[pairs] = _all(told & same, ends, counts)
-        return known, equal
+        decided[pairs] = _all(chunks_decided, ends, counts)
+        equal[pairs] = _all(chunks_decided & chunks_same, ends, counts)
+        return decided, equal
 
 
 def _all(flags: Column, ends: Column, counts: Column) -> Column:
-    """For each run of flags, whether all are set."""
+    """Return for each run of flags whether all are set."""
     sums = np.concatenate(([0], np.cumsum(~flags)))
     return np.asarray(sums[ends] == sums[ends - counts])
 
 
-def _rows_agree(one: Column, of_one: Column, other: Column, of_other: Column, counts: Column) -> Column:
-    """For each pair of runs of numbers, as long as ``counts`` says, whether they are the same."""
-    same = one[ranges(of_one, counts)] == other[ranges(of_other, counts)]
+def _rows_agree(first: Column, first_starts: Column, second: Column, second_starts: Column, counts: Column) -> Column:
+    """Return for each pair of runs of ``counts`` numbers whether they are equal."""
+    same = first[ranges(first_starts, counts)] == second[ranges(second_starts, counts)]
     return _all(same, np.cumsum(counts), counts)
 
 
 def _checksums(index: CheckpointIndex) -> tuple[Column, Column]:
-    """Where the checksums of each chunk begin, and how many it has."""
+    """Return the position of the first checksum of each chunk, and the number of its checksums."""
     ends = index.columns["block_ends"]
     counts = np.diff(ends, prepend=0)
     return ends - counts, counts
 
 
 def _chunks_agree(
-    one: CheckpointIndex, of_one: Column, other: CheckpointIndex, of_other: Column
+    first: CheckpointIndex, first_chunks: Column, second: CheckpointIndex, second_chunks: Column
 ) -> tuple[Column, Column]:
-    """For each pair of chunks, whether checksums tell, and whether these agree."""
-    mine, theirs = one.columns["place"][of_one], other.columns["place"][of_other]
-    alike = (mine[:, 3] == theirs[:, 3]) & ((mine[:, 2] >= 0) == (theirs[:, 2] >= 0))
-    (starts, counts), (other_starts, other_counts) = _checksums(one), _checksums(other)
-    blocks = counts[of_one]
-    empty = (mine[:, 3] == 0) & (mine[:, 2] >= 0)
-    told = alike & (empty | ((blocks > 0) & (blocks == other_counts[of_other])))
-    if one.smallest_block != other.smallest_block:
-        told &= empty
-    blocks = np.where(told, blocks, 0)
-    crcs = one.columns["block_crc"], other.columns["block_crc"]
-    same = _rows_agree(crcs[0], starts[of_one], crcs[1], other_starts[of_other], blocks)
-    if "hashed" in one.columns and "hashed" in other.columns:
-        hashes = one.places.hash[of_one], other.places.hash[of_other]
+    """Return for each pair of chunks whether the checksums decide, and whether they agree."""
+    first_places, second_places = first.columns["place"][first_chunks], second.columns["place"][second_chunks]
+    alike = (first_places[:, 3] == second_places[:, 3]) & ((first_places[:, 2] >= 0) == (second_places[:, 2] >= 0))
+    (starts, counts), (second_starts, second_counts) = _checksums(first), _checksums(second)
+    blocks = counts[first_chunks]
+    empty = (first_places[:, 3] == 0) & (first_places[:, 2] >= 0)
+    decided = alike & (empty | ((blocks > 0) & (blocks == second_counts[second_chunks])))
+    if first.smallest_block != second.smallest_block:
+        decided &= empty
+    blocks = np.where(decided, blocks, 0)
+    crcs = first.columns["block_crc"], second.columns["block_crc"]
+    same = _rows_agree(crcs[0], starts[first_chunks], crcs[1], second_starts[second_chunks], blocks)
+    if "hashed" in first.columns and "hashed" in second.columns:
+        hashes = first.places.hash[first_chunks], second.places.hash[second_chunks]
         hashed = alike & in_any(hashes[0]) & in_any(hashes[1])
         same &= ~hashed | in_all(hashes[0] == hashes[1])
-        told |= hashed
-    return told, same
+        decided |= hashed
+    return decided, same
 
 
 def signatures(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, tuple[bytes, bytes] | None]:
-    """For each key its layout, and the checksums of its bytes; None where it has none."""
+    """Return for each key its layout and the checksums of its bytes; None for a key without checksums."""
     table, places = index.table, index.columns["place"]
     starts, counts = _checksums(index)
     ends, box_starts, chunk_starts = starts + counts, table.box_starts, table.chunk_starts
-    found: dict[str, tuple[bytes, bytes] | None] = {}
+    signed: dict[str, tuple[bytes, bytes] | None] = {}
     for key in keys:
         slot = index.slots[key]
         first, last = int(chunk_starts[slot]), int(chunk_starts[slot + 1])
         empty = places[first:last, 3] == 0
         if first == last or not (empty | (counts[first:last] > 0)).all():
-            found[key] = None
+            signed[key] = None
             continue
         layout = table.columns["box"][box_starts[slot] : box_starts[slot + 1]].tobytes()
         layout += places[first:last, 3].tobytes() + bytes(places[first:last, 2] >= 0)
         layout += index.smallest_block.to_bytes(8, "little")
-        found[key] = layout, index.columns["block_crc"][starts[first] : ends[last - 1]].tobytes()
-    return found
+        signed[key] = layout, index.columns["block_crc"][starts[first] : ends[last - 1]].tobytes()
+    return signed
 
 
 def paired(removed: Sequence[str], added: Sequence[str], nbytes: int) -> dict[str, str]:
-    """Which is which of keys with the same bytes: those whose names have the most in common at their ends."""
-    found: dict[str, str] = {}
-    left, right = list(removed), list(added)
-    least = 1 if nbytes < _TELLING else 0  # a single number says little: then the last part of the name has to agree
-    most = min(_MOST_PARTS, max(key.count(".") + 1 for key in (*left, *right)))
+    """Pair removed with added keys of the same bytes. Keys whose names share the longest ending are paired first."""
+    pairs: dict[str, str] = {}
+    old_keys, new_keys = list(removed), list(added)
+    least = 1 if nbytes < _TELLING else 0  # small tensors are equal by chance: the last part of the name has to agree
+    most = min(_MOST_PARTS, max(key.count(".") + 1 for key in (*old_keys, *new_keys)))
     for parts in range(most, least - 1, -1):
         by_end: dict[str, deque[str]] = defaultdict(deque)
-        for key in right:
+        for key in new_keys:
             by_end[_end(key, parts)].append(key)
-        for key in left:
+        for key in old_keys:
             if candidates := by_end.get(_end(key, parts)):
-                found[key] = candidates.popleft()
-        taken = set(found.values())
-        left, right = [key for key in left if key not in found], [key for key in right if key not in taken]
-        if not left or not right:
+                pairs[key] = candidates.popleft()
+        taken = set(pairs.values())
+        old_keys, new_keys = (
+            [key for key in old_keys if key not in pairs],
+            [key for key in new_keys if key not in taken],
+        )
+        if not old_keys or not new_keys:
             break
-    return found
+    return pairs
 
 
 def _end(key: str, parts: int) -> str:

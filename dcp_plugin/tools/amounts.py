@@ -1,7 +1,8 @@
-"""How much tensors differ, summed up piece by piece.
+"""Measure by how much tensors differ, piece by piece.
 
-Elements are equal if their bytes are: a NaN equals itself, and -0.0 is not 0.0. Differences are taken in double
-precision, those of integers exactly; what is NaN or infinite on one side has none, and is counted instead.
+Elements are equal if their bytes are equal: a NaN equals itself, and -0.0 is not 0.0. Differences are computed in
+double precision; 64-bit integers are subtracted before the conversion. An element that is NaN or infinite on either
+side has no difference, and is counted instead.
 """
 
 from __future__ import annotations
@@ -13,67 +14,67 @@ from math import hypot, inf, isfinite
 import torch
 
 _AT_ONCE = 1 << 20
-"""Elements that are converted together."""
+"""Number of elements that are converted together."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = 2.0**62
-"""Differences of integers below that do not overflow."""
+"""Bound below which differences of integers do not overflow."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much a tensor, or several, have changed from A to B."""
+    """The change of one or several tensors from A to B."""
 
     elements: int = 0
     differ: int = 0
-    """Elements whose bytes differ."""
+    """Number of elements whose bytes differ."""
     largest: float | None = None
-    """The largest absolute difference; None where no two numbers differ, or the dtype has no arithmetic."""
+    """The largest absolute difference; None if no two finite numbers differ, or the dtype has no arithmetic."""
     difference: float = 0.0
-    """The Euclidean norm of B - A."""
+    """The Euclidean norm of B - A, over elements that are finite in both."""
     norm: float = 0.0
-    """The Euclidean norm of A; without what is NaN or infinite, as :attr:`difference`."""
+    """The Euclidean norm of the finite elements of A."""
     not_finite: int = 0
-    """Of :attr:`differ`, those that are NaN or infinite on one side at least."""
+    """Number of differing elements that are NaN or infinite on at least one side."""
 
     @property
     def share(self) -> float:
-        """Of the elements that differ, between 0 and 1."""
+        """The share of elements that differ, between 0 and 1."""
         return self.differ / self.elements if self.elements else 0.0
 
     @property
     def relative(self) -> float:
-        """The norm of the difference over that of A; infinite where A is all zeros."""
+        """The norm of the difference divided by the norm of A; infinite if only the norm of A is zero."""
         if not self.difference:
             return 0.0
         return self.difference / self.norm if self.norm else inf
 
     def __add__(self, other: Amount) -> Amount:
-        known = [one for one in (self.largest, other.largest) if one is not None]
+        bounds = [bound for bound in (self.largest, other.largest) if bound is not None]
         return Amount(
             self.elements + other.elements,
             self.differ + other.differ,
-            max(known) if known else None,
+            max(bounds) if bounds else None,
             hypot(self.difference, other.difference),
             hypot(self.norm, other.norm),
             self.not_finite + other.not_finite,
         )
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> Amount:
-    """How much two tensors on the host differ, which have the same dtype and as many elements."""
+def difference(first: torch.Tensor, second: torch.Tensor) -> Amount:
+    """Measure by how much two host tensors of the same dtype and number of elements differ."""
     total = Amount()
-    for before, after in _slices(one, other):
+    for before, after in _slices(first, second):
         differs = differing(before, after)
         count = int(differs.sum())
         total += Amount(before.numel(), norm=_norm(before))
-        if count:  # often these are few
+        if count:  # usually few differ: only these are converted
             total += _of_differing(before[differs], after[differs])
     return total
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    """Of what is finite."""
-    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # half the time of a copy in double precision
+    """Return the Euclidean norm of the finite elements."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # takes half the time of a copy in double precision
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
         if isfinite(norm):
             return norm
@@ -82,7 +83,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _of_differing(before: torch.Tensor, after: torch.Tensor) -> Amount:
-    """Of elements that all differ, without counting them as elements once more."""
+    """Measure elements that all differ. The caller has counted them in ``elements``."""
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return Amount(differ=before.numel())
@@ -96,23 +97,23 @@ def _of_differing(before: torch.Tensor, after: torch.Tensor) -> Amount:
     )
 
 
-def _slices(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    one, other = one.reshape(-1), other.reshape(-1)
-    for start in range(0, one.numel(), _AT_ONCE):
-        yield one[start : start + _AT_ONCE], other[start : start + _AT_ONCE]
+def _slices(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    first, second = first.reshape(-1), second.reshape(-1)
+    for start in range(0, first.numel(), _AT_ONCE):
+        yield first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of the same dtype and size have the same bytes."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors of the same dtype and size have the same bytes."""
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements of two flat, contiguous tensors have different bytes."""
-    size = one.dtype.itemsize
+def differing(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the elements of two flat, contiguous tensors that have different bytes."""
+    size = first.dtype.itemsize
     if size in _INTEGERS:
-        return one.view(_INTEGERS[size]) != other.view(_INTEGERS[size])
-    return (one.view(torch.uint8).view(-1, size) != other.view(torch.uint8).view(-1, size)).any(dim=1)
+        return first.view(_INTEGERS[size]) != second.view(_INTEGERS[size])
+    return (first.view(torch.uint8).view(-1, size) != second.view(torch.uint8).view(-1, size)).any(dim=1)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -123,7 +124,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _apart(before: torch.Tensor, after: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Absolute differences."""
+    """Return the absolute differences."""
     apart = (new - old).abs()
     if before.dtype in (torch.int64, torch.uint64):  # above 2^53, neighbours are the same double
         exact = (after.view(torch.int64) - before.view(torch.int64)).double().abs()
@@ -131,18 +132,18 @@ def _apart(before: torch.Tensor, after: torch.Tensor, old: torch.Tensor, new: to
     return apart
 
 
-def ulps(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """How many numbers of their dtype two floats are apart; None for what is no float, and for NaN.
+def ulps(first: torch.Tensor, second: torch.Tensor) -> int | None:
+    """Return the distance between two floats in numbers of their dtype; None for NaN and for other dtypes.
 
     Args:
-        one: A tensor of one element.
-        other: Another one, of the same dtype.
+        first: A tensor of one element.
+        second: Another tensor of one element and the same dtype.
     """
-    size = one.dtype.itemsize
-    if not one.is_floating_point() or size not in _INTEGERS or _numbers(one) is None:
+    size = first.dtype.itemsize
+    if not first.is_floating_point() or size not in _INTEGERS or _numbers(first) is None:
         return None
     places = []
-    for tensor in (one, other):
+    for tensor in (first, second):
         if bool(torch.isnan(tensor.to(torch.float64)).any()):
             return None
         bits = int(tensor.reshape(1).view(_INTEGERS[size]).item()) & (1 << 8 * size) - 1

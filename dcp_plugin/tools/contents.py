@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, for people: modules by size, places of bytes, and statistics of numbers.
+"""Contents of a checkpoint for people: modules by size, places of bytes, and statistics of numbers.
 
 The tree folds as ``du`` does. Layers that are alike and follow each other, ``layers.0`` to ``layers.31``, become one
 line: a model of a hundred layers is a dozen lines.
@@ -24,7 +24,7 @@ from dcp_plugin.tools.stream import Part, Progress, Stream
 from dcp_plugin.types import CheckpointInfo, Shape
 
 _AT_ONCE = 1 << 20
-"""Elements that are converted together: those of one byte take eight times their memory."""
+"""Number of elements converted together. Elements of one byte take eight times their memory."""
 _DEEPEST = 100
 """The most levels of modules. Deeper keys are shown with their dots."""
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})(?!\d)")
@@ -56,7 +56,7 @@ class Node(NamedTuple):
 
 
 _VALUE = -1
-"""In place of the number of a kind, for a value."""
+"""Placeholder for the number of a kind: the key is a value."""
 
 
 def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
@@ -88,8 +88,8 @@ def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Tree:
-    """Makes nodes of keys. Of a module like the module before it no nodes are made: a checkpoint may have a million
-    keys, and an object for each of them takes seconds."""
+    """Builder of nodes from keys. It makes no nodes for a module like the module before it: a checkpoint may have a
+    million keys, and an object for each of them takes seconds."""
 
     kinds: list[TensorKind]
     fold: bool
@@ -125,7 +125,7 @@ class _Tree:
 
 
 def _grouped(keys: list[str], kinds: list[int], depth: int) -> dict[str, tuple[list[str], list[int]]]:
-    """Return the keys by their first segment, without it; empty for a key that has no more."""
+    """Group keys by their first segment. The group has the rest of each key; empty for a key of one segment."""
     if depth >= _DEEPEST:
         return {key: ([""], [kind]) for key, kind in zip(keys, kinds, strict=True)}
     first = keys[0].partition(".")[0] if keys else ""
@@ -149,7 +149,7 @@ def _split(name: str) -> tuple[str, int, str]:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """The place of a part of a tensor, or of a value."""
+    """The place of a part of a tensor, or of a value, in a file."""
 
     key: str
     offsets: Shape
@@ -236,7 +236,7 @@ class _Running:
     def add(self, numbers: torch.Tensor) -> None:
         wide = numbers.to(torch.float64)
         total = float(wide.sum())
-        if not math.isfinite(total):  # only then is a look at each number worth its time
+        if not math.isfinite(total):  # NaN, infinity or overflow: only then examine each number
             finite = torch.isfinite(numbers)
             nans = int(torch.isnan(numbers).sum())
             self.nans += nans
@@ -274,7 +274,7 @@ def statistics(
 
     Raises:
         CheckpointMismatch: A glob matches nothing.
-        CheckpointError: The checkpoint cannot be opened, or its bytes are not those that were saved.
+        CheckpointError: The checkpoint cannot be opened, or its bytes do not match their checksums.
 
     Example:
         >>> import torch, dcp_plugin

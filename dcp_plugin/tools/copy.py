@@ -1,4 +1,4 @@
-"""``dcp_plugin.copy``: checkpoints from a disk to a bucket, back, and from anywhere to anywhere.
+"""``dcp_plugin.copy``: copies of checkpoints between disks and buckets, in all directions.
 
 Each checkpoint appears at the target complete or not at all (:mod:`dcp_plugin.tools.transfer`). Checkpoints that share
 files by hard links share them at the target as well, also with checkpoints of an earlier copy.
@@ -53,10 +53,10 @@ class CopyReport:
     """Bytes that an interrupted run of the same copy had written."""
     seconds: float = 0.0
     unverified: list[str] = field(default_factory=list)
-    """Files and keys without checksums in the source, or whose bytes did not pass through this process. Only their
-    sizes were compared."""
+    """Files and keys without checksums in the source, or whose bytes did not pass through this process. The copy
+    compared their sizes alone."""
     passed_over: list[str] = field(default_factory=list)
-    """Torn checkpoints and links that were not copied, with the reasons."""
+    """Interrupted saves and links that were not copied, with the reasons."""
     unreadable: list[str] = field(default_factory=list)
     """Entries below the source that cannot be read, with the reason: the copy lacks the checkpoints in them."""
     needs: list[str] = field(default_factory=list)
@@ -91,8 +91,8 @@ def copy(
 ) -> CopyReport:
     """Copy a checkpoint, or all checkpoints below a directory, between disks and buckets.
 
-    Each appears at its new path complete or not at all. Bytes with checksums are compared with these while they pass.
-    The same call after an interrupted copy keeps its complete files. After a finished copy it copies new ones.
+    Each appears at its new path complete or not at all. Bytes are compared with their checksums while they are copied.
+    The same call after an interrupted copy keeps its complete files. After a finished copy it copies new checkpoints.
 
     Args:
         src: A checkpoint of this package, of stock DCP or of another tool: a directory, a file or a URL. Or a directory
@@ -107,10 +107,10 @@ def copy(
         The checkpoints that were copied, linked and skipped, and the files that could not be verified.
 
     Raises:
-        CheckpointNotFound: ``src`` has no checkpoint, it was deleted meanwhile, or it is a run with weights of another
-            tool in its directory, which could be meant as well.
+        CheckpointNotFound: ``src`` has no checkpoint, was deleted meanwhile, or is a run whose directory also has
+            weights of another tool, so that the call is ambiguous.
         CheckpointCorrupt: A checkpoint is damaged; the message names file and key. It is not at ``dst``.
-        SaveFailed: ``dst`` cannot be written, or has something else, which stays.
+        SaveFailed: ``dst`` cannot be written, or has other contents, which stay.
 
     Example:
         >>> import torch, dcp_plugin
@@ -141,7 +141,7 @@ def _refuse_within(source: Where, target: Where) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The checkpoints at a path or below, oldest first, and whether each is known to be of another tool."""
+    """Checkpoints at a path or below it, oldest first. The flag of a path is true for a checkpoint of another tool."""
 
     paths: list[tuple[Where, bool]]
     passed_over: list[str]
@@ -166,7 +166,7 @@ def _find(source: Where) -> _Found:
         reason = error
     except CheckpointError as error:
         scan = Scan(source, others=True)
-        if any(saved.path == source for saved in scan.of_others):  # it cannot be opened without executing code
+        if any(saved.path == source for saved in scan.of_others):  # opening it would execute code
             return _Found([(source, True)], [])
         raise error
     scan = Scan(source, others=True, read_all=True)
@@ -182,12 +182,12 @@ def _find(source: Where) -> _Found:
 
 
 def _refuse_other_file(path: Where) -> None:
-    """Refuse a file that no known tool wrote, that is damaged, or that is only the index of others.
+    """Refuse a file that no known tool wrote, a damaged file, and a file that is only the index of other files.
 
     Raises:
-        CheckpointError: Naming the file.
+        CheckpointError: The file is refused. The message names it.
     """
-    with suppress(UnsafeCheckpoint):  # it is of a known tool; the copy does not load it
+    with suppress(UnsafeCheckpoint):  # a file of a known tool, which the copy does not load
         opened = open_alone(path)
         opened.close()
         if path.name not in opened.index.files:
@@ -196,7 +196,7 @@ def _refuse_other_file(path: Where) -> None:
 
 @dataclass
 class _Copy:
-    """One call."""
+    """State of one call of :func:`copy`."""
 
     source: Where
     target: Where
@@ -214,17 +214,17 @@ class _Copy:
     _total: int = 0
 
     def copy(self) -> None:
-        """Look at all before anything is copied, then copy one after the other."""
+        """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
         wanted: list[tuple[Where, bool, bool]] = []
         for path, of_others in self.found.paths:
             source = open_source(path, of_others)
             try:
                 self.passed_over += source.left_out
-                there, replaces = self._there(path), False
-                same = self._is_there(source, there)
+                new_path, replaces = self._there(path), False
+                same = self._is_there(source, new_path)
                 if same:
-                    self.skipped.append(there)
-                    self.homes.learn(source, there, self._transfer(source, there).name_there, verified=False)
+                    self.skipped.append(new_path)
+                    self.homes.learn(source, new_path, self._transfer(source, new_path).name_there, verified=False)
                 else:
                     replaces = same is not None
                     wanted.append((path, of_others, replaces))
@@ -250,106 +250,112 @@ class _Copy:
         here = {resolved(path): path for path, _ in self.found.paths}
         return self._there(here[resolved(base)]) if resolved(base) in here else None
 
-    def _transfer(self, source: Source, there: Where) -> Transfer:
-        return Transfer(source, there, self.io_threads, self.counts, self.homes, self._base_there, self._tell)
+    def _transfer(self, source: Source, new_path: Where) -> Transfer:
+        return Transfer(source, new_path, self.io_threads, self.counts, self.homes, self._base_there, self._tell)
 
     def _tell(self) -> None:
         if self.progress is not None:
             self.progress(min(self.counts.done, self._total), self._total)
 
-    def _is_there(self, source: Source, there: Where) -> bool | None:
+    def _is_there(self, source: Source, new_path: Where) -> bool | None:
         """Return whether the same save is at the target; None if the target is empty.
 
         Raises:
-            SaveFailed: There is something else that is not to be replaced.
+            SaveFailed: The target has other contents, which must not be replaced.
         """
-        medium = medium_of(there)
-        with damage_in(there):
-            kind = medium.kind(there)
-            names = tree(there, medium) if kind == "folder" else []
-        if not names and kind != "file":  # nothing, or an empty folder
+        medium = medium_of(new_path)
+        with damage_in(new_path):
+            kind = medium.kind(new_path)
+            names = tree(new_path, medium) if kind == "folder" else []
+        if not names and kind != "file":  # an absent or empty folder
             return None
         try:
             if kind == "file":
-                _refuse_other_file(there)
-            found = open_source(there)
+                _refuse_other_file(new_path)
+            existing = open_source(new_path)
         except CheckpointError as error:
-            if isinstance(there, ObjectPath) and not isinstance(error, CheckpointMismatch) and _is_begun(source, names):
+            if (
+                isinstance(new_path, ObjectPath)
+                and not isinstance(error, CheckpointMismatch)
+                and _is_begun(source, names)
+            ):
                 return None
-            self._refuse(source, there, f"what is there is no checkpoint that can be read ({error})", has_traces(names))
+            self._refuse(
+                source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
+            )
             return False
         try:
-            if is_same(source, found):
+            if is_same(source, existing):
                 return True
         finally:
-            found.close()
-        self._refuse(source, there, "another checkpoint is there", True)
-        refuse_to_replace_a_base(there)
+            existing.close()
+        self._refuse(source, new_path, "another checkpoint is there", True)
+        refuse_to_replace_a_base(new_path)
         return False
 
-    def _refuse(self, source: Source, there: Where, why: str, replaceable: bool) -> None:
+    def _refuse(self, source: Source, new_path: Where, why: str, replaceable: bool) -> None:
         if not (self.overwrite and replaceable):
             way = "overwrite=True (--overwrite) replaces it" if replaceable else "copy to a new name"
-            raise SaveFailed(f"cannot copy {source.path} to {there}: {why}; {way}.")
+            raise SaveFailed(f"cannot copy {source.path} to {new_path}: {why}; {way}.")
 
     def _copy_one(self, path: Where, of_others: bool, replaces: bool) -> None:
-        source, there = open_source(path, of_others), self._there(path)
+        source, new_path = open_source(path, of_others), self._there(path)
         try:
-            transfer = self._transfer(source, there)
-            if replaces and transfer.keeps_names and _cannot_be_exchanged(source, there):
-                medium_of(there).remove(there)  # it was opened as a checkpoint, perhaps of weights alone
+            transfer = self._transfer(source, new_path)
+            if replaces and transfer.keeps_names and _cannot_be_exchanged(source, new_path):
+                medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
             transfer.run()
-            self.copied.append(there)
-            self.homes.learn(source, there, transfer.name_there, verified=True)
+            self.copied.append(new_path)
+            self.homes.learn(source, new_path, transfer.name_there, verified=True)
             self._tell()
             if source.ours is not None and source.ours.index.left_out:
-                self._look_for_base(source, there)
+                self._look_for_base(source, new_path)
         finally:
             source.close()
 
-    def _look_for_base(self, source: Source, there: Where) -> None:
+    def _look_for_base(self, source: Source, new_path: Where) -> None:
         try:
-            open_checkpoint(there).close()
+            open_checkpoint(new_path).close()
         except (CheckpointNotFound, CheckpointMismatch):
-            said = source.summary.base
-            at = as_path(str(there / str(said.get("relative", ""))))
-            self.needs.append(f"{there} leaves out what its base has: copy {said.get('path')} to {at}, too")
+            base = source.summary.base
+            base_path = as_path(str(new_path / str(base.get("relative", ""))))
+            self.needs.append(f"{new_path} leaves out what its base has: copy {base.get('path')} to {base_path}, too")
 
     def _copy_links(self, root: Path) -> None:
-        """Links within the root lead to the same within the target."""
+        """Make the symbolic links to checkpoints of the root again at the target."""
         for link, leads_to in _links_below(root, {path for path, _ in self.found.paths}):
-            there, to = self._there(link), self._there(leads_to)
-            if not isinstance(there, Path) or not isinstance(to, Path):
+            new_link, new_target = self._there(link), self._there(leads_to)
+            if not isinstance(new_link, Path) or not isinstance(new_target, Path):
                 self.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
-            elif os.path.lexists(there) and not there.is_symlink():
-                self.passed_over.append(f"{link}: a link, and {there} is none")
-            elif not (there.is_symlink() and resolved(there) == resolved(to)):
-                medium_of(there).link(there, to)
-                self.links.append(there)
+            elif os.path.lexists(new_link) and not new_link.is_symlink():
+                self.passed_over.append(f"{link}: a link, and {new_link} is none")
+            elif not (new_link.is_symlink() and resolved(new_link) == resolved(new_target)):
+                medium_of(new_link).link(new_link, new_target)
+                self.links.append(new_link)
 
 
 def _is_begun(source: Source, names: list[str]) -> bool:
-    """Return whether the objects of a prefix may be of an interrupted copy: they have the names of data files of this
-    package, or those of the files of the source."""
+    """Return whether the objects below a prefix may come from an interrupted copy: they have the names of data files of
+    this package, or of files of the source."""
     ours = source.ours is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
     return ours or set(names) <= source.sizes.keys()
 
 
-def _cannot_be_exchanged(source: Source, there: Where) -> bool:
+def _cannot_be_exchanged(source: Source, new_path: Where) -> bool:
     """Return whether a copy in a bucket would overwrite objects of the checkpoint that it replaces. Files of another
     tool keep their names, and files of the same save have the same names."""
     if source.ours is None:
         return True
-    names = tree(there)
+    names = tree(new_path)
     return any(source.token in name for name in names)
 
 
 def _links_below(root: Path, checkpoints: set[Where]) -> Iterator[tuple[Path, Path]]:
-    """Each link to a checkpoint of the root, and the checkpoint that it leads to."""
+    """Yield each symbolic link below the root that leads to a checkpoint, and the checkpoint."""
     by_place = {resolved(path): path for path in checkpoints}
     for parent, folders, names in os.walk(root):
         for name in sorted([*folders, *names]):
             path = Path(parent, name)
-            if path.is_symlink() and isinstance(found := by_place.get(resolved(path)), Path):
-                yield path, found
+            if path.is_symlink() and isinstance(checkpoint := by_place.get(resolved(path)), Path):
+                yield path, checkpoint
         folders[:] = [name for name in folders if not is_workspace(name) and Path(parent, name) not in checkpoints]

@@ -1,8 +1,8 @@
-"""``dcp_plugin.diff``: what differs between two checkpoints, and how much.
+"""``dcp_plugin.diff``: the differences between two checkpoints, and their amounts.
 
-What is stored in equal chunks with checksums on both sides is decided by these, and not read
-(:mod:`~dcp_plugin.tools.agreement`). The rest is read from both, in step, within bounded memory; and so are the tensors
-that differ, to tell how much (:mod:`~dcp_plugin.tools.amounts`).
+Stored checksums decide about keys that both checkpoints store in equal chunks; such keys are not read
+(:mod:`~dcp_plugin.tools.agreement`). All other keys are read from both checkpoints in step, within bounded memory.
+Tensors that differ are read as well, to measure the difference (:mod:`~dcp_plugin.tools.amounts`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dcp_plugin.tools.stream import Part, Progress, Stream
 from dcp_plugin.types import Shape
 
 _WINDOW = 32 << 20
-"""Bytes of each of the two windows of each of the two streams."""
+"""Size in bytes of each of the two windows of each of the two streams."""
 _MOST_LEAVES = 1000
-"""Parts of a value that differ, which are counted."""
+"""Largest number of differing parts of a value that are counted."""
 _VALUE = "value"
-"""What a key has in place of a dtype if it is no tensor."""
+"""Stand-in for the dtype of a key that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Retyped:
-    """A key whose tensors have different dtypes; ``"value"`` stands for what is no tensor."""
+    """A key whose entries have different dtypes; ``"value"`` is the dtype of an entry that is no tensor."""
 
     key: str
     old: str
@@ -66,30 +66,30 @@ class ChangedTensor:
     dtype: str
     nbytes: int
     decided: Literal["checksums", "bytes"]
-    """How that was found: ``"checksums"`` without reading it, ``"bytes"`` by reading both."""
+    """The evidence: ``"checksums"``, without reading the tensor, or ``"bytes"``, by reading both tensors."""
     amount: Amount | None = None
-    """How much; None where that was not asked for, or the tensor is of a class of its own."""
+    """The amount of the change; None if the caller did not ask for it, or the tensor is of a custom class."""
 
 
 @dataclass(frozen=True)
 class ChangedValue:
-    """What is no tensor, and differs."""
+    """A value that differs and is no tensor."""
 
     key: str
     at: str
-    """The first part of it that differs, as Python writes it: ``['lr'][0]``; empty if that is all of it."""
+    """The first part that differs, as Python writes it: ``['lr'][0]``; empty for the complete value."""
     old: str
-    """That part in A, in short."""
+    """A short representation of this part in A."""
     new: str
     parts: int
-    """How many parts differ; at most 1000 are counted."""
+    """The number of parts that differ; at most 1000 are counted."""
     text: bool
-    """Whether all of these are texts, as paths, names and dates are."""
+    """True if all parts that differ are texts, such as paths, names and dates."""
 
 
 @dataclass(frozen=True)
 class CheckpointDiff:
-    """What differs between two checkpoints. Keys are those of B; of what only A has, those of A."""
+    """Differences between two checkpoints. Keys are those of B, except for entries that only A has."""
 
     a: Where
     b: Where
@@ -98,43 +98,43 @@ class CheckpointDiff:
     removed: list[str]
     """Keys that only A has."""
     renamed: dict[str, str]
-    """Keys of A that are under another key in B: same dtype, shape and bytes."""
+    """Keys of A -> keys of B that have the same dtype, shape and bytes."""
     reshaped: list[Reshaped]
     retyped: list[Retyped]
     changed: list[ChangedTensor]
     values: list[ChangedValue]
     unchanged: int
-    """Keys, values included, of the same bytes in both."""
+    """The number of keys, values included, with the same bytes in both."""
     read: list[str]
-    """Keys that were read to find whether they differ. The checksums have told of all others."""
+    """Keys that were read to compare them. The checksums decided about all others."""
     bytes_read: int
-    """Of both together; to tell how much the tensors have changed, too."""
+    """Bytes read from both checkpoints, including those read to measure differences."""
     elements: dict[str, int] = field(repr=False)
-    """Of each tensor that both have in one dtype and shape, how many elements it has."""
+    """The number of elements of each tensor that has the same dtype and shape in both."""
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """True if no key differs."""
         return not any((self.added, self.removed, self.renamed, self.reshaped, self.retyped, self.changed, self.values))
 
     def modules(self, depth: int = 3) -> dict[str, tuple[int, int, Amount]]:
-        """The modules with changed tensors: of each how many have changed, of how many, and how much together.
+        """Return for each module with changed tensors their number, the number of all its tensors, and the amount.
 
         Args:
-            depth: Parts of a name that make a module. The last part, which is the tensor's own, is none of them.
+            depth: The number of parts of a key that name a module. The last part names the tensor, and never counts.
         """
         tensors: dict[str, int] = defaultdict(int)
         elements: dict[str, int] = defaultdict(int)
         for key, count in self.elements.items():
             tensors[module := _module(key, depth)] += 1
             elements[module] += count
-        found: dict[str, tuple[int, Amount]] = {}
+        changes: dict[str, tuple[int, Amount]] = {}
         for tensor in self.changed:
-            count, amount = found.get(module := _module(tensor.key, depth), (0, Amount()))
-            found[module] = count + 1, amount + (tensor.amount or Amount())
+            count, amount = changes.get(module := _module(tensor.key, depth), (0, Amount()))
+            changes[module] = count + 1, amount + (tensor.amount or Amount())
         return {
             module: (count, tensors[module], amount + Amount(elements[module] - amount.elements))
-            for module, (count, amount) in found.items()
+            for module, (count, amount) in changes.items()
         }
 
     def __str__(self) -> str:
@@ -145,8 +145,8 @@ class CheckpointDiff:
             *((len(getattr(self, name)), name) for name in ("added", "removed", "renamed", "reshaped", "retyped")),
             (len(self.values), "values differ"),
         ]
-        said = ", ".join(f"{count} {name}" for count, name in counts if count)
-        return f"{self.a} and {self.b} differ: {said}, {self.unchanged} unchanged"
+        listed = ", ".join(f"{count} {name}" for count, name in counts if count)
+        return f"{self.a} and {self.b} differ: {listed}, {self.unchanged} unchanged"
 
 
 def _module(key: str, depth: int) -> str:
@@ -167,27 +167,27 @@ def diff(
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
 ) -> CheckpointDiff:
-    """What differs between two checkpoints, whoever wrote them and however they are distributed.
+    """Compare two checkpoints of any writers and layouts.
 
     Args:
-        a: The one that comes first.
-        b: The one that it is compared with.
-        include: Globs of keys, as B has them; all if there is none.
+        a: The first checkpoint.
+        b: The checkpoint to compare it with.
+        include: Globs of keys of B; all if empty.
         exclude: Globs of keys to leave out.
-        rename: Prefixes of A's keys -> what B has in their place.
-        amounts: Whether to read the tensors that differ, and tell how much.
-        checksums: Whether stored checksums may tell what is equal. Otherwise every byte is read.
-        io_threads: Threads that read, of each.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with bytes read of tensors, and bytes in all.
+        rename: Prefixes of A's keys -> prefixes of B's keys.
+        amounts: Read the tensors that differ, and measure the difference.
+        checksums: Trust stored checksums. Without them every byte is read.
+        io_threads: Threads that read each checkpoint.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with the bytes of tensors that were read, and the bytes in all.
 
     Returns:
-        What differs; ``equal`` says whether nothing does. NaNs of the same bytes are equal.
+        The differences; ``equal`` is true if there are none. NaNs of the same bytes are equal.
 
     Raises:
-        CheckpointMismatch: A glob matches nothing, a prefix is none of A's, or a tensor of a class of its own is stored
-            in ways that cannot be compared.
-        CheckpointError: One cannot be opened, or its bytes are not those that were saved.
+        CheckpointMismatch: A glob matches nothing, no key of A has a prefix, or a tensor of a custom class is stored in
+            ways that cannot be compared.
+        CheckpointError: A checkpoint cannot be opened, or its bytes do not match their checksums.
 
     Example:
         >>> import torch, dcp_plugin
@@ -209,10 +209,10 @@ def diff(
 
 @dataclass(frozen=True)
 class _Selected:
-    """The keys that are compared."""
+    """Keys to compare."""
 
     common: dict[str, str]
-    """B's name -> A's key."""
+    """Keys of B -> keys of A."""
     removed: list[str]
     added: list[str]
 
@@ -226,21 +226,21 @@ class _Selected:
         rename: Mapping[str, str],
     ) -> _Selected:
         names = keys.renamed(one.index, rename, one.path) if rename else {key: key for key in one.index}
-        theirs = {name: key for key, name in names.items()}
+        old_keys = {name: key for key, name in names.items()}
         include, exclude = keys.texts(include), keys.texts(exclude)
-        wanted = dict.fromkeys((*theirs, *other.index))
+        wanted = dict.fromkeys((*old_keys, *other.index))
         if include or exclude:
             wanted = dict.fromkeys(keys.select(wanted, include, exclude, f"neither {one.path} nor {other.path}"))
-        there = other.index.slots
+        slots = other.index.slots
         return cls(
-            {name: theirs[name] for name in wanted if name in theirs and name in there},
-            [theirs[name] for name in wanted if name not in there],
-            [name for name in wanted if name not in theirs],
+            {name: old_keys[name] for name in wanted if name in old_keys and name in slots},
+            [old_keys[name] for name in wanted if name not in slots],
+            [name for name in wanted if name not in old_keys],
         )
 
 
 class _Comparison:
-    """Of two open checkpoints. Its parts fill the lists of the result."""
+    """Comparison of two open checkpoints."""
 
     def __init__(
         self,
@@ -263,10 +263,10 @@ class _Comparison:
     def result(self) -> CheckpointDiff:
         agree = self._agree
         alike = agree.same_dtype & agree.same_shape
-        known = agree.known & self._checksums
-        equal_already = known & agree.equal
+        decided = agree.known & self._checksums
+        equal_already = decided & agree.equal
         changed = self._tensors(
-            self._at(alike & agree.tensors & known & ~agree.equal), self._at(alike & agree.tensors & ~known)
+            self._at(alike & agree.tensors & decided & ~agree.equal), self._at(alike & agree.tensors & ~decided)
         )
         values = self._values(self._at(agree.same_dtype & ~agree.tensors & ~equal_already))
         both = np.flatnonzero(alike & agree.tensors)
@@ -274,7 +274,7 @@ class _Comparison:
         renamed = self._renamed()
         moved = set(renamed.values())
         reshaped, retyped = self._redefined()
-        redefined = {one.key for one in reshaped} | {one.key for one in retyped}
+        redefined = {item.key for item in reshaped} | {item.key for item in retyped}
         return CheckpointDiff(
             self._one.path,
             self._other.path,
@@ -319,49 +319,49 @@ class _Comparison:
         return (self._one.index, self._selected.common[name]), (self._other.index, name)
 
     def _tensors(self, differ: list[str], undecided: list[str]) -> list[ChangedTensor]:
-        """Those that have changed, of the ones whose checksums differ and the ones that have to be read."""
-        told = set(differ)
+        """Return the tensors that changed: all in ``differ``, and those in ``undecided`` whose bytes differ."""
+        settled = set(differ)
         self._read += undecided
-        wanted = [name for name in self._names if name in told.union(undecided)] if differ or undecided else []
+        wanted = [name for name in self._names if name in settled.union(undecided)] if differ or undecided else []
         objects = {name for name in wanted if self._is_object(name)}
-        streamed = [name for name in wanted if name not in objects and (self._amounts or name not in told)]
-        found: dict[str, Amount | None] = dict.fromkeys(differ)
-        found |= self._in_step([(self._selected.common[name], name) for name in streamed])
-        found |= {name: None for name in objects - told if self._items_differ(name)}
+        streamed = [name for name in wanted if name not in objects and (self._amounts or name not in settled)]
+        amounts: dict[str, Amount | None] = dict.fromkeys(differ)
+        amounts |= self._in_step([(self._selected.common[name], name) for name in streamed])
+        amounts |= {name: None for name in objects - settled if self._items_differ(name)}
         changed = []
         for name in wanted:
-            if name in found:
+            if name in amounts:
                 stored = self._other.index[name]
                 assert isinstance(stored, StoredTensor)
                 nbytes = prod(stored.shape) * stored.dtype.itemsize
-                decided: Literal["checksums", "bytes"] = "checksums" if name in told else "bytes"
-                changed.append(ChangedTensor(name, stored.shape, _dtype(stored), nbytes, decided, found[name]))
+                decided: Literal["checksums", "bytes"] = "checksums" if name in settled else "bytes"
+                changed.append(ChangedTensor(name, stored.shape, _dtype(stored), nbytes, decided, amounts[name]))
         return changed
 
     def _in_step(self, pairs: list[tuple[str, str]]) -> dict[str, Amount | None]:
-        """The tensors whose bytes differ, and how much."""
+        """Return the tensors whose bytes differ, with the amounts."""
         parts = [
             (Part.whole(key, _tensor(self._one, key)), Part.whole(name, _tensor(self._other, name)))
             for key, name in pairs
         ]
-        total, done = 2 * sum(mine.nbytes for mine, _ in parts), 0
-        found: dict[str, Amount | None] = {}
+        total, done = 2 * sum(first.nbytes for first, _ in parts), 0
+        differing: dict[str, Amount | None] = {}
         norms: dict[str, Amount] = {}
         streams = (
-            Stream(self._one, [mine for mine, _ in parts], _WINDOW),
-            Stream(self._other, [its for _, its in parts], _WINDOW),
+            Stream(self._one, [first for first, _ in parts], _WINDOW),
+            Stream(self._other, [second for _, second in parts], _WINDOW),
         )
-        for mine, its in zip(*streams, strict=True):
-            name = pairs[mine.part][1]
-            same = equal(mine.tensor, its.tensor)
-            if self._amounts and not (same and mine.tensor.nbytes == parts[mine.part][0].nbytes):
-                norms[name] = norms.get(name, Amount()) + difference(mine.tensor, its.tensor)
+        for first, second in zip(*streams, strict=True):
+            name = pairs[first.part][1]
+            same = equal(first.tensor, second.tensor)
+            if self._amounts and not (same and first.tensor.nbytes == parts[first.part][0].nbytes):
+                norms[name] = norms.get(name, Amount()) + difference(first.tensor, second.tensor)
             if not same:
-                found[name] = None
-            done += 2 * mine.tensor.nbytes
+                differing[name] = None
+            done += 2 * first.tensor.nbytes
             if self._progress is not None:
                 self._progress(done, total)
-        return {name: norms.get(name) for name in found}
+        return {name: norms.get(name) for name in differing}
 
     def _is_object(self, name: str) -> bool:
         return any(
@@ -370,7 +370,7 @@ class _Comparison:
         )
 
     def _items_differ(self, name: str) -> bool:
-        """Of tensors of classes of their own, which only torch can read: whether what torch has written differs."""
+        """Return whether the bytes that torch wrote for a tensor of a custom class differ."""
         return self._one.item(self._selected.common[name]) != self._other.item(name)
 
     def _values(self, undecided: list[str]) -> list[ChangedValue]:
@@ -387,7 +387,7 @@ class _Comparison:
         return changed
 
     def _renamed(self) -> dict[str, str]:
-        """Which of the keys that one of the two has are the same under another name."""
+        """Return the keys of A that have the same bytes under another key in B."""
         groups: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
         for side, (reader, names) in enumerate(
             ((self._one, self._selected.removed), (self._other, self._selected.added))
@@ -402,21 +402,23 @@ class _Comparison:
             for side, names in enumerate((removed, added)):
                 for name in names:
                     same[bytes_of[side][name]][side].append(name)
-            for one, other in same.values():
-                if one and other:
-                    renamed |= paired(one, other, _nbytes(self._other, other[0]))
+            for old, new in same.values():
+                if old and new:
+                    renamed |= paired(old, new, _nbytes(self._other, new[0]))
         order = {key: at for at, key in enumerate(self._selected.removed)}
         return dict(sorted(renamed.items(), key=lambda pair: order[pair[0]]))
 
     def _bytes_of(self, groups: dict[Any, tuple[list[str], list[str]]]) -> dict[Any, tuple[dict[str, bytes], ...]]:
-        """For each group and side what stands for the bytes of each key: checksums, if all have them of one layout."""
-        found: dict[Any, tuple[dict[str, bytes], ...]] = {}
+        """Return for each group and side the checksums of its keys; hashes of the bytes if checksums cannot decide."""
+        bytes_of: dict[Any, tuple[dict[str, bytes], ...]] = {}
         to_read: list[Any] = []
         for kind, group in groups.items():
             signed = [signatures(reader.index, names) for reader, names in zip(self._readers, group, strict=True)]
-            layouts = {None if known is None else known[0] for side in signed for known in side.values()}
+            layouts = {None if signature is None else signature[0] for side in signed for signature in side.values()}
             if self._checksums and len(layouts) == 1 and None not in layouts:
-                found[kind] = tuple({key: known[1] for key, known in side.items() if known} for side in signed)
+                bytes_of[kind] = tuple(
+                    {key: signature[1] for key, signature in side.items() if signature} for side in signed
+                )
             else:
                 to_read.append(kind)
         hashes = [
@@ -425,8 +427,8 @@ class _Comparison:
         ]
         for kind in to_read:
             self._read += groups[kind][1]
-            found[kind] = tuple({name: hashes[side][name] for name in groups[kind][side]} for side in range(2))
-        return found
+            bytes_of[kind] = tuple({name: hashes[side][name] for name in groups[kind][side]} for side in range(2))
+        return bytes_of
 
     @property
     def _readers(self) -> tuple[ShardedReader, ShardedReader]:
@@ -444,7 +446,7 @@ def _dtype(entry: StoredTensor | StoredValue) -> str:
 
 
 def _kind(reader: ShardedReader, key: str) -> tuple[Any, ...]:
-    """Equal for keys that may be the same under another name."""
+    """Return dtype and shape of a tensor, or the size of a value: equal for keys that may have the same bytes."""
     index = reader.index
     slot = index.slots[key]
     dtype = index.table.dtype_of(slot)
@@ -454,32 +456,32 @@ def _kind(reader: ShardedReader, key: str) -> tuple[Any, ...]:
 
 
 def _nbytes(reader: ShardedReader, key: str) -> int:
-    """Zero for a value: its bytes say little about what it is."""
+    """Return the bytes of a tensor. Return 0 for a value: equal bytes of small values are often a coincidence."""
     stored = reader.index[key]
     return prod(stored.shape) * stored.dtype.itemsize if isinstance(stored, StoredTensor) else 0
 
 
 def _hashes(reader: ShardedReader, names: list[str]) -> dict[str, bytes]:
-    """A hash of the bytes of each key; one of its own for what cannot be read."""
+    """Return a hash of the bytes of each key. A key that cannot be read has a unique hash."""
     tensors = [key for key in names if isinstance(reader.index[key], StoredTensor)]
     objects = {key for key in tensors if reader.opened.format == "dcp_plugin" and _tensor(reader, key).stored_whole}
     tensors = [key for key in tensors if key not in objects]
     running = {key: xxh3_128() for key in tensors}
     for piece in Stream(reader, [Part.whole(key, _tensor(reader, key)) for key in tensors], _WINDOW):
         running[tensors[piece.part]].update(piece.data)
-    found = {key: hashed.digest() for key, hashed in running.items()}
+    hashes = {key: hashed.digest() for key, hashed in running.items()}
     for key in names:
-        if key not in found:
-            found[key] = _digest_of_name(reader, key)
+        if key not in hashes:
+            hashes[key] = _digest_of_name(reader, key)
             if key not in reader.index.values_here:
-                with suppress(CheckpointMismatch):  # it is in several parts
-                    found[key] = xxh3_128_digest(reader.item(key))
-    return found
+                with suppress(CheckpointMismatch):  # the item is in several parts
+                    hashes[key] = xxh3_128_digest(reader.item(key))
+    return hashes
 
 
 @dataclass(frozen=True)
 class _NotLoaded:
-    """In place of a value that only executing code would restore."""
+    """Placeholder for a value that cannot be restored without executing code."""
 
     digest: bytes
 
@@ -498,7 +500,7 @@ def _value_of(reader: ShardedReader, name: str) -> Any:
     try:
         return read_keys(reader, [name], torch.device("cpu"))[name]
     except UnsafeCheckpoint:
-        if name in reader.index.values_here:  # of which no bytes are known: it equals itself
+        if name in reader.index.values_here:  # the reader has no bytes of it: it equals nothing else
             return _NotLoaded(_digest_of_name(reader, name))
         return _NotLoaded(xxh3_128_digest(reader.item(name)))
 

@@ -1,8 +1,8 @@
 """``dcp_plugin.export``: a checkpoint, or a part of one, in the format of another tool.
 
-One way through an export: the checkpoint is opened, keys are selected and renamed, a format lays out its files
-(:mod:`dcp_plugin.tools.formats`), the tensors are streamed into them, and the whole gets its name. With several ranks
-each writes some of the files.
+The stages of an export: open the checkpoint, select and rename keys, lay out the files of the format
+(:mod:`dcp_plugin.tools.formats`), stream the tensors into the files, and publish the output under its name. If there
+are several ranks, each writes some of the files.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIMEOUT = 1800.0
 _PATIENCE = 300.0
-"""Seconds that a rank waits for the others to call: a script that exports on rank 0 alone is to fail, not to hang."""
+"""Seconds that a rank waits for the others to call. A script that exports on rank 0 alone fails, and does not hang."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export has made."""
+    """The result of an export."""
 
     path: Where
-    """Where it is."""
+    """The path of the output."""
     format: str
     files: list[str]
-    """What it consists of; of one file, its name."""
+    """The names of the files in the output; of a single file, its name."""
     tensors: int
     values: int
     nbytes: int
-    """Of the tensors, in the output."""
+    """Bytes of the tensors in the output."""
     left_out: list[str] = field(default_factory=list)
-    """Keys of the checkpoint that are not in it."""
+    """Keys of the checkpoint that the output does not have."""
     notes: list[str] = field(default_factory=list)
-    """What whoever reads it should know."""
+    """Notes for readers of the output, a line each."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class ExportReport:
 def export(
     path: PathLike,
     out: PathLike,
-    format: Format = "hf",  # noqa: A002 - its name is fixed
+    format: Format = "hf",  # noqa: A002 - the name is public
     *,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -88,40 +88,39 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint in another format. Collective if there is a process group: each rank writes some of the files.
 
-    The tensors are streamed: the memory that it takes does not grow with the checkpoint. ``out`` appears when it is
-    complete.
+    The tensors are streamed, so that memory does not grow with the checkpoint. ``out`` appears when it is complete.
 
     Args:
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
-        out: What is made: a directory for ``"hf"`` and ``"dcp"``, a file for ``"torch"`` and ``"lightning"``, and for
-            ``"safetensors"`` a file if its name ends with ``.safetensors``, else a directory. Nothing may be there.
+        out: The output: a directory for ``"hf"`` and ``"dcp"``, a file for ``"torch"`` and ``"lightning"``. For
+            ``"safetensors"`` a file if its name ends with ``.safetensors``, else a directory. It must not exist.
         format: ``"hf"``: a folder for ``from_pretrained`` of transformers: weights in safetensors files, with the
-            configuration and the tokenizer that lie beside the checkpoint or in ``config``. ``"safetensors"``: the
-            tensors of the module, or what ``include`` selects. ``"torch"``: one file for ``torch.load``, nested as it
-            was saved. ``"lightning"``: a ``.ckpt`` for stock Lightning. ``"dcp"``: a checkpoint of ours, which stock
-            ``torch.distributed.checkpoint`` reads.
-        include: Globs of keys; without one, what the format is made for.
+            configuration and the tokenizer from the checkpoint's directory or from ``config``. ``"safetensors"``: the
+            tensors of the module, or those that ``include`` selects. ``"torch"``: one file for ``torch.load``, with
+            the nesting of the saved state. ``"lightning"``: a ``.ckpt`` for stock Lightning. ``"dcp"``: a checkpoint
+            of this package, which stock ``torch.distributed.checkpoint`` reads.
+        include: Globs of keys; if empty, the keys that the format is made for.
         exclude: Globs of keys to leave out.
-        rename: Prefixes of keys, and what they are in the output: ``{"model.": ""}``.
-        dtype: Floating-point tensors are converted to it.
-        max_shard_size: Bytes of a file, or text such as ``"5GB"``, for ``"hf"`` (default 5 GB) and directories of
-            ``"safetensors"``.
+        rename: Prefixes of keys -> prefixes in the output: ``{"model.": ""}``.
+        dtype: The dtype that floating-point tensors are converted to.
+        max_shard_size: The most bytes of a file, or a text such as ``"5GB"``, for ``"hf"`` (default 5 GB) and for
+            directories of ``"safetensors"``.
         config: For ``"hf"``: a folder with the model's ``config.json``, and the tokenizer, if the checkpoint has none.
-        ranks: For ``"dcp"``: for how many ranks it is laid out.
-        base: Where the base of the checkpoint is now, if that was moved.
+        ranks: For ``"dcp"``: the number of ranks that the checkpoint is laid out for.
+        base: The new path of the checkpoint's base, if it was moved.
         allow_pickle: Globs of keys whose values may be loaded by executing code from the checkpoint.
         io_threads: Threads that read.
-        storage_options: How the stores of URLs are reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with bytes written, and bytes in all, of this rank.
+        storage_options: Options of the stores of URLs, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with the bytes that this rank has written, and its bytes in all.
 
     Returns:
-        What was made.
+        The files, counts and notes of the output.
 
     Raises:
-        SaveFailed: Something is at ``out``, or nothing can be written there.
-        CheckpointMismatch: A pattern matches nothing, or the format cannot hold what is selected.
-        UnsafeCheckpoint: A value could only be had by executing code.
-        CheckpointError: The checkpoint cannot be opened, or its bytes are not those that were saved.
+        SaveFailed: ``out`` exists, or cannot be written.
+        CheckpointMismatch: A pattern matches nothing, or the format cannot hold the selected keys.
+        UnsafeCheckpoint: A value cannot be loaded without executing code.
+        CheckpointError: The checkpoint cannot be opened, or its bytes do not match their checksums.
         RankFailure: Some ranks do not call it within five minutes; ``dcp-plugin export`` needs no other ranks.
 
     Example:
@@ -141,20 +140,20 @@ def export(
         raise ValueError(f"ranks={ranks}: a checkpoint is laid out for at least one")
     named = bool(keys.texts(include)) or rename is not None
     options = _Options(format, _dtype(dtype), _size(max_shard_size), config, ranks, allow_pickle, named)
-    where = as_path(out, storage_options)
+    target = as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
         group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
             selected = Selected(reader, names, options.dtype)
-            made = (_as_dcp if format == "dcp" else _as_files)(selected, where, options, group, progress)
+            made = (_as_dcp if format == "dcp" else _as_files)(selected, target, options, group, progress)
             left_out = [key for key in reader.index if key not in selected.names and key not in made.names]
     finally:
         group.close()
     tensors = len(Selected(reader, made.names).tensors)
     return ExportReport(
-        *(where, format, made.files, tensors, len(made.names) - tensors, made.nbytes, left_out, made.notes),
+        *(target, format, made.files, tensors, len(made.names) - tensors, made.nbytes, left_out, made.notes),
         seconds=time.monotonic() - began,
     )
 
@@ -168,7 +167,7 @@ class _Options:
     ranks: int
     allow_pickle: tuple[str, ...]
     named: bool
-    """Whether the caller has said which keys go out, or under which names."""
+    """True if the caller selects keys or names, with ``include`` or ``rename``."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +179,14 @@ class _Made:
 
 
 def _dtype(named: str | torch.dtype | None) -> torch.dtype | None:
-    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
-    if named is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={named!r} is no floating-point dtype of torch")
-    return found
+    return dtype
 
 
 def _size(text: int | str | None) -> int | None:
-    """Bytes, from what people write."""
+    """Return the bytes of a size such as ``"5GB"``."""
     if text is None or isinstance(text, int):
         size = text
     else:
@@ -207,8 +206,11 @@ def _names(
     exclude: str | Iterable[str],
     rename: Mapping[str, str] | None,
 ) -> dict[str, str]:
-    """What goes out, under which names: for safetensors, without more said, the tensors of the module, without its
-    name."""
+    """Return the selected keys -> their names in the output.
+
+    For safetensors without ``include`` these are the tensors of the modules. Without ``rename`` as well, the name of a
+    single module is cut off.
+    """
     index = reader.index
     chosen = keys.select(index, include, exclude, reader.path)
     index.require_bounded(chosen)
@@ -241,11 +243,11 @@ def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, p
     chosen, layout = group.agree("lay out the files", lay_out)
     place = Place(out, is_file)
     directory = group.from_zero(f"begin {out}", place.begin)
-    mine = layout.files[group.rank :: group.size]
-    count = _Counter(sum(file.size for file in mine), progress)
+    local_files = layout.files[group.rank :: group.size]
+    count = _Counter(sum(file.size for file in local_files), progress)
 
     def write() -> None:
-        for file in mine:
+        for file in local_files:
             with _refused(out), place.create(directory, file.name, file.size, count.add) as made:
                 file.write(made, Stream(selected.reader, file.parts))
         with _refused(out):
@@ -281,11 +283,11 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
     def write() -> dict[int, object]:
         with _refused(out):
             publication.medium.join(directory, out)
-            mine = range(group.rank, options.ranks, group.size)
-            return {rank: checkpoint.write(rank, directory, out, count.add) for rank in mine}
+            own_ranks = range(group.rank, options.ranks, group.size)
+            return {rank: checkpoint.write(rank, directory, out, count.add) for rank in own_ranks}
 
     def publish(written: list[dict[int, object]]) -> list[str]:
-        locations = {rank: there for part in written for rank, there in part.items()}
+        locations = {rank: places for part in written for rank, places in part.items()}
         if not isinstance(out, ObjectPath):
             require_absent(out, "has come while it was written. Nothing was replaced.")
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
@@ -301,7 +303,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
 
 @contextmanager
 def _refused(out: Where) -> Iterator[None]:
-    """What the place refuses is a SaveFailed that names it."""
+    """Raise an error of the file system or the store as a SaveFailed that names ``out``."""
     try:
         yield
     except CheckpointError:
@@ -311,7 +313,7 @@ def _refused(out: Where) -> Iterator[None]:
 
 
 class _Counter:
-    """Counts what was written."""
+    """Counter of the bytes that this rank has written."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress = total, progress

@@ -1,4 +1,4 @@
-"""Looks into one checkpoint: keys, shapes and sizes, without reading a tensor."""
+"""``dcp_plugin.inspect``: keys, shapes and sizes of a checkpoint, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcp_plugin.types import CheckpointInfo, TensorInfo
 
 
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """Return the contents of a checkpoint, without the tensors that only its base has. No tensor is read.
+    """Return the contents of a checkpoint, without the tensors that only its base has. Read no tensor.
 
     Args:
         path: A checkpoint of this package, of stock DCP or of another tool: a path or a URL.
@@ -26,8 +26,8 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened, or
-            the path is that of a run.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be opened,
+            or the path is that of a run.
 
     Example:
         >>> import torch, dcp_plugin
@@ -41,7 +41,7 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
 
 
 def info_of(reader: ShardedReader) -> CheckpointInfo:
-    """:func:`inspect` of a checkpoint that a reader opens."""
+    """Return the result of :func:`inspect` for an open checkpoint."""
     index, summary = reader.index, reader.summary
     with collector_paused():
         tensors, values = _listed(index.table)
@@ -65,7 +65,7 @@ def info_of(reader: ShardedReader) -> CheckpointInfo:
 def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
     """Return the tensors of a checkpoint, and the keys of its values.
 
-    It goes by columns: an entry of the index for each key takes three times as long.
+    The loop over columns is three times as fast as one over entries of the index.
     """
     is_value = table.columns["dtype"] == NO_TENSOR
     slots = np.flatnonzero(~is_value)

@@ -1,4 +1,4 @@
-"""What differs between two values of a checkpoint that are no tensors, at which place inside of them."""
+"""Find the places at which two values of a checkpoint differ. The values themselves are no tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from dcp_plugin.tools import amounts
 
 _MOST_PAIRS = 1_000_000
-"""Parts of two values that are compared: a small file may unfold into more than there is time for."""
+"""Largest number of pairs of parts to compare: a small file may unfold into more than there is time for."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """In place of a part that one of the two does not have."""
+    """Placeholder for a part that one of the two values lacks."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -28,16 +28,19 @@ class Missing:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A part that differs."""
+    """A part of two values that differs."""
 
     at: str
-    """Where it is, as Python writes it: ``['lr'][0]``. Empty for the value itself."""
+    """The place of the part, as Python writes it: ``['lr'][0]``. Empty for the value itself."""
     old: Any
     new: Any
 
 
 def differences(old: Any, new: Any) -> Iterator[Leaf]:
-    """The parts that differ, in order. Mappings are compared by key, sequences by position, tensors by their bytes."""
+    """Yield the parts that differ, in order.
+
+    Mappings are compared by key, sequences by position, and tensors by their bytes.
+    """
     pairs = deque([Leaf("", old, new)])
     seen: set[tuple[int, int]] = set()
     for _ in range(_MOST_PAIRS):
@@ -55,15 +58,15 @@ def differences(old: Any, new: Any) -> Iterator[Leaf]:
 
 
 def _parts(pair: Leaf) -> list[Leaf] | None:
-    """What two containers of a kind have in them; None for what is no container, or differs as a whole."""
+    """Return the pairs of parts of two containers of a kind; None for other values, which are compared in full."""
     old, new, nothing = pair.old, pair.new, Missing()
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = dict.fromkeys((*old, *new))
         return [Leaf(f"{pair.at}[{short(key)}]", old.get(key, nothing), new.get(key, nothing)) for key in keys]
     if isinstance(old, (list, tuple, deque)) and type(old) is type(new):
         count = max(len(old), len(new))
-        padded = [[*one, *[nothing] * (count - len(one))] for one in (old, new)]
-        return [Leaf(f"{pair.at}[{at}]", *two) for at, two in enumerate(zip(*padded, strict=True))]
+        padded = [[*items, *[nothing] * (count - len(items))] for items in (old, new)]
+        return [Leaf(f"{pair.at}[{at}]", *sides) for at, sides in enumerate(zip(*padded, strict=True))]
     return None
 
 
@@ -79,7 +82,7 @@ def _same(old: Any, new: Any) -> bool:
         return struct.pack("d", old) == struct.pack("d", new) or (old != old and new != new)
     try:
         return bool(old == new)
-    except Exception:  # what classes of their own do
+    except Exception:  # the __eq__ of a class may raise anything
         return False
 
 
@@ -93,7 +96,7 @@ def _same_tensor(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 class _Short(reprlib.Repr):
-    """Of a tensor only what kind it is."""
+    """Short representations of values, with dtype and shape in place of a tensor's elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +116,8 @@ _SHORT = _Short()
 
 
 def short(value: Any) -> str:
-    """A value on less than a line."""
+    """Return a representation of a value that is shorter than a line."""
     try:
         return _SHORT.repr(value)
-    except Exception:  # what classes of their own do
+    except Exception:  # the __repr__ of a class may raise anything
         return f"a {type(value).__name__}"

@@ -18,7 +18,7 @@ from dcp_plugin.tools.stream import Progress
 from dcp_plugin.types import LocalChunk, ShardedValue
 
 _TOGETHER = 256 << 20
-"""Bytes after which the progress is told."""
+"""Bytes that are read between two reports of progress."""
 
 
 def read(
@@ -33,17 +33,17 @@ def read(
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The tensors and values of a checkpoint by key, each tensor in full. No model and no process group is needed.
+    """Return tensors and values of a checkpoint by key, each tensor in full, without a model or a process group.
 
     Args:
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
-        include: Globs of keys; all if there is none. Only what they select is read.
+        include: Globs of keys; all if empty. Other keys are not read.
         exclude: Globs of keys to leave out.
-        device: Where the tensors go.
-        base: Where the base of the checkpoint is now, if that was moved.
+        device: The device of the tensors.
+        base: The new path of the checkpoint's base, if it was moved.
         allow_pickle: Globs of keys whose values may be loaded by executing code from the checkpoint.
         io_threads: Threads that read.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with bytes read, and bytes in all.
 
     Returns:
@@ -51,8 +51,8 @@ def read(
 
     Raises:
         CheckpointMismatch: A glob matches nothing.
-        UnsafeCheckpoint: A value could only be had by executing code.
-        CheckpointError: The checkpoint cannot be opened, or its bytes are not those that were saved.
+        UnsafeCheckpoint: A value cannot be loaded without executing code.
+        CheckpointError: The checkpoint cannot be opened, or its bytes do not match their checksums.
 
     Example:
         >>> import torch, dcp_plugin
@@ -78,22 +78,22 @@ def read_keys(
     allow_pickle: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """What an open checkpoint has under these keys, as :func:`read` gives it."""
+    """Return tensors and values of an open checkpoint by key, as :func:`read` does."""
     index = reader.index
     index.require_bounded(wanted)
-    found: dict[str, Any] = dict.fromkeys(wanted)
+    values: dict[str, Any] = dict.fromkeys(wanted)
     sizes = {key: _nbytes(index[key]) for key in wanted}
     total, done = sum(sizes.values()), 0
     group: list[str] = []
     for number, key in enumerate(wanted, 1):
         group.append(key)
         if number == len(wanted) or sum(map(sizes.__getitem__, group)) >= _TOGETHER:
-            found |= _read_group(reader, group, device, allow_pickle)
+            values |= _read_group(reader, group, device, allow_pickle)
             done += sum(map(sizes.__getitem__, group))
             group = []
             if progress is not None:
                 progress(done, total)
-    return found
+    return values
 
 
 def _nbytes(entry: Any) -> int:
@@ -104,26 +104,26 @@ def _read_group(
     reader: ShardedReader, group: list[str], device: torch.device, allow_pickle: tuple[str, ...]
 ) -> dict[str, Any]:
     targets: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for key in group:
         entry = reader.index[key]
         if not isinstance(entry, StoredTensor):
             targets[key] = None
         elif entry.stored_whole and reader.opened.format == "dcp_plugin":
-            found[key] = _object(reader, key, device)
+            loaded[key] = _object(reader, key, device)
         else:
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
             chunk = LocalChunk((0,) * len(entry.shape), entry.shape, tensor)
             targets[key] = ShardedValue(entry.shape, entry.dtype, (chunk,))
-            found[key] = tensor
+            loaded[key] = tensor
     planner = ShardedLoadPlanner(allow_pickle=allow_pickle)
     planner.use_index(targets, reader.index, {key: key for key in targets})
     reader.read_data(planner.create_local_plan(), planner).wait()
-    return {key: found[key] if key in found else targets[key] for key in group}
+    return {key: loaded[key] if key in loaded else targets[key] for key in group}
 
 
 def _object(reader: ShardedReader, key: str, device: torch.device) -> Any:
-    """A tensor of a class of its own, as ``torch.save`` has written it."""
+    """Return a tensor of a custom class, which ``torch.save`` has written."""
     data = reader.item(key)
     try:
         return decode(data).to(device)

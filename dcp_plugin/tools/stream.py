@@ -1,7 +1,7 @@
-"""Reads the tensors of a checkpoint one after the other, within bounded memory: what all tools read with.
+"""Read tensors of a checkpoint one after the other, within bounded memory. All tools read tensors with this module.
 
-The tensors that are wanted are cut into pieces of consecutive elements, and pieces that are next to each other fill a
-window of memory together. While one window is used, a thread fills the other.
+The tensors are cut into pieces of consecutive elements, and successive pieces fill a window of memory together. While
+the caller uses one window, a thread fills the other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dcp_plugin.tensors.host_memory import memory_view
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 WINDOW = 64 << 20
-"""Bytes of each of two windows."""
+"""Size of each of the two windows, in bytes."""
 _MOST_PIECES = 4096
 _ALIGNMENT = 64
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done, and bytes in all."""
+"""Callback that takes the bytes done, and the bytes in all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a stored tensor that is wanted, as elements of a dtype."""
+    """A box of a stored tensor to be read, and the dtype that its elements are converted to."""
 
     key: str
     offsets: Shape
@@ -51,14 +51,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a part, in memory until the next window is asked for."""
+    """Consecutive elements of a part. They stay in memory until the caller takes a piece of the next window."""
 
     part: int
-    """The number of the part."""
+    """The number of the part in the stream."""
     tensor: torch.Tensor
-    """On the host, contiguous."""
+    """A contiguous tensor on the host."""
     start: int
-    """Where it begins in the part, in elements."""
+    """The position of the first element within the part."""
 
     @property
     def data(self) -> memoryview:
@@ -66,16 +66,16 @@ class Piece:
 
 
 class Stream:
-    """The parts in their order, each in one or more pieces. An empty part has no piece.
+    """Pieces of parts, in the order of the parts. An empty part has no piece.
 
     Args:
-        reader: Of the checkpoint.
-        parts: What is wanted.
-        window: Bytes of memory; twice as many are used.
+        reader: The reader of the checkpoint.
+        parts: The parts to read.
+        window: Size of a window in bytes. Two windows are used.
 
     Raises:
-        CheckpointMismatch: A tensor is of a class of its own, without elements that could be read one by one.
-        CheckpointError: As a load.
+        CheckpointMismatch: A tensor is of a custom class, whose elements cannot be read one by one.
+        CheckpointError: The checkpoint cannot be read, or its bytes do not match their checksums.
     """
 
     def __init__(self, reader: ShardedReader, parts: Sequence[Part], window: int = WINDOW) -> None:
@@ -83,7 +83,7 @@ class Stream:
         self._parts = parts
         self._window = window
         self.nbytes = sum(part.nbytes for part in parts)
-        """Of all parts."""
+        """Bytes of all parts."""
 
     def __iter__(self) -> Iterator[Piece]:
         windows = self._windows()
@@ -105,7 +105,7 @@ class Stream:
                 yield from pieces
 
     def _windows(self) -> Iterator[list[tuple[int, BoxPart, int]]]:
-        """The pieces that are read together: number of the part, box, and where it begins in the part."""
+        """Yield the pieces of each window: number of the part, box, and position of its first element in the part."""
         window: list[tuple[int, BoxPart, int]] = []
         filled = 0
         for number, part in enumerate(self._parts):
@@ -141,7 +141,7 @@ class Stream:
 
 
 def _page_aligned(nbytes: int) -> torch.Tensor:
-    """Memory from which a file can be written without a copy."""
+    """Return memory from which a file can be written without a copy."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
@@ -151,14 +151,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def read_boxes(reader: ShardedReader, boxes: Sequence[tuple[str, Shape, torch.Tensor]]) -> None:
-    """Fill tensors with parts of stored ones, converted to their dtypes.
+    """Fill tensors with parts of stored tensors, converted to the dtypes of the targets.
 
     Args:
-        boxes: Of each part the key, where it begins in the stored tensor, and what it fills, which has its shape.
+        boxes: The key of each part, its offsets in the stored tensor, and the tensor to fill, which has its shape.
 
     Raises:
-        CheckpointMismatch: A key has no tensor, or one without elements that can be read one by one.
-        CheckpointError: As a load.
+        CheckpointMismatch: A key is no tensor, or the elements of the tensor cannot be read one by one.
+        CheckpointError: The checkpoint cannot be read, or its bytes do not match their checksums.
     """
     targets = {}
     for number, (key, offsets, tensor) in enumerate(boxes):
@@ -174,7 +174,7 @@ def read_boxes(reader: ShardedReader, boxes: Sequence[tuple[str, Shape, torch.Te
 
 
 def require_elements(reader: ShardedReader, key: str, stored: StoredTensor) -> None:
-    """Raises CheckpointMismatch if a tensor has no elements that can be read one by one."""
+    """Raise CheckpointMismatch if the elements of a tensor cannot be read one by one."""
     if stored.stored_whole and reader.opened.format == "dcp_plugin":
         raise CheckpointMismatch(
             f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors), which "

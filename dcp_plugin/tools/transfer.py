@@ -1,9 +1,9 @@
-"""One checkpoint, from one place to another, by the commit rule of the place that it comes to.
+"""Copy one checkpoint to another path, by the commit rule of the target's medium.
 
-On a disk a copy has the files of the source under their names. In a bucket the data files of one of ours get the token
-of the copy into their names (:mod:`dcp_plugin.format.packed`), so its tables of contents are made anew; the token comes
-from the save alone, and so does every byte of the tables. The same copy, tried again, therefore finds what an earlier
-try has left: in a bucket by the names, on a disk by a note of what was copied completely.
+On a disk a copy has the files of the source under their names. In a bucket, data files of a checkpoint of this package
+get a token into their names (:mod:`dcp_plugin.format.packed`), so its tables of contents are rewritten. The token and
+every byte of the tables depend on the save alone. A repeated copy therefore finds the files of an interrupted one: in a
+bucket by their names, on a disk by a record of the files that were copied completely.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ from dcp_plugin.storage.passing import (
 from dcp_plugin.storage.published import gone_or_damaged
 
 _WORTH_NOTING = 1 << 20
-"""Bytes of a file from which on it is noted that it is complete; a smaller one is copied again as fast."""
+"""Size in bytes from which on a complete file is recorded. Copying a smaller file again is as fast."""
 _LAST = (f"/{METADATA}", ".index.json")
-"""How names of files end that name other files: they come last where files come one by one."""
+"""Endings of the names of files that name other files. Where files appear one by one, these are copied last."""
 _MOST_LAST = 64 << 20
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-"""What does not pass by itself: nothing is kept for another try."""
+"""Lasting errors of the target: no file is kept for another attempt."""
 _AHEAD_OF_STREAMS = 16
-"""Pieces that are asked for at a time, of all files together, where each is a request."""
+"""Number of pieces of all files that are requested at the same time, where each piece is a request."""
 _PART_OF_FLIGHT = 2
-"""A copy has the half of what a rank of a save may have on the way to a store: nobody else needs these bytes."""
+"""Divisor of the bytes in flight: a copy uses half of those that a rank of a save may have on the way to a store."""
 FileIdentity = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to be copied. Whoever has opened it closes it."""
+    """A checkpoint to be copied. The caller of :func:`open_source` closes it."""
 
     path: Where
     files: Readable
     sizes: dict[str, int]
-    """Bytes of each file, by its usual name."""
+    """Usual names of the files -> their bytes."""
     token: str
-    """Of the save: equal for the same one, wherever it is."""
+    """The token of the save. All copies of a save have the same token."""
     opened: OpenCheckpoint | None = None
-    """None for what has no form that we can open."""
+    """None for a format that this package cannot open."""
     is_file: bool = False
     left_out: tuple[str, ...] = ()
-    """Files that are not copied, and why."""
+    """Files that are not copied, with the reasons."""
 
     @property
     def ours(self) -> OpenCheckpoint | None:
@@ -95,20 +95,20 @@ class Source:
         return sum(self.sizes.values())
 
     def stamp(self, name: str) -> FileIdentity | None:
-        """What tells a file from others that have no byte in common with it on the disk; None if it is no link."""
+        """Return the identity of a file on the disk, which its hard links share; None for a file with a single name."""
         if not isinstance(self.path, Path):
             return None
         with suppress(OSError):
-            found = os.stat(self.path if self.is_file else self.path / name)
-            if found.st_nlink > 1:
-                return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+            stat = os.stat(self.path if self.is_file else self.path / name)
+            if stat.st_nlink > 1:
+                return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
         return None
 
     def open(self, name: str) -> RangedFile:
         """Open a file.
 
         Raises:
-            SourceError: It cannot be opened, or has become a link out of the checkpoint since the files were listed.
+            SourceError: The file cannot be opened, or has become a link out of the checkpoint since it was listed.
         """
         may_be_outside = self.is_file or (self.opened is not None and name in self.opened.index.files)
         try:
@@ -130,13 +130,13 @@ class Source:
 
 
 def open_source(path: Where, of_others: bool = False) -> Source:
-    """What is at a path.
+    """Open the checkpoint at a path for copying.
 
     Args:
-        of_others: It is known to be a checkpoint of another tool, whatever is in it.
+        of_others: Accept a directory that this package cannot open: it is a checkpoint of another tool.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it cannot be read.
+        CheckpointError: The path has no checkpoint, or it cannot be read.
     """
     medium = medium_of(path)
     with damage_in(path):
@@ -150,26 +150,26 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             if not of_others:
                 raise
             opened = None
-        there = locate(path)
-        if opened is not None and opened.path not in (path, there):
+        location = locate(path)
+        if opened is not None and opened.path not in (path, location):
             opened.close()
             raise CheckpointMismatch(f"{path} is a part of {opened.path}: copy that.")
-        files = medium.open(there, pin=True) if opened is None else opened.files
-        return _of_folder(path, files, opened, tree(there, medium))
+        files = medium.open(location, pin=True) if opened is None else opened.files
+        return _of_folder(path, files, opened, tree(location, medium))
 
 
 def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stored: list[str]) -> Source:
     names = files.tree(stored) if isinstance(files, PackedFiles) else stored
-    elsewhere = {name for name in names if files.leads_elsewhere(name)}
+    outside = {name for name in names if files.leads_elsewhere(name)}
     if opened is not None and opened.summary is not None:
         check_files(opened, opened.index.files)
-        known = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.beside}
-        if wrong := sorted(elsewhere & known):
+        own_names = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.beside}
+        if wrong := sorted(outside & own_names):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")
-    elif opened is not None:  # whose tensors may be anywhere
-        elsewhere -= opened.index.files.keys()
-    left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(elsewhere)]
-    names = [name for name in names if name not in elsewhere]
+    elif opened is not None:  # files with tensors of another tool may be links
+        outside -= opened.index.files.keys()
+    left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(outside)]
+    names = [name for name in names if name not in outside]
     sizes = {name: files.size(name) for name in names}
     if opened is None or opened.summary is None:
         token = _token_of(files, sizes)
@@ -183,36 +183,36 @@ def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stor
 
 
 def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
-    said = [(name, size, files.modified(name)) for name, size in sorted(sizes.items())]
-    return packed.new_token(max((one[2] for one in said), default=0.0), repr(said).encode())
+    rows = [(name, size, files.modified(name)) for name, size in sorted(sizes.items())]
+    return packed.new_token(max((row[2] for row in rows), default=0.0), repr(rows).encode())
 
 
-def is_same(source: Source, there: Source) -> bool:
-    """Whether two checkpoints are of the same save, and have the same files. What has no identity is compared."""
-    if source.ours is not None or there.ours is not None:
-        if source.ours is None or there.ours is None:
+def is_same(source: Source, target: Source) -> bool:
+    """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
+    if source.ours is not None or target.ours is not None:
+        if source.ours is None or target.ours is None:
             return False
-        mine, other = source.summary, there.summary
-        return (mine.save_id or mine.index_sha256) == (other.save_id or other.index_sha256)
-    if source.sizes != there.sizes and not (source.is_file and there.is_file):
+        summary, target_summary = source.summary, target.summary
+        return (summary.save_id or summary.index_sha256) == (target_summary.save_id or target_summary.index_sha256)
+    if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
-    pairs = zip(sorted(source.sizes), sorted(there.sizes), strict=True)
-    return all(_same_bytes(source.files, mine, there.files, other) for mine, other in pairs)
+    pairs = zip(sorted(source.sizes), sorted(target.sizes), strict=True)
+    return all(_same_bytes(source.files, name, target.files, target_name) for name, target_name in pairs)
 
 
-def _same_bytes(one: Readable, name: str, other: Readable, other_name: str) -> bool:
-    if one.size(name) != other.size(other_name):
+def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: str) -> bool:
+    if files.size(name) != other_files.size(other_name):
         return False
-    with one.open(name) as here, other.open(other_name) as there:
-        while data := here.read(PIECE):
-            if data != there.read(len(data)):
+    with files.open(name) as file, other_files.open(other_name) as other_file:
+        while data := file.read(PIECE):
+            if data != other_file.read(len(data)):
                 return False
     return True
 
 
 @dataclass
 class Counts:
-    """What a copy has done so far. Threads add to it."""
+    """Bytes and files that a copy has processed so far. Safe for use by several threads."""
 
     copied: int = 0
     linked: int = 0
@@ -234,15 +234,15 @@ class Counts:
 
 @dataclass
 class Homes:
-    """Files of the sources that are at the target already, for those that share them."""
+    """Files of the sources that the target already has, for checkpoints that share them by hard links."""
 
     _known: dict[FileIdentity, tuple[Where, bool]] = field(default_factory=dict)
 
     def learn(self, source: Source, target: Where, name_there: Callable[[str], str], verified: bool) -> None:
-        """A checkpoint is at the target.
+        """Record the files of a checkpoint that is at the target.
 
         Args:
-            verified: This process has read its bytes.
+            verified: This process has compared its bytes with their checksums.
         """
         for name in source.sizes:
             if (stamp := source.stamp(name)) is not None:
@@ -253,7 +253,7 @@ class Homes:
 
 
 class _Stopped(Exception):
-    """Another thread has failed."""
+    """Raised in a thread to stop it: another thread has failed."""
 
 
 @dataclass
@@ -261,8 +261,8 @@ class Transfer:
     """The copy of one checkpoint to a path.
 
     Args:
-        base_there: Where the base of a checkpoint will be, by where it is now.
-        tell: Called from time to time, on the thread that calls :meth:`run`.
+        base_there: Function from the path of a base to its new path; None for a base that is not copied.
+        tell: Called about five times a second, on the thread that calls :meth:`run`.
     """
 
     source: Source
@@ -283,23 +283,19 @@ class Transfer:
         if self.keeps_names and self.source.ours is not None:
             self._new_names = packed.renamed(list(self.source.ours.index.files), self.source.token)
 
-    # Names
-
     def name_there(self, name: str) -> str:
-        """What a file is called at the target, or in the directory of the save there."""
+        """Return the name of a file at the target."""
         if name in self._new_names or not self.keeps_names or self.source.ours is None:
             return self._new_names.get(name, name)
         attached = name.partition("/")[0] in self.source.summary.attached
         return f"{PACKED}{self.source.token}/{name}" if attached else name
 
-    # The whole
-
     def run(self) -> None:
-        """Copy it.
+        """Copy the checkpoint. After an error the target path is as before.
 
         Raises:
-            SaveFailed: The target refuses. Nothing is there that was not before.
-            CheckpointError: The source is not what was saved, is gone, or cannot be read. The same holds.
+            SaveFailed: The target cannot be written.
+            CheckpointError: The source is damaged, was deleted, or cannot be read.
         """
         if self.source.is_file and self.keeps_names:
             with self._failures(None):
@@ -322,55 +318,58 @@ class Transfer:
             with self.medium.create(directory, self._made(directory, name), len(data), _ignore) as file:
                 file.write(data)
         self.medium.flush(directory)
-        if source.ours is None and isinstance(directory, Path):  # stock's checkpoints go by the times of their folders
+        if source.ours is None and isinstance(
+            directory, Path
+        ):  # stock's checkpoints are ordered by their folders' times
             os.utime(directory, 2 * (source.files.modified(""),))
         self.medium.publish(reservation, tables)
         self.counts.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
 
     @contextmanager
     def _failures(self, reservation: Reservation[Any] | None) -> Iterator[None]:
-        """What goes wrong is one error; and what was written is kept for another try where that may help."""
+        """Raise any error as one that names the copy. Keep the files for another attempt if that may help."""
         try:
             yield
         except BaseException as error:
             failure, keep = self._said(error)
-            if reservation is not None:  # of one that is published nothing is known any more
+            if reservation is not None:  # the medium ignores a published reservation
                 self.medium.discard(reservation, keep=keep)
             if failure is error:
                 raise
             raise failure from error
 
     def _said(self, error: BaseException) -> tuple[BaseException, bool]:
-        """What to raise for it, and whether another try may go on with what was written."""
-        what = f"cannot copy {self.source.path} to {self.target}"
+        """Return the error to raise, and whether another attempt may continue with the files."""
+        message = f"cannot copy {self.source.path} to {self.target}"
         if isinstance(error, SourceError):
             failure = gone_or_damaged(self.source.files, f"{error} cannot be read", error.error)
-            return type(failure)(f"{what}: {failure}"), isinstance(failure, CheckpointUnreadable)
+            return type(failure)(f"{message}: {failure}"), isinstance(failure, CheckpointUnreadable)
         if isinstance(error, CheckpointCorrupt):
             keep = isinstance(error, CheckpointUnreadable)
-            return type(error)(f"{what}: {str(error).rstrip('.')}. Nothing is there that was not before."), keep
+            return type(error)(f"{message}: {str(error).rstrip('.')}. Nothing is there that was not before."), keep
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             keep = error.errno not in _PASSES
             again = " The same command goes on from here." if keep else ""
-            return SaveFailed(f"{what}: {error}. {self.medium.advice}{again}"), keep
+            return SaveFailed(f"{message}: {error}. {self.medium.advice}{again}"), keep
         return error, isinstance(error, KeyboardInterrupt)
 
-    # Tables of contents
-
     def _tables(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """The tables of one of ours as they will be, and those for other readers that other names change."""
+        """Return the tables of contents at the target, and the views for other readers that need the new names.
+
+        Only for a checkpoint of this package.
+        """
         source, files = self.source, self.source.files
         assert source.ours is not None
         index_bytes, metadata = read(files, INDEX), read(files, METADATA)
         summary_bytes = read(files, SUMMARY)
-        said = Summary.decode(summary_bytes, f"{files.where}/{SUMMARY}")
-        if fingerprint(index_bytes) != said.index_sha256 or fingerprint(metadata) != (
-            said.metadata_sha256 or fingerprint(metadata)
+        summary = Summary.decode(summary_bytes, f"{files.where}/{SUMMARY}")
+        if fingerprint(index_bytes) != summary.index_sha256 or fingerprint(metadata) != (
+            summary.metadata_sha256 or fingerprint(metadata)
         ):
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
-        if not said.metadata_sha256:
+        if not summary.metadata_sha256:
             self.counts.add(unverified=(f"{source.path}/{METADATA}",))
-        if not any(old != new for old, new in self._new_names.items()) and not (self.keeps_names and said.base):
+        if not any(old != new for old, new in self._new_names.items()) and not (self.keeps_names and summary.base):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
         views = self._renamed_views()
         index_bytes = self._renamed_index(views)
@@ -378,7 +377,7 @@ class Transfer:
         changed = json.loads(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
-        if said.base:
+        if summary.base:
             changed["base"] = self._base_there() or changed["base"]
         return {INDEX: index_bytes, SUMMARY: with_hash(changed), METADATA: metadata}, views
 
@@ -393,12 +392,12 @@ class Transfer:
                 if beside.get(name, hash_of(data)) not in (hash_of(data), f"{len(data)} bytes"):
                     raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
                 if summary.save_id.encode() in data:
-                    there = {old: new for old, new in names.items() if old.encode() in data}
-                    views[name] = with_renamed_files(data, there, f"{files.where}/{name}")
+                    new_names = {old: new for old, new in names.items() if old.encode() in data}
+                    views[name] = with_renamed_files(data, new_names, f"{files.where}/{name}")
         return views
 
     def _renamed_index(self, views: Mapping[str, bytes]) -> bytes:
-        """Made from a copy of the index: the source is read by it yet."""
+        """Return the index with the new names. It is a copy: the source is still read by its own index."""
         files, summary = self.source.files, self.source.summary
         index = index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
         index.rename_files(self._new_names.__getitem__)
@@ -406,7 +405,7 @@ class Transfer:
         return index_file.encode_alike(index)
 
     def _base_there(self) -> dict[str, str] | None:
-        """What a checkpoint in a bucket says of its base, which has other names of files there, too."""
+        """Return the summary's entry for the base, whose files and tables also have other contents in the bucket."""
         assert self.source.ours is not None
         try:
             base = completed(self.source.ours, None).base
@@ -414,19 +413,19 @@ class Transfer:
             return None
         if base is None:
             return None
-        there = self.base_there(base.path)
+        new_base = self.base_there(base.path)
         source = open_source(base.path)
         try:
-            at = there or self.target / relative_to(base.path, self.source.path)
+            at = new_base or self.target / relative_to(base.path, self.source.path)
             summary = replace(self, source=source, target=at, counts=Counts())._tables()[0][SUMMARY]
         finally:
             source.close()
             base.close()
-        said = json.loads(summary)
-        return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": said["index_sha256"]}
+        document = json.loads(summary)
+        return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": document["index_sha256"]}
 
     def _tables_of_others(self) -> dict[str, bytes]:
-        """The files that name the others, in a bucket, where files come one by one."""
+        """Return the files that name other files, to be published last in a bucket; empty on a disk."""
         if not self.keeps_names:
             return {}
         sizes = self.source.sizes
@@ -434,43 +433,41 @@ class Transfer:
         named = sorted({*small, *({METADATA} & sizes.keys())}, key=lambda name: (name == METADATA, name))
         return {name: self.source.read(name) for name in named}
 
-    # Files
-
     def _staged(self, directory: Where) -> set[str]:
-        """The names of files that an earlier try has copied completely."""
+        """Return the names of files that an interrupted copy has completed. Delete its other files on a disk."""
         if self.keeps_names:
-            if self.source.ours is None:  # its files have the names of any others
+            if self.source.ours is None:  # any other checkpoint may have files of these names
                 return set()
             files = self.medium.open(directory)
-            there = set()
+            staged = set()
             for name, size in self.source.sizes.items():
                 usual = self.name_there(name).removeprefix(f"{PACKED}{self.source.token}/")
                 with suppress(OSError):
                     if self.name_there(name) != name and files.size(usual) == size:
-                        there.add(name)
-            return there
+                        staged.add(name)
+            return staged
         assert isinstance(directory, Path)
         with suppress(OSError, ValueError):
             noted = json.loads(directory.with_suffix(".copied").read_bytes())
-            self._noted = {str(name): list(told) for name, told in noted.items()}
-        there = {name for name in self.source.sizes if self._has(directory, name)}
-        mine = {self._made(directory, name) for name in there}
+            self._noted = {str(name): list(entry) for name, entry in noted.items()}
+        staged = {name for name in self.source.sizes if self._has(directory, name)}
+        staged_names = {self._made(directory, name) for name in staged}
         for name in tree(directory, self.medium):
-            if name not in mine:
+            if name not in staged_names:
                 (directory / name).unlink()
-        return there
+        return staged
 
     def _has(self, directory: Path, name: str) -> bool:
-        """Whether an earlier try has copied a file completely, and it is unchanged."""
-        there = directory / self._made(directory, name)
+        """Return whether an interrupted copy has completed a file, and the file is unchanged."""
+        path = directory / self._made(directory, name)
         noted = self._noted.get(name)
         with suppress(OSError):
-            if noted and not there.is_symlink() and there.stat().st_size == self.source.sizes[name] == noted[0]:
-                return bool(_hash_of(there) == noted[1])
+            if noted and not path.is_symlink() and path.stat().st_size == self.source.sizes[name] == noted[0]:
+                return bool(_hash_of(path) == noted[1])
         return False
 
     def _copy_all(self, directory: Where, names: list[str], staged: set[str]) -> None:
-        """Copy, or link, these files into the directory of the save."""
+        """Copy or link these files into the directory of the save."""
         source = self.source
         with suppress(OSError):
             source.files.keep(names)
@@ -483,10 +480,10 @@ class Transfer:
         ):
             way = Way(readers, ahead, Memory(), self._passed)
             jobs = {pool.submit(self._one, directory, name, name in staged, way, at_once) for name in in_order}
-            left = set(jobs)
+            running = set(jobs)
             try:
-                while left:
-                    done, left = wait(left, timeout=0.2, return_when=FIRST_EXCEPTION)
+                while running:
+                    done, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
                     self.tell()
                     if any(job.exception() for job in done):
                         break
@@ -513,8 +510,8 @@ class Transfer:
             self._copied(directory, name, way, at_once)
 
     def _linked(self, directory: Where, name: str, way: Way) -> bool:
-        """Whether the target has the file in another checkpoint, or the store has it and copies it."""
-        size, there = self.source.sizes[name], directory / self._made(directory, name)
+        """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
+        size, new_file = self.source.sizes[name], directory / self._made(directory, name)
         home = self.homes.of(self.source.stamp(name))
         stored = self._stored(name)
         if home is None and isinstance(stored, ObjectPath) and isinstance(directory, ObjectPath):
@@ -526,19 +523,19 @@ class Transfer:
         shared = DataFile((path,), size)
         try:
             if not verified and not self.keeps_names:
-                with shared.opened(self.medium) as (file, found):
+                with shared.opened(self.medium) as (file, source_file):
                     looks = self._looks(name)
                     for piece in way.pieces(name, file, size):
-                        for one in looks:
-                            one.add(piece)
-                    for one in looks:
-                        one.finish()
-                    shared = found
-            self.medium.link_file(shared, there)
+                        for look in looks:
+                            look.add(piece)
+                    for look in looks:
+                        look.finish()
+                    shared = source_file
+            self.medium.link_file(shared, new_file)
         except (CannotLink, CheckpointCorrupt, SourceError):
             return False
-        told = (f"{stored}: copied by the store",) if self.keeps_names else ()
-        self.counts.add(linked=size, unverified=told)
+        unverified = (f"{stored}: copied by the store",) if self.keeps_names else ()
+        self.counts.add(linked=size, unverified=unverified)
         return True
 
     def _stored(self, name: str) -> Where:
@@ -571,28 +568,28 @@ class Transfer:
         if not any(isinstance(look, (LookAtItems, LookAtHash)) for look in looks):
             self.counts.add(unverified=(str(self._stored(name)),))
         if isinstance(directory, Path):
-            if source.ours is None:  # a run of another tool goes by the times of its files
+            if source.ours is None:  # runs of other tools are ordered by the times of their files
                 modified = source.files.modified(name)
                 os.utime(directory / self._made(directory, name), (modified, modified))
             if noting:
                 self._note(directory, name, size, seen.hexdigest())
 
     def _made(self, directory: Where, name: str) -> str:
-        """The name at the target, with the folders above it where there are folders."""
-        there = self.name_there(name) if not self.source.is_file else self.target.name
-        if isinstance(directory, Path) and "/" in there:
-            (directory / there).parent.mkdir(parents=True, exist_ok=True)
-        return there
+        """Return the name of a file at the target. On a disk, make the folders above it."""
+        new_name = self.name_there(name) if not self.source.is_file else self.target.name
+        if isinstance(directory, Path) and "/" in new_name:
+            (directory / new_name).parent.mkdir(parents=True, exist_ok=True)
+        return new_name
 
-    def _note(self, directory: Path, name: str, size: int, told: str) -> None:
+    def _note(self, directory: Path, name: str, size: int, digest: str) -> None:
         with self._lock:
-            self._noted[name] = [size, told]
+            self._noted[name] = [size, digest]
             self.medium.note(directory.with_suffix(".copied"), json.dumps(self._noted).encode())
 
 
 @dataclass(frozen=True)
 class _Hash(Look):
-    """The hash of all that passes."""
+    """Hash of all pieces of a file."""
 
     hash: Any
 
@@ -601,12 +598,12 @@ class _Hash(Look):
 
 
 def _ignore(count: int) -> None:
-    """Nobody waits to be told how many bytes went to the medium."""
+    """Ignore the bytes that were written: the copy counts those that it reads."""
 
 
 def _hash_of(path: Path) -> str:
-    found = xxh3_128()
+    digest = xxh3_128()
     with open(path, "rb") as file:
         while data := file.read(PIECE):
-            found.update(data)
-    return str(found.hexdigest())
+            digest.update(data)
+    return str(digest.hexdigest())

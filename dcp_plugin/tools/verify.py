@@ -1,4 +1,4 @@
-"""Reads every byte of checkpoints and compares it with its checksum."""
+"""``dcp_plugin.verify``: every byte of a checkpoint is read and compared with its checksum."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
-    The tensors that only a base has are read as well. Of a checkpoint of this package every byte of every file of the
-    save is read: also the bytes between items, the tables of contents for other tools, and the files that a framework
-    added. Files that were added to the directory after the save are not read.
+    The tensors that only a base has are read as well. In a checkpoint of this package, every byte of every file of the
+    save is read, including the bytes between items, the tables of contents for other tools, and the files that a
+    framework added. Files that were added to the directory after the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
         io_threads: Threads that read.
         base: The base, if it was moved.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with bytes of items read, and all that there are.
+        progress: Called with the bytes of items read, and the bytes of all items.
 
     Returns:
         The items and bytes that were read, and the damage, which is not raised. Items of other tools have no checksums:
         they are read and listed. For a run, the sums; a checkpoint that cannot be opened is one of the errors.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be opened.
         CheckpointUnreadable: The file system failed; also for a run.
 
     Example:
@@ -53,10 +53,10 @@ def verify(
         >>> dcp_plugin.verify("run/step-1").ok
         True
     """
-    where = as_path(path, storage_options)
+    location = as_path(path, storage_options)
     verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
-    below = checkpoints_below(where)
-    return _verify_run(where, below, verify_one) if below else verify_one(where)
+    below = checkpoints_below(location)
+    return _verify_run(location, below, verify_one) if below else verify_one(location)
 
 
 def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
@@ -73,7 +73,7 @@ def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], Ve
     for path in (*(run / name for name in weights), *below):
         try:
             report = verify_one(path)
-        except CheckpointNotFound:  # the training has deleted one
+        except CheckpointNotFound:  # the training deleted it meanwhile
             continue
         except CheckpointUnreadable:
             raise
@@ -106,7 +106,7 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
             items.setdefault((place.file, place.offset), (key, place))
         if any(place.checksums is None for place in places):
             unverified.append(key)
-    with suppress(OSError):  # a removal during the verification deletes no open file
+    with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
         reader.opened.files.keep(reader.index.files)
     nbytes = sum(place.length for _, place in items.values())
     threads = max(io_threads, reader.opened.files.streams)
