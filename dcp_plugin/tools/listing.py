@@ -2,7 +2,7 @@
 
 :func:`~dcp_plugin.list_checkpoints` lists DCP checkpoints alone, and is fast. This module examines each checkpoint, of
 any tool: its summary, the sizes of its files, and the files that it shares with others by hard links. It reads no
-tensor, so :func:`~dcp_plugin.verify` may find damaged bytes in a checkpoint that is listed as whole.
+tensor, so :func:`~dcp_plugin.verify` may find damaged bytes in a checkpoint that is listed as ``"whole"``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ListedCheckpoint:
     flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"newer format"``: a newer version of
     this package saved it. ``"foreign"``: another tool's."""
     reason: str
-    """Reason why it is torn or damaged, or cannot be read or resumed from; else empty."""
+    """The reason why the checkpoint is torn or damaged, or cannot be read or resumed from; else empty."""
     format: str
     """``"dcp_plugin"``, ``"stock"`` (another writer of DCP), ``"Lightning"``, ``"Accelerate"``, ``"transformers"`` or
     ``"torch.save"``; empty if unknown."""
@@ -53,11 +53,11 @@ class ListedCheckpoint:
     nbytes: int
     """Bytes of all its files, each file counted once."""
     own_bytes: int
-    """Bytes that its deletion frees. Other checkpoints share the rest as hard links."""
+    """Bytes that a deletion of the checkpoint frees. Other checkpoints share its further bytes as hard links."""
     tier: Literal["durable", "local"] = "durable"
     """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
     resumes: bool = False
-    """Whether an automatic resume of its run would load it."""
+    """True if an automatic resume of its run would load it."""
     world_size: int | None = None
     layouts: list[str] = field(default_factory=list)
     """Distributions of its tensors at the save."""
@@ -80,7 +80,7 @@ class Run:
     @property
     def resumes(self) -> ListedCheckpoint | None:
         """The checkpoint that an automatic resume would load."""
-        return next((one for one in self.checkpoints if one.resumes), None)
+        return next((listed for listed in self.checkpoints if listed.resumes), None)
 
 
 def list_runs(
@@ -89,14 +89,14 @@ def list_runs(
     """Return every run at or below ``root``, with its checkpoints: of this package, of stock DCP and of other tools.
 
     Args:
-        root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``local_dir`` of the runs. Then saves that only this host has in it are listed, too, with
+        root: A directory, or the URL of a prefix, which is searched six directories deep. Links are not followed.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
+        local_dir: The ``local_dir`` of the runs. The list then includes the saves that only this host has there, with
             ``tier="local"``.
 
     Returns:
         The runs, sorted by folder. A save that a crash interrupted is listed as torn. Weights alone are no checkpoint
-        of a run, and are not listed.
+        of a run. They are not listed.
 
     Raises:
         CheckpointUnreadable: The directory or the store of a URL cannot be listed.
@@ -117,7 +117,7 @@ class Found:
 
     runs: list[Run]
     bases: dict[Where, set[Where]]
-    """By checkpoint, the places where a load of it looks for its base."""
+    """Checkpoints -> the paths at which a load looks for their bases."""
     unreadable: set[Where]
     """Entries that cannot be read, and may be checkpoints."""
     scan: Scan
@@ -129,17 +129,19 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
     warn_of_unreadable(scan.unreadable)
     states = [*scan.states.values(), *local_below(root, local_dir, storage_options)]
     candidates: list[CheckpointState | Saved] = [*states, *in_order(scan.of_others)]
-    looks = [one for one in _at_once(lambda one: _look(one, scan.medium), candidates, root) if one is not None]
+    looks = [
+        look for look in _at_once(lambda candidate: _look(candidate, scan.medium), candidates, root) if look is not None
+    ]
     folders: dict[Where, list[_Looked]] = {}
-    for one in sorted(looks, key=lambda one: (str(one.folder), one.listed.time, one.listed.step or -1)):
-        folders.setdefault(one.folder, []).append(one)
+    for look in sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1)):
+        folders.setdefault(look.folder, []).append(look)
     runs = [_run(folder, members) for folder, members in folders.items()]
-    unreadable = {*scan.unreadable, *(one.listed.path for one in looks if one.unreadable)}
-    return Found(runs, {one.listed.path: one.bases for one in looks if one.bases}, unreadable, scan)
+    unreadable = {*scan.unreadable, *(look.listed.path for look in looks if look.unreadable)}
+    return Found(runs, {look.listed.path: look.bases for look in looks if look.bases}, unreadable, scan)
 
 
 def _at_once(look: Callable[[Any], Any], things: Sequence[Any], root: Where) -> Iterable[Any]:
-    if not isinstance(root, ObjectPath):  # threads would only wait for each other
+    if not isinstance(root, ObjectPath):  # on a disk, threads would only wait for each other
         return map(look, things)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp-list") as pool:
         return list(pool.map(look, things))
@@ -160,71 +162,81 @@ class _Looked:
 
     @property
     def step(self) -> int | None:
-        """Its own step; for a part without a step, that of the folder above."""
+        """The step of the checkpoint; for a part without a step, the step of the folder above."""
         is_named = self.is_part and self.listed.step is None
         return step_in_name(self.listed.path.parent) if is_named else self.listed.step
 
     @property
     def is_part(self) -> bool:
-        """Whether this is a part of the checkpoint after which the folder above is named."""
+        """True if this is a part of the checkpoint after which the folder above is named."""
         without_step = self.found.name != "" if isinstance(self.found, Saved) else self.found.step is None
         return without_step and step_in_name(self.listed.path.parent) is not None
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
-    usable = [one.found for one in members if one.listed.state in ("whole", "foreign", "newer format")]
+    usable = [member.found for member in members if member.listed.state in ("whole", "foreign", "newer format")]
     newest: Where | None = None
-    with suppress(NewerFormat):  # no automatic resume goes on with an older one
+    with suppress(NewerFormat):  # an automatic resume does not fall back to an older checkpoint
         newest = newest_among(usable)[0].path
-    listed = [replace(one.listed, resumes=one.listed.path == newest, step=one.step) for one in members]
-    return Run(folder, listed, Usage.of_all(one.usage for one in members).nbytes)
+    listed = [replace(member.listed, resumes=member.listed.path == newest, step=member.step) for member in members]
+    return Run(folder, listed, Usage.of_all(member.usage for member in members).nbytes)
 
 
-def _look(one: CheckpointState | Saved, medium: Medium) -> _Looked | None:
+def _look(checkpoint: CheckpointState | Saved, medium: Medium) -> _Looked | None:
     """Examine a checkpoint. Return None if it was deleted meanwhile, and for a file without a training."""
     try:
-        if isinstance(one, Saved):
-            return _look_into_saved(one, medium)
-        if one.tier == "local":
+        if isinstance(checkpoint, Saved):
+            return _look_into_saved(checkpoint, medium)
+        if checkpoint.tier == "local":
             return _Looked(
-                ListedCheckpoint(one.path, "whole", "", OURS, one.step, one.time, 0, 0, "local"), Usage(), one
+                ListedCheckpoint(checkpoint.path, "whole", "", OURS, checkpoint.step, checkpoint.time, 0, 0, "local"),
+                Usage(),
+                checkpoint,
             )
-        found = _look_into(one, medium)
-        usage = usage_of(medium, one.path)
+        look = _look_into(checkpoint, medium)
+        usage = usage_of(medium, checkpoint.path)
     except (OSError, CheckpointNotFound, CheckpointUnreadable):
         return None
-    return replace(found, listed=replace(found.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
+    return replace(look, listed=replace(look.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
 
 
-def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
-    examined = one.examined()
+def _look_into_saved(checkpoint: Saved, medium: Medium) -> _Looked | None:
+    examined = checkpoint.examined()
     if examined is None:
         return None
     state: Literal["foreign", "torn", "damaged"] = "foreign"
     if examined.reason and not examined.export:
-        state = "torn" if one.reason else "damaged"
-    usage = usage_of(medium, one.path)
-    reason, tool, step = examined.reason, examined.tool, _step_in(one)
-    return _Looked(ListedCheckpoint(one.path, state, reason, tool, step, one.time, usage.nbytes, usage.own), usage, one)
+        state = "torn" if checkpoint.reason else "damaged"
+    usage = usage_of(medium, checkpoint.path)
+    reason, tool, step = examined.reason, examined.tool, _step_in(checkpoint)
+    return _Looked(
+        ListedCheckpoint(checkpoint.path, state, reason, tool, step, checkpoint.time, usage.nbytes, usage.own),
+        usage,
+        checkpoint,
+    )
 
 
-def _step_in(one: Saved) -> int | None:
-    """Return the step that a file of ``torch.save`` has among its values."""
-    from dcp_plugin.format.foreign import torch_file  # needs torch, which a list of our own checkpoints does not
+def _step_in(checkpoint: Saved) -> int | None:
+    """Return the step among the values of a ``torch.save`` file; None if it has no step."""
+    from dcp_plugin.format.foreign import torch_file  # imports torch, which few lists need
 
     values: dict[str, Any] = {}
     with suppress(CheckpointError):
-        values = torch_file.read_file(one.files, one.name).values if one.name else {}
+        values = torch_file.read_file(checkpoint.files, checkpoint.name).values if checkpoint.name else {}
     return next((values[name] for name in _STEPS if type(values.get(name)) is int), None)
 
 
-def _look_into(one: CheckpointState, medium: Medium) -> _Looked:
-    if is_workspace(one.path.parent.name) and not one.committed:  # a save in flight, according to the scan
-        return _Looked(ListedCheckpoint(one.path, "torn", one.reason, OURS, one.step, one.time, 0, 0), Usage(), one)
-    return in_one_view(one.path, lambda path, files: _look_at_files(one, files), medium=medium)
+def _look_into(checkpoint: CheckpointState, medium: Medium) -> _Looked:
+    if is_workspace(checkpoint.path.parent.name) and not checkpoint.committed:  # the scan took it for a save in flight
+        return _Looked(
+            ListedCheckpoint(checkpoint.path, "torn", checkpoint.reason, OURS, checkpoint.step, checkpoint.time, 0, 0),
+            Usage(),
+            checkpoint,
+        )
+    return in_one_view(checkpoint.path, lambda path, files: _look_at_files(checkpoint, files), medium=medium)
 
 
-def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
+def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
     state: Literal["whole", "torn", "damaged", "newer format", "foreign"] = "torn"
@@ -242,14 +254,14 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
                 check_own_files(files, summary)
         except CheckpointError as error:
             if files.moved():
-                raise FileNotFoundError(f"{one.path} was replaced") from error
+                raise FileNotFoundError(f"{checkpoint.path} was replaced") from error
             state = "newer format" if isinstance(error, NewerFormat) else "damaged"
-            reason = str(error).removeprefix(f"{one.path}: ")
+            reason = str(error).removeprefix(f"{checkpoint.path}: ")
             is_unreadable = isinstance(error, CheckpointUnreadable)
     kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
-    listed = ListedCheckpoint(one.path, state, reason, kind, one.step, one.time, 0, 0)
+    listed = ListedCheckpoint(checkpoint.path, state, reason, kind, checkpoint.step, checkpoint.time, 0, 0)
     if summary is None:
-        return _Looked(listed, Usage(), one, unreadable=is_unreadable)
+        return _Looked(listed, Usage(), checkpoint, unreadable=is_unreadable)
     listed = replace(
         listed,
         step=summary.step,
@@ -258,7 +270,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         layouts=list(summary.layouts),
         metrics=dict(summary.metrics),
     )
-    return _with_base(_Looked(listed, Usage(), one, unreadable=is_unreadable), summary)
+    return _with_base(_Looked(listed, Usage(), checkpoint, unreadable=is_unreadable), summary)
 
 
 def _with_base(looked: _Looked, summary: Summary) -> _Looked:
@@ -272,6 +284,6 @@ def _with_base(looked: _Looked, summary: Summary) -> _Looked:
     return replace(looked, listed=replace(looked.listed, base=base.path), bases=set(base.places(path)))
 
 
-def is_in_flight(one: ListedCheckpoint) -> bool:
-    """Return whether it is a save that is not published yet, or a checkpoint that is being replaced."""
-    return is_workspace(one.path.parent.name)
+def is_in_flight(checkpoint: ListedCheckpoint) -> bool:
+    """Return whether the entry is a save that is not published yet, or a checkpoint that is being replaced."""
+    return is_workspace(checkpoint.path.parent.name)

@@ -1,8 +1,8 @@
 """Delete the checkpoints of runs that no rule of a :class:`~dcp_plugin.Retention` keeps, and garbage of crashed saves.
 
-The checkpoints of one folder are a run, and the rules apply to each run separately. Some checkpoints stay whatever the
-rules say: nobody could make them again, or another process uses them. Meanwhile trainings may save and delete in the
-same folders, and other processes may prune there. So each checkpoint is examined once more before its deletion.
+The checkpoints of one folder are a run, and the rules apply to each run separately. Some checkpoints stay under any
+rule: they cannot be replaced, or another process uses them. Meanwhile trainings may save and delete in the same
+folders, and other processes may prune there. Each checkpoint is therefore examined again just before its deletion.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class PrunedCheckpoint:
     nbytes: int
     """Bytes of all its files."""
     deleted: bool
-    """Whether it is deleted; in a dry run, whether it would be."""
+    """True if the checkpoint is deleted; in a dry run, if it would be."""
     reasons: list[str]
-    """Why it stays, or why its deletion failed."""
+    """The reasons why the checkpoint stays, or why its deletion failed."""
     failed: bool = False
-    """Whether its deletion failed, so that it or a part of it stays."""
+    """True if the deletion failed, so that the checkpoint or a part of it stays."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PrunedLeftover:
     nbytes: int | None
     """None for an upload whose size the store does not report."""
     deleted: bool
-    """Whether it is deleted or moved back to its path; in a dry run, whether it would be."""
+    """True if the garbage is deleted or moved back to its path; in a dry run, if it would be."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,24 @@ class PruneReport:
 
     @property
     def kept(self) -> list[PrunedCheckpoint]:
-        return [one for one in self.checkpoints if not one.deleted]
+        return [checkpoint for checkpoint in self.checkpoints if not checkpoint.deleted]
 
     @property
     def deleted(self) -> list[PrunedCheckpoint]:
-        return [one for one in self.checkpoints if one.deleted]
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.deleted]
 
     @property
     def failed(self) -> list[PrunedCheckpoint]:
-        return [one for one in self.checkpoints if one.failed]
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.failed]
 
     def __str__(self) -> str:
         would = "would delete" if self.dry_run else "deleted"
-        gone = [one for one in self.leftovers if one.deleted]
-        left = f" and {len(gone)} leftover(s) of interrupted saves" if gone else ""
+        removed = [leftover for leftover in self.leftovers if leftover.deleted]
+        garbage = f" and {len(removed)} leftover(s) of interrupted saves" if removed else ""
         failed = f"; {len(self.failed)} could not be deleted" if self.failed else ""
         freed = "freeing" if self.dry_run else "freed"
         return (
-            f"{self.root}: {would} {len(self.deleted)} of {len(self.checkpoints)} checkpoint(s){left}, {freed} "
+            f"{self.root}: {would} {len(self.deleted)} of {len(self.checkpoints)} checkpoint(s){garbage}, {freed} "
             f"{self.bytes_freed / 2**20:.1f} MiB{failed}"
         )
 
@@ -111,27 +111,28 @@ def prune(
     Each folder is a separate run, and the rules apply to each. A checkpoint is deleted if a rule can judge it and none
     keeps it: ``keep_last`` judges all, ``keep_every`` those with a step, ``best`` those with the metric.
 
-    These stay whatever the rules say: the newest complete checkpoint of a run, with others of its step; a base of
-    another checkpoint (``trainable_only``); the target of a symbolic link beside or above it, such as Lightning's
-    ``last``; a save in flight; a damaged checkpoint; and a checkpoint of another tool. Call it on one process.
+    These checkpoints stay under any rule: the newest complete checkpoint of a run, with others of its step; a base of
+    another checkpoint (``trainable_only``); the target of a symbolic link in the same folder or above, such as
+    Lightning's ``last``; a save in flight; a damaged checkpoint; and a checkpoint of another tool. Call it on one
+    process.
 
     Args:
-        root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
+        root: A directory, or the URL of a prefix, which is searched six directories deep.
         keep_last: Number of the newest complete checkpoints to keep.
         keep_every: Keep checkpoints whose step is a multiple of this.
         best: Keep checkpoints with the best value of this metric, which ``save(..., metrics={...})`` records.
-        mode: Whether the lowest (``"min"``) or the highest (``"max"``) value is best.
-        keep_best: Number of the best to keep.
+        mode: ``"min"`` if the lowest value is best, ``"max"`` if the highest is.
+        keep_best: Number of the best checkpoints to keep.
         damaged: Also delete damaged checkpoints of this package.
         dry_run: Delete nothing, and report what would be deleted.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with the bytes deleted so far, and the bytes of all checkpoints to delete.
 
     Returns:
         The kept checkpoints with reasons, the deleted ones, those whose deletion failed, and the bytes freed.
 
     Raises:
-        ValueError: No rule, a value out of range, or a metric that no checkpoint has.
+        ValueError: There is no rule, a value is out of range, or no checkpoint has the metric.
         CheckpointUnreadable: ``root`` cannot be listed.
 
     Example:
@@ -145,22 +146,22 @@ def prune(
         [['step 2 is a multiple of 2'], ['step 4 is a multiple of 2'], ['among the last 1', 'the newest of its run']]
     """
     policy = _policy(keep_last, keep_every, best, mode, keep_best)
-    where = as_path(root, storage_options)
-    found = look_below(where, storage_options)
-    _check_metric(best, found, where)
-    leftovers = _leftovers(found)
-    decided = _decided(found, policy, damaged, where, in_flight=_is_saving(found, leftovers))
-    doomed = [one for one in decided.values() if one.deleted]
+    root_path = as_path(root, storage_options)
+    listing = look_below(root_path, storage_options)
+    _check_metric(best, listing, root_path)
+    leftovers = _leftovers(listing)
+    decided = _decided(listing, policy, damaged, root_path, in_flight=_is_saving(listing, leftovers))
+    doomed = [checkpoint for checkpoint in decided.values() if checkpoint.deleted]
     if dry_run:
-        usage = Usage.of_all(usage_of(medium_of(one.path), one.path) for one in doomed)
-        left = [PrunedLeftover(one.path, one.what, one.nbytes, True) for one in leftovers]
+        usage = Usage.of_all(usage_of(medium_of(checkpoint.path), checkpoint.path) for checkpoint in doomed)
+        pruned = [PrunedLeftover(leftover.path, leftover.what, leftover.nbytes, True) for leftover in leftovers]
     else:
-        usage = _delete(found, decided, progress)
-        left = _tidy(found, leftovers)
-        for workspace in _workspaces(found):
+        usage = _delete(listing, decided, progress)
+        pruned = _tidy(listing, leftovers)
+        for workspace in _workspaces(listing):
             figures.compact(workspace.parent)
-    freed = usage.own + sum(one.nbytes or 0 for one in left if one.deleted)
-    return PruneReport(where, dry_run, list(decided.values()), left, freed)
+    freed = usage.own + sum(leftover.nbytes or 0 for leftover in pruned if leftover.deleted)
+    return PruneReport(root_path, dry_run, list(decided.values()), pruned, freed)
 
 
 def _policy(
@@ -176,72 +177,83 @@ def _policy(
     return Retention(keep_last, keep_every, None if best is None else (best, mode, keep_best))
 
 
-def _check_metric(metric: str | None, found: Found, root: Where) -> None:
+def _check_metric(metric: str | None, listing: Found, root: Where) -> None:
     """Refuse a misspelt metric, which would keep nothing while other rules delete the best."""
-    ours = [one for run in found.runs for one in run.checkpoints if _may_go(one)]
-    known = {name for one in ours for name in one.metrics}
-    if metric is not None and ours and metric not in known:
-        there = (
-            f"they have {', '.join(sorted(known))}" if known else "none has any: save(..., metrics={...}) notes them"
+    ours = [listed for run in listing.runs for listed in run.checkpoints if _may_go(listed)]
+    metrics = {name for listed in ours for name in listed.metrics}
+    if metric is not None and ours and metric not in metrics:
+        available = (
+            f"they have {', '.join(sorted(metrics))}"
+            if metrics
+            else "none has any: save(..., metrics={...}) notes them"
         )
-        raise ValueError(f"no checkpoint below {root} has a metric {metric!r}; {there}")
+        raise ValueError(f"no checkpoint below {root} has a metric {metric!r}; {available}")
 
 
 def _decided(
-    found: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool
+    listing: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool
 ) -> dict[Where, PrunedCheckpoint]:
-    links = _links(found, root)
+    links = _links(listing, root)
     decided: dict[Where, PrunedCheckpoint] = {}
-    for run in found.runs:
-        why = _why_kept(run, policy, damaged, found.unreadable)
-        for one in run.checkpoints:
-            if is_in_flight(one):
+    for run in listing.runs:
+        why = _why_kept(run, policy, damaged, listing.unreadable)
+        for listed in run.checkpoints:
+            if is_in_flight(listed):
                 continue
-            reasons = why[one.path]
-            target = resolved(one.path)
+            reasons = why[listed.path]
+            target = resolved(listed.path)
             reasons += [f"{link} leads to it" for link, to in links.items() if target in (to, *to.parents)]
-            decided[one.path] = PrunedCheckpoint(one.path, one.step, one.nbytes, not reasons, reasons)
-    _keep_bases(decided, found.bases, in_flight)
-    _keep_what_unreadable_ones_may_need(decided, found)
+            decided[listed.path] = PrunedCheckpoint(listed.path, listed.step, listed.nbytes, not reasons, reasons)
+    _keep_bases(decided, listing.bases, in_flight)
+    _keep_what_unreadable_ones_may_need(decided, listing)
     return decided
 
 
 def _why_kept(run: Run, policy: Retention, damaged: bool, unreadable: Collection[Where]) -> dict[Where, list[str]]:
-    ours = [one for one in run.checkpoints if _may_go(one) and one.path.parent == run.folder]
-    why = policy.reasons([CheckpointState(one.path, True, "", one.step, one.time, metrics=one.metrics) for one in ours])
-    for one in run.checkpoints:
-        if one.path in why:
-            why[one.path] += [_RESUMES] if one.resumes and not why[one.path] else []
-        elif one.state == "damaged" and one.format == OURS:
-            may_go = damaged and one.path not in unreadable and _was_published(one.path)
-            why[one.path] = [] if may_go else [f"damaged: {one.reason}"]
-        elif one.state == "newer format":
-            why[one.path] = [one.reason]
-        elif one.state == "whole" and one.tier == "durable":
-            why[one.path] = [f"a part of {one.path.parent}, which no rule judges"]
-        elif one.state == "torn":
-            why[one.path] = [f"it is being saved, or its save was interrupted: {one.reason}"]
+    ours = [listed for listed in run.checkpoints if _may_go(listed) and listed.path.parent == run.folder]
+    why = policy.reasons(
+        [CheckpointState(listed.path, True, "", listed.step, listed.time, metrics=listed.metrics) for listed in ours]
+    )
+    for listed in run.checkpoints:
+        if listed.path in why:
+            why[listed.path] += [_RESUMES] if listed.resumes and not why[listed.path] else []
+        elif listed.state == "damaged" and listed.format == OURS:
+            may_go = damaged and listed.path not in unreadable and _was_published(listed.path)
+            why[listed.path] = [] if may_go else [f"damaged: {listed.reason}"]
+        elif listed.state == "newer format":
+            why[listed.path] = [listed.reason]
+        elif listed.state == "whole" and listed.tier == "durable":
+            why[listed.path] = [f"a part of {listed.path.parent}, which no rule judges"]
+        elif listed.state == "torn":
+            why[listed.path] = [f"it is being saved, or its save was interrupted: {listed.reason}"]
         else:
-            why[one.path] = [f"saved by {'stock DCP' if one.format == 'stock' else one.format}, not by this package"]
+            why[listed.path] = [
+                f"saved by {'stock DCP' if listed.format == 'stock' else listed.format}, not by this package"
+            ]
     return why
 
 
-def _may_go(one: ListedCheckpoint) -> bool:
-    return one.format == OURS and one.state == "whole" and one.tier == "durable" and not is_in_flight(one)
+def _may_go(checkpoint: ListedCheckpoint) -> bool:
+    return (
+        checkpoint.format == OURS
+        and checkpoint.state == "whole"
+        and checkpoint.tier == "durable"
+        and not is_in_flight(checkpoint)
+    )
 
 
 def _was_published(path: Where) -> bool:
-    """Return whether a damaged directory is a published checkpoint of this package, and no save in the making."""
+    """Return whether a damaged directory is a published checkpoint of this package, and not a save in flight."""
     files = medium_of(path).open(path)
     return exists(files, SUMMARY) or exists(files, DAMAGED)
 
 
-def _links(found: Found, root: Where) -> dict[Path, Path]:
-    """Return the symbolic links beside and above the checkpoints, and their targets."""
-    links = found.scan.links()
+def _links(listing: Found, root: Where) -> dict[Path, Path]:
+    """Return the symbolic links in the folders of the checkpoints and above, with their targets."""
+    links = listing.scan.links()
     if isinstance(root, Path):
         with suppress(OSError), os.scandir(root.parent) as entries:
-            links |= {Path(one.path): Path(os.path.realpath(one.path)) for one in entries if one.is_symlink()}
+            links |= {Path(entry.path): Path(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink()}
     return links
 
 
@@ -253,44 +265,52 @@ def _keep_bases(decided: dict[Where, PrunedCheckpoint], bases: Mapping[Where, se
         decided[base] = replace(decided[base], deleted=False, reasons=reasons)
 
 
-def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], found: Found) -> None:
+def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], listing: Found) -> None:
     """Keep each checkpoint that may be the base of an entry that cannot be read."""
-    listed = {one.path: one for run in found.runs for one in run.checkpoints}
-    for path, one in decided.items():
+    members = {outcome.path: outcome for run in listing.runs for outcome in run.checkpoints}
+    for path, outcome in decided.items():
         needed_by = [
             entry
-            for entry in found.unreadable
-            if one.deleted
-            and path not in found.bases
+            for entry in listing.unreadable
+            if outcome.deleted
+            and path not in listing.bases
             and not is_workspace(entry.name)
-            and may_need(entry, listed[path].time, found.scan.medium)
+            and may_need(entry, members[path].time, listing.scan.medium)
         ]
         if needed_by:
             reason = f"{needed_by[0]} cannot be read, and may leave out what this one has"
-            decided[path] = replace(one, deleted=False, reasons=[*one.reasons, reason])
+            decided[path] = replace(outcome, deleted=False, reasons=[*outcome.reasons, reason])
 
 
-def _leftovers(found: Found) -> list[Leftover[Any]]:
-    return [one for workspace in _workspaces(found) for one in medium_of(workspace).collect_garbage(workspace, True)]
+def _leftovers(listing: Found) -> list[Leftover[Any]]:
+    return [
+        item for workspace in _workspaces(listing) for item in medium_of(workspace).collect_garbage(workspace, True)
+    ]
 
 
-def _workspaces(found: Found) -> list[Where]:
-    paths = [one.path for run in found.runs for one in run.checkpoints if one.format == OURS and not is_in_flight(one)]
-    return list(dict.fromkeys([*found.scan.workspaces, *(workspace_of(cast(Path, path)) for path in paths)]))
+def _workspaces(listing: Found) -> list[Where]:
+    paths = [
+        item.path for run in listing.runs for item in run.checkpoints if item.format == OURS and not is_in_flight(item)
+    ]
+    return list(dict.fromkeys([*listing.scan.workspaces, *(workspace_of(cast(Path, path)) for path in paths)]))
 
 
-def _is_saving(found: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
+def _is_saving(listing: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
     """Return whether a save is in flight whose process may be alive."""
-    left = {one.path for one in leftovers}
-    noted = [one for run in found.runs for one in run.checkpoints if is_in_flight(one) or one.state == "torn"]
-    return any(one.path not in left for one in noted)
+    ended = {leftover.path for leftover in leftovers}
+    noted = [item for run in listing.runs for item in run.checkpoints if is_in_flight(item) or item.state == "torn"]
+    return any(item.path not in ended for item in noted)
 
 
-def _delete(found: Found, decided: dict[Where, PrunedCheckpoint], progress: Progress | None) -> Usage:
-    """Delete the newest first: a base goes after the checkpoints that need it. Return what they occupied."""
-    listed = {one.path: one for run in found.runs for one in run.checkpoints}
-    doomed = sorted((path for path, one in decided.items() if one.deleted), key=lambda path: -listed[path].time)
-    usages = {path: usage_of(medium_of(path), path) for path in doomed}  # before a file loses the first of its names
+def _delete(listing: Found, decided: dict[Where, PrunedCheckpoint], progress: Progress | None) -> Usage:
+    """Delete the newest first: a base goes after the checkpoints that need it. Return the space that is freed."""
+    listed = {checkpoint.path: checkpoint for run in listing.runs for checkpoint in run.checkpoints}
+    doomed = sorted(
+        (path for path, checkpoint in decided.items() if checkpoint.deleted), key=lambda path: -listed[path].time
+    )
+    usages = {
+        path: usage_of(medium_of(path), path) for path in doomed
+    }  # counted before the first deletion: hard links share files
     total, done = sum(decided[path].nbytes for path in doomed), 0
     for path in doomed:
         if kept := _deleted(listed[path]):
@@ -306,21 +326,24 @@ _AGAIN = "it was saved again meanwhile"
 _RESUMES = "an automatic resume loads it"
 
 
-def _deleted(one: ListedCheckpoint) -> str:
-    """Delete a checkpoint; return why it stays, or an empty text."""
+def _deleted(checkpoint: ListedCheckpoint) -> str:
+    """Delete a checkpoint. Return the reason if it stays, else an empty text."""
     try:
-        now = state_of(one.path)
-        if now is not None and now.committed and (now.time, now.step) != (one.time, one.step):
+        now = state_of(checkpoint.path)
+        if now is not None and now.committed and (now.time, now.step) != (checkpoint.time, checkpoint.step):
             return _AGAIN
-        delete(one.path)
+        delete(checkpoint.path)
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""
 
 
-def _tidy(found: Found, leftovers: list[Leftover[Any]]) -> list[PrunedLeftover]:
-    for workspace in _workspaces(found) if leftovers else ():
+def _tidy(listing: Found, leftovers: list[Leftover[Any]]) -> list[PrunedLeftover]:
+    for workspace in _workspaces(listing) if leftovers else ():
         with suppress(OSError):
             medium_of(workspace).collect_garbage(workspace)
-    still = {(one.path, one.what) for one in _leftovers(found)} if leftovers else set()
-    return [PrunedLeftover(one.path, one.what, one.nbytes, (one.path, one.what) not in still) for one in leftovers]
+    still = {(leftover.path, leftover.what) for leftover in _leftovers(listing)} if leftovers else set()
+    return [
+        PrunedLeftover(leftover.path, leftover.what, leftover.nbytes, (leftover.path, leftover.what) not in still)
+        for leftover in leftovers
+    ]
