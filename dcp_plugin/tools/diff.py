@@ -200,11 +200,11 @@ def diff(
         ('1', '2')
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
-    with ShardedReader(a, **options) as one, ShardedReader(b, **options) as other:
-        selected = _Selected.of(one, other, include, exclude, rename or {})
-        one.index.require_bounded([*selected.common.values(), *selected.removed])
-        other.index.require_bounded([*selected.common, *selected.added])
-        return _Comparison(one, other, selected, checksums, amounts, progress).result()
+    with ShardedReader(a, **options) as first, ShardedReader(b, **options) as second:
+        selected = _Selected.of(first, second, include, exclude, rename or {})
+        first.index.require_bounded([*selected.common.values(), *selected.removed])
+        second.index.require_bounded([*selected.common, *selected.added])
+        return _Comparison(first, second, selected, checksums, amounts, progress).result()
 
 
 @dataclass(frozen=True)
@@ -219,19 +219,19 @@ class _Selected:
     @classmethod
     def of(
         cls,
-        one: ShardedReader,
-        other: ShardedReader,
+        first: ShardedReader,
+        second: ShardedReader,
         include: str | Iterable[str],
         exclude: str | Iterable[str],
         rename: Mapping[str, str],
     ) -> _Selected:
-        names = keys.renamed(one.index, rename, one.path) if rename else {key: key for key in one.index}
+        names = keys.renamed(first.index, rename, first.path) if rename else {key: key for key in first.index}
         old_keys = {name: key for key, name in names.items()}
         include, exclude = keys.texts(include), keys.texts(exclude)
-        wanted = dict.fromkeys((*old_keys, *other.index))
+        wanted = dict.fromkeys((*old_keys, *second.index))
         if include or exclude:
-            wanted = dict.fromkeys(keys.select(wanted, include, exclude, f"neither {one.path} nor {other.path}"))
-        slots = other.index.slots
+            wanted = dict.fromkeys(keys.select(wanted, include, exclude, f"neither {first.path} nor {second.path}"))
+        slots = second.index.slots
         return cls(
             {name: old_keys[name] for name in wanted if name in old_keys and name in slots},
             [old_keys[name] for name in wanted if name not in slots],
@@ -244,20 +244,20 @@ class _Comparison:
 
     def __init__(
         self,
-        one: ShardedReader,
-        other: ShardedReader,
+        first: ShardedReader,
+        second: ShardedReader,
         selected: _Selected,
         checksums: bool,
         amounts: bool,
         progress: Progress | None,
     ) -> None:
-        self._one, self._other, self._selected = one, other, selected
+        self._one, self._other, self._selected = first, second, selected
         self._amounts, self._progress = amounts, progress
         self._checksums = checksums
         self._names = list(selected.common)
-        slots = list(map(one.index.slots.__getitem__, selected.common.values()))
-        theirs = list(map(other.index.slots.__getitem__, self._names))
-        self._agree = Agreement(one.index, np.array(slots, np.int64), other.index, np.array(theirs, np.int64))
+        slots = list(map(first.index.slots.__getitem__, selected.common.values()))
+        theirs = list(map(second.index.slots.__getitem__, self._names))
+        self._agree = Agreement(first.index, np.array(slots, np.int64), second.index, np.array(theirs, np.int64))
         self._read: list[str] = []
 
     def result(self) -> CheckpointDiff:
@@ -500,7 +500,7 @@ def _value_of(reader: ShardedReader, name: str) -> Any:
     try:
         return read_keys(reader, [name], torch.device("cpu"))[name]
     except UnsafeCheckpoint:
-        if name in reader.index.values_here:  # the reader has no bytes of it: it equals nothing else
+        if name in reader.index.values_here:  # without bytes, a value equals only itself
             return _NotLoaded(_digest_of_name(reader, name))
         return _NotLoaded(xxh3_128_digest(reader.item(name)))
 

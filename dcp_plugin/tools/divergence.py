@@ -1,7 +1,7 @@
 """``dcp_plugin.first_divergence``: the first difference between two runs that should be the same.
 
 The checkpoints of the runs are compared step by step, from the first step that both have. A bisection would be wrong:
-runs may differ at one step and agree at a later one. Where layouts are equal, checksums decide without reading.
+runs may differ at one step and agree at a later one. Checksums decide without reading if layouts are equal.
 """
 
 from __future__ import annotations

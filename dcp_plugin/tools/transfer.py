@@ -54,7 +54,7 @@ from dcp_plugin.storage.published import gone_or_damaged
 _WORTH_NOTING = 1 << 20
 """Size in bytes from which on a complete file is recorded. Copying a smaller file again is as fast."""
 _LAST = (f"/{METADATA}", ".index.json")
-"""Endings of the names of files that name other files. Where files appear one by one, these are copied last."""
+"""Endings of the names of files that name other files. They are copied last if files appear one by one."""
 _MOST_LAST = 64 << 20
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Lasting errors of the target: no file is kept for another attempt."""
@@ -354,10 +354,7 @@ class Transfer:
         return error, isinstance(error, KeyboardInterrupt)
 
     def _tables(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Return the tables of contents at the target, and the views for other readers that need the new names.
-
-        Only for a checkpoint of this package.
-        """
+        """Return the tables of a checkpoint of this package at the target, and its views that need the new names."""
         source, files = self.source, self.source.files
         assert source.ours is not None
         index_bytes, metadata = read(files, INDEX), read(files, METADATA)

@@ -1,8 +1,8 @@
-"""What each format of an export is made of: files, written front to back from a stream of tensors.
+"""Formats of an export: files, each written front to back from a stream of tensors.
 
-Enters: an open checkpoint, and which of its keys go out under which names. Leaves: complete files in a
-:class:`~dcp_plugin.tools.formats.place.Place`. The rule: a file's layout, and so its size, follows from the index
-before a byte is read; every tensor passes once, in pieces.
+Enters: an open checkpoint, and its selected keys with their new names. Leaves: complete files in a
+:class:`~dcp_plugin.tools.formats.place.Place`. The rule: the layout and the size of a file follow from the index before
+a byte is read, and every tensor is read once, in pieces.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dcp_plugin.tools.stream import Part, Stream, require_elements
 
 @dataclass(frozen=True)
 class Selected:
-    """What of an open checkpoint goes out."""
+    """The keys of an open checkpoint that an export writes."""
 
     reader: ShardedReader
     names: Mapping[str, str]
-    """Keys of the checkpoint, and what they are called in the output."""
+    """Keys of the checkpoint -> names in the output."""
     dtype: torch.dtype | None = None
-    """To which floating-point tensors are converted."""
+    """The dtype that floating-point tensors are converted to."""
 
     @property
     def tensors(self) -> list[str]:
@@ -45,10 +45,10 @@ class Selected:
         return entry
 
     def part(self, key: str) -> Part:
-        """All of a tensor, as it goes out.
+        """Return a complete tensor as a part, with the dtype of the output.
 
         Raises:
-            CheckpointMismatch: It has no elements that can be read one by one.
+            CheckpointMismatch: The elements cannot be read one by one, or not be converted.
         """
         stored = self.stored(key)
         require_elements(self.reader, key, stored)
@@ -62,13 +62,13 @@ class Selected:
 
 
 @functools.cache
-def _converts(one: torch.dtype, other: torch.dtype | None) -> bool:
-    """Whether torch can copy elements of one dtype into another; of those with two elements in a byte, it cannot."""
+def _converts(source: torch.dtype, target: torch.dtype | None) -> bool:
+    """Return whether torch copies elements of one dtype into another. It does not for dtypes of half a byte."""
     try:
-        torch.empty(1, dtype=other).copy_(torch.zeros(1, dtype=torch.uint8).repeat(one.itemsize).view(one))
+        torch.empty(1, dtype=target).copy_(torch.zeros(1, dtype=torch.uint8).repeat(source.itemsize).view(source))
     except (RuntimeError, NotImplementedError):
         return False
-    return one.is_floating_point
+    return source.is_floating_point
 
 
 class OutFile(Protocol):
@@ -79,14 +79,14 @@ class OutFile(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
 
     @property
     def parts(self) -> list[Part]:
-        """The tensors in it, in their order."""
+        """The tensors of the file, in order."""
 
     def write(self, file: NewFile, stream: Stream) -> None:
-        """Write all of it. ``stream`` has :attr:`parts`."""
+        """Write the complete file. ``stream`` reads :attr:`parts`."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Layout:
     last: dict[str, bytes] = field(default_factory=dict)
     """Small files that are written when the others are complete."""
     notes: list[str] = field(default_factory=list)
-    """What whoever reads the output should know, a line each."""
+    """Notes for readers of the output, a line each."""
 
 
-def require_tensors(selected: Selected, what: str) -> None:
-    """Raises CheckpointMismatch if nothing that is selected is a tensor."""
+def require_tensors(selected: Selected, format_name: str) -> None:
+    """Raise CheckpointMismatch if no tensor is selected."""
     if not selected.tensors:
-        raise CheckpointMismatch(f"{selected.reader.path}: no tensor is selected, and {what} has nothing else")
+        raise CheckpointMismatch(f"{selected.reader.path}: no tensor is selected, and {format_name} has nothing else")

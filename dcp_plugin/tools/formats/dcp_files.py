@@ -1,7 +1,7 @@
-"""A DCP checkpoint of our own, laid out anew for any number of ranks; stock reads it, as it reads all of ours.
+"""A checkpoint of this package, laid out for any number of ranks. Stock ``torch.distributed.checkpoint`` reads it.
 
-Each rank gets the rows of a tensor that FSDP2 would give it. Tensors that are the same bytes in the source are so in
-the output.
+Each rank gets the rows of a tensor that FSDP2 would give it. Tensors that share bytes in the source share them in the
+output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcp_plugin.types import KeyPath
 
 @dataclass(frozen=True)
 class _Item:
-    """What one rank writes of a key: a box of a tensor, or all of a value."""
+    """An entry in the file of a rank: a box of a tensor, or a complete value."""
 
     key: str
     part: Part | None = None
@@ -35,8 +35,8 @@ class DcpCheckpoint:
     """The checkpoint that an export makes.
 
     Args:
-        selected: What goes into it.
-        ranks: For how many ranks it is laid out.
+        selected: The keys to write.
+        ranks: The number of ranks that the checkpoint is laid out for.
     """
 
     def __init__(self, selected: Selected, ranks: int) -> None:
@@ -51,7 +51,7 @@ class DcpCheckpoint:
         return sum(item.part.nbytes for items in self._items for item in items if item.part)
 
     def write(self, rank: int, directory: Where, out: Where, progress: Callable[[int], None]) -> list[Location]:
-        """Write the file of one rank; where each of its items is."""
+        """Write the file of one rank. Return the location of each of its items."""
         items = self._items[rank]
         reader = self._selected.reader
         stream = Stream(reader, [item.part for item in items if item.part])
@@ -76,10 +76,13 @@ class DcpCheckpoint:
         locations = map(places.location, range(len(items)))
         medium.flush(directory)
         opaque = [item.part is None and item.key in self._selected.tensors for item in items]
-        return [replace(at, payload_offset=None) if whole else at for at, whole in zip(locations, opaque, strict=True)]
+        return [
+            replace(at, payload_offset=None) if is_opaque else at
+            for at, is_opaque in zip(locations, opaque, strict=True)
+        ]
 
     def publish(self, publication: Publication, locations: Sequence[Sequence[Location]]) -> None:
-        """Write the index over what all ranks have written, and give the checkpoint its name."""
+        """Write the index over the files of all ranks, and publish the checkpoint under its name."""
         index = self._index(locations, publication.file_sizes())
         summary, reader = self._selected.reader.summary, self._selected.reader
         names = {name.partition(".")[0] for name in self._selected.names.values()}
@@ -93,8 +96,8 @@ class DcpCheckpoint:
     def _index(self, locations: Sequence[Sequence[Location]], files: dict[str, int]) -> CheckpointIndex:
         chunks: dict[str, list[StoredChunk]] = {}
         values: dict[str, Location] = {}
-        for items, there in zip(self._items, locations, strict=True):
-            for item, location in zip(items, there, strict=True):
+        for items, places in zip(self._items, locations, strict=True):
+            for item, location in zip(items, places, strict=True):
                 if item.part is None:
                     values[item.key] = location
                 else:
@@ -108,8 +111,8 @@ class DcpCheckpoint:
             if not isinstance(stored, StoredTensor):
                 entries.append((name, StoredValue(values[source])))
             elif source in values:
-                whole = StoredChunk((0,) * len(stored.shape), stored.shape, values[source])
-                entries.append((name, StoredTensor(stored.dtype, stored.shape, (whole,))))
+                chunk = StoredChunk((0,) * len(stored.shape), stored.shape, values[source])
+                entries.append((name, StoredTensor(stored.dtype, stored.shape, (chunk,))))
             else:
                 dtype = self._selected.part(key).dtype
                 entries.append((name, StoredTensor(dtype, stored.shape, tuple(chunks[source]))))
@@ -124,10 +127,10 @@ class DcpCheckpoint:
         items = []
         for key in self._selected.names:
             entry = reader.index[key]
-            whole = isinstance(entry, StoredValue) or (
+            is_opaque = isinstance(entry, StoredValue) or (
                 entry.stored_whole and reader.opened.format == "dcp_plugin" and len(entry.chunks) == 1
             )
-            if whole:
+            if is_opaque:
                 items += [_Item(key)] if rank == 0 else []
                 continue
             assert isinstance(entry, StoredTensor)
@@ -140,13 +143,13 @@ class DcpCheckpoint:
 
 
 def _bytes_of(key: str, entry: StoredTensor) -> object:
-    """Equal for tensors that are the same bytes of the same files."""
+    """Return a value that is equal for tensors with the same bytes of the same files."""
     places = [(chunk.location.file, chunk.location.offset, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     return (entry.dtype, entry.shape, *places) if places and entry.chunks[0].location.length else key
 
 
 def _of_rank(part: Part, rank: int, ranks: int) -> list[Part]:
-    """What a rank has of a tensor: its rows, as ``torch.chunk`` deals them out, in items of a size that zip takes."""
+    """Return the rows of a tensor that ``torch.chunk`` gives to a rank, in items of a size that zip takes."""
     offsets, sizes = part.offsets, part.sizes
     if sizes and ranks > 1:
         rows = -(-sizes[0] // ranks)

@@ -1,8 +1,8 @@
-"""A folder for ``from_pretrained`` of transformers: the weights in safetensors files, and what says which model it is.
+"""A folder for ``from_pretrained`` of transformers: weights in safetensors files, with the files that name the model.
 
-With transformers installed and a ``config.json`` at hand, the model is made on the meta device, where it takes no
-memory: its own names decide which keys of the checkpoint are its weights, behind which prefix, and whether all are
-there. Without, the keys stay as they are.
+If transformers is installed and a ``config.json`` at hand, the model is made on the meta device, where it takes no
+memory. The names of its weights select the keys of the checkpoint and the prefix to remove, and show missing weights.
+Otherwise the keys stay as they are.
 
 A model with LoRA adapters becomes the folder that peft's ``save_pretrained`` makes: the adapter, and its configuration,
 which names the base model; and the base model itself, if the checkpoint has it and its ``config.json`` is at hand.
@@ -30,7 +30,7 @@ from dcp_plugin.tools.formats import Layout, Selected, safetensors_files
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 DEFAULT_SHARD = 5 * 10**9
-"""Bytes."""
+"""The default size of a file, in bytes."""
 _BESIDE = (
     *(CONFIG, ADAPTER, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
@@ -44,7 +44,7 @@ _BASE_LAYER = ".base_layer."
 
 @dataclass(frozen=True)
 class Beside:
-    """The small files that say which model it is, and its tokenizer."""
+    """The small files that describe the model and its tokenizer."""
 
     files: dict[str, bytes]
     left_out: list[str]
@@ -55,7 +55,7 @@ class Beside:
         """Read the small files of the checkpoint. Those of the folder ``config`` replace them.
 
         Raises:
-            CheckpointNotFound: There is no ``config.json`` in that folder.
+            CheckpointNotFound: The folder cannot be read, or has no ``config.json``.
         """
         files, outside = _small_files(reader.opened.files)
         left_out = [f"{name} was left out: it is a link that leads out of the checkpoint." for name in outside]
@@ -245,7 +245,7 @@ def _without_adapter_name(match: re.Match[str]) -> str:
 
 
 def _from_wrapper(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names that begin with the wrapper of peft: a framework's wrapper around it is no part of the adapter."""
+    """Return names that begin with the wrapper of peft. A framework's wrapper around it is no part of the adapter."""
     from_wrapper = {}
     for key, name in names.items():
         match = _WRAPPER.search(name)

@@ -1,9 +1,9 @@
-"""One ``.ckpt`` as stock Lightning's single device and DDP write it: for ``load_from_checkpoint`` and ``ckpt_path``.
+"""One ``.ckpt`` in the form of stock Lightning's single device and DDP, for ``load_from_checkpoint`` and ``ckpt_path``.
 
-What our Lightning package stores under ``extra`` is what Lightning itself had put into its checkpoint: it goes back
-there, without what is our own. Optimizers get numbers for the names of parameters, in the order of the groups that are
-stored as a list. A checkpoint without the list has the parameters in the order in which the optimizer had them; those
-with equal settings that follow each other are taken for one group.
+The Lightning package of dcp_plugin stores Lightning's own entries under ``extra``. An export moves them back to the top
+and removes the entries of dcp_plugin. Optimizers get numbers for the names of parameters, in the order of the groups
+that are stored as a list. A checkpoint without the list has the parameters in the order of the optimizer; successive
+parameters with equal settings become one group.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dcp_plugin.tools.formats import Layout, Selected, torch_file
 _MODEL, _OPTIM, _EXTRA = "model", "optim", "extra"
 _LOADERS, _OF_HOOKS = "dataloaders", "of_hooks"
 _OURS = ("rng", _LOADERS, "dataloaders_made_by", "plateau_metrics", "dataloaders_made_in", "hyper_parameter_types")
-"""What our Lightning package keeps beside Lightning's own; a user's hooks may have had something under such a name."""
+"""Entries of dcp_plugin's Lightning package among Lightning's own. Hooks of a user may use these names as well."""
 _VERSION = "pytorch-lightning_version"
 _WRITTEN_AS = "2.6.0"
-"""The version of the form, where the checkpoint does not say that: Lightning converts older ones."""
+"""The version of the form for a checkpoint without one. Lightning converts older forms."""
 
 
 def layout(selected: Selected, name: str, allow_pickle: tuple[str, ...]) -> Layout:
-    """One file with Lightning's dictionary.
+    """Lay out one file with Lightning's dictionary.
 
     Raises:
-        CheckpointMismatch: The checkpoint has no module, or several and none is called ``model``.
-        UnsafeCheckpoint: A value could only be had by executing code.
+        CheckpointMismatch: The checkpoint has no module, or several of which none is called ``model``.
+        UnsafeCheckpoint: A value cannot be loaded without executing code.
     """
     summary = selected.reader.summary
     step = summary.step if summary else None
@@ -63,14 +63,14 @@ def _is_optimizer(name: str) -> bool:
 
 
 def _without_ours(extra: Any) -> dict[str, Any]:
-    """What Lightning and the user's hooks have put into the checkpoint, where they have put it."""
-    found: dict[str, Any] = dict(extra) if isinstance(extra, dict) else {}
-    loops = found.get("loops")
-    if isinstance(states := found.get(_LOADERS), dict) and isinstance(loops, dict) and "0" in states:
-        with suppress(KeyError, TypeError):  # it may be from anybody
+    """Return the entries of Lightning and of the user's hooks, in their original places."""
+    entries: dict[str, Any] = dict(extra) if isinstance(extra, dict) else {}
+    loops = entries.get("loops")
+    if isinstance(states := entries.get(_LOADERS), dict) and isinstance(loops, dict) and "0" in states:
+        with suppress(KeyError, TypeError):  # an untrusted checkpoint may have any structure here
             loops["fit_loop"]["state_dict"]["combined_loader"] = without_sampler(states["0"])
-    of_hooks = found.pop(_OF_HOOKS, {})
-    kept = {key: value for key, value in found.items() if key not in _OURS}
+    of_hooks = entries.pop(_OF_HOOKS, {})
+    kept = {key: value for key, value in entries.items() if key not in _OURS}
     return {**kept, **of_hooks} if isinstance(of_hooks, dict) else kept
 
 
@@ -78,5 +78,5 @@ def _module(tree: Mapping[str, Any], kinds: Mapping[str, str], selected: Selecte
     modules = [name for name in tree if kinds.get(name) == "module"] or [name for name in tree if name == _MODEL]
     if _MODEL in modules or len(modules) == 1:
         return _MODEL if _MODEL in modules else modules[0]
-    found = f"it has {some(modules)}: select one with include" if modules else "it has none"
-    raise CheckpointMismatch(f"{selected.reader.path}: Lightning's checkpoints are of one module, and {found}")
+    reason = f"it has {some(modules)}: select one with include" if modules else "it has none"
+    raise CheckpointMismatch(f"{selected.reader.path}: Lightning's checkpoints are of one module, and {reason}")

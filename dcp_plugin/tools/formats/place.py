@@ -1,8 +1,8 @@
-"""Where an export goes: it appears there complete, or not at all.
+"""The output path of an export. The output appears complete, or not at all.
 
-On a disk it is made where saves are made (:mod:`dcp_plugin.media.disk.commit`), and renamed when all of it is durable;
-what a crash leaves behind, the next save beside it deletes. In an object store each object appears when it is complete,
-and an export that fails deletes the objects that it has written, and no others.
+On a disk, the output is written to the workspace of saves (:mod:`dcp_plugin.media.disk.commit`), and renamed when all
+files are durable. The next save in the same folder deletes the files of a crashed export. In an object store, each
+object appears when it is complete. An export that fails deletes the objects that it has written, and no others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dcp_plugin.paths import ObjectPath, Where, is_link
 
 
 class Place:
-    """The output of one export. Rank 0 begins and ends it; the others are told its directory.
+    """The output of one export. Rank 0 begins and publishes it, and sends its directory to the other ranks.
 
     Args:
-        out: What it will be called.
-        is_file: Whether it is one file, and not a folder of several.
+        out: The path of the output.
+        is_file: True for a single file, false for a folder of files.
     """
 
     def __init__(self, out: Where, is_file: bool) -> None:
@@ -35,13 +35,13 @@ class Place:
         self._medium: Medium = medium_of(out)
         self._reservation: Reservation[Any] | None = None
         self._written: list[Where] = []
-        """The complete objects of this rank."""
+        """Objects that this rank has completed."""
 
     def begin(self) -> Where:
-        """Check that nothing is there, and make the directory that files are written into.
+        """Check that the path is free, and return the directory for the files.
 
         Raises:
-            SaveFailed: There is something already, or nothing can be written there.
+            SaveFailed: The path is taken, or cannot be written.
         """
         require_absent(self.out)
         if isinstance(self.out, ObjectPath):
@@ -58,14 +58,14 @@ class Place:
         self._written.append(directory.parent / name)
 
     def flush(self, directory: Where) -> None:
-        """Make durable which files this rank has written."""
+        """Make the names of this rank's files durable."""
         self._medium.flush(directory)
 
     def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
-        """Write the last, small files, and give all of it its name.
+        """Write the last, small files, and publish the output under its name.
 
         Raises:
-            SaveFailed: Something has come there meanwhile.
+            SaveFailed: The path was taken meanwhile.
         """
         if self._reservation is None:
             for name, data in last.items():
@@ -74,7 +74,7 @@ class Place:
         elif self._is_file:
             made: Path = self._reservation.directory / self.out.name
             try:
-                os.link(made, str(self.out))  # unlike a rename, it replaces nothing
+                os.link(made, str(self.out))  # unlike a rename, a link replaces nothing
             except FileExistsError as error:
                 raise SaveFailed(f"{self.out} has come while it was written. Nothing was replaced.") from error
             except OSError:  # a file system without hard links
@@ -87,7 +87,7 @@ class Place:
             self._reservation = None
 
     def discard(self, directory: Where) -> None:
-        """Delete what was written and has no name yet. Never raises what the place refuses."""
+        """Delete the files that are not published yet. Never raise an error of the file system or the store."""
         if self._reservation is not None:
             self._medium.discard(self._reservation)
             self._reservation = None
@@ -98,6 +98,6 @@ class Place:
 
 
 def require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
-    """Raises SaveFailed if anything is at ``out``, be it a link that leads nowhere."""
+    """Raise SaveFailed if ``out`` exists. A symbolic link without a target exists as well."""
     if medium_of(out).kind(out) or is_link(out):
         raise SaveFailed(f"{out} {otherwise}")

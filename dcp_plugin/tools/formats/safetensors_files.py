@@ -1,7 +1,6 @@
-"""safetensors: one file, or several of a bounded size and an index that says which has what.
+"""safetensors: one file, or several files of a bounded size with an index from tensors to files.
 
-The format: https://github.com/huggingface/safetensors#format; the index of several is that of Hugging Face's
-``save_pretrained``.
+The format: https://github.com/huggingface/safetensors#format. The index is that of Hugging Face's ``save_pretrained``.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dcp_plugin.tools.stream import Part, Stream
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _LARGE = 1 << 20
-"""From this size on the tensors of a file begin at a page, so that they are written without a copy."""
+"""Bytes of tensors from which on the tensors of a file begin at a page, so that they are written without a copy."""
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """One file: the length of the header, the header, the tensors."""
+    """A safetensors file: the length of the header, the header, and the tensors."""
 
     name: str
     parts: list[Part]
@@ -33,9 +32,9 @@ class SafetensorsFile:
 
     @classmethod
     def of(cls, name: str, named: Sequence[tuple[str, Part]], path: object) -> SafetensorsFile:
-        """The file of these tensors. Those with the largest elements come first, so that all are aligned."""
+        """Lay out a file of these tensors. Tensors with the largest elements are first, so that all are aligned."""
         in_order = sorted(named, key=lambda pair: -pair[1].dtype.itemsize)
-        said: dict[str, object] = {_METADATA: {"format": "pt"}}
+        header: dict[str, object] = {_METADATA: {"format": "pt"}}
         at = 0
         for key, part in in_order:
             if key == _METADATA:
@@ -48,11 +47,11 @@ class SafetensorsFile:
                     f"{path}: {part.key} is {part.dtype}, which safetensors has no name for. Leave it out, or export "
                     f"as torch."
                 )
-            said[key] = {
+            header[key] = {
                 "dtype": _NAMES[part.dtype], "shape": list(part.sizes), "data_offsets": [at, at + part.nbytes]
             }  # fmt: skip
             at += part.nbytes
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         begins_at = PAGE if at >= _LARGE else _ALIGNMENT
         text += b" " * (-(8 + len(text)) % begins_at)
         if len(text) > MOST_HEADER:
@@ -70,13 +69,13 @@ class SafetensorsFile:
 
 
 def layout(selected: Selected, stem: str, most: int | None) -> Layout:
-    """The files of all selected tensors; one if they have at most ``most`` bytes.
+    """Lay out the files of all selected tensors; one file if they have at most ``most`` bytes.
 
     Args:
-        stem: What the files are called: ``<stem>.safetensors``, or ``<stem>-00001-of-00003.safetensors``.
+        stem: The stem of the file names: ``<stem>.safetensors``, or ``<stem>-00001-of-00003.safetensors``.
 
     Raises:
-        CheckpointMismatch: Nothing is selected; or a tensor has a dtype that the format does not know.
+        CheckpointMismatch: No tensor is selected, or the format does not have a dtype, a name or as many keys.
     """
     require_tensors(selected, "safetensors")
     named = [(selected.names[key], selected.part(key)) for key in selected.tensors]
@@ -95,7 +94,7 @@ def layout(selected: Selected, stem: str, most: int | None) -> Layout:
 
 
 def _shards(named: list[tuple[str, Part]], most: int | None) -> list[list[tuple[str, Part]]]:
-    """The tensors in their order, in files of at most so many bytes; a larger one is alone."""
+    """Split the tensors, in order, into files of at most ``most`` bytes. A larger tensor has a file to itself."""
     shards: list[list[tuple[str, Part]]] = [[]]
     filled = 0
     for key, part in named:

@@ -1,4 +1,4 @@
-"""A ``torch.save`` file of any size: its pickle is torch's own, its tensors are written as they are read.
+"""A ``torch.save`` file of any size: torch writes its pickle, and the tensors are streamed from the checkpoint.
 
 ``torch.load(weights_only=True)`` reads it, and with ``mmap=True`` without reading the tensors.
 """
@@ -27,20 +27,21 @@ from dcp_plugin.types import KeyPath
 
 @dataclass(frozen=True)
 class TorchFile:
-    """One file."""
+    """A file of ``torch.save``."""
 
     name: str
     parts: list[Part]
     records: list[Record]
     small: dict[str, bytes]
-    """The records that hold no tensor."""
+    """Records that are not streamed: name -> content."""
 
     @classmethod
     def of(cls, name: str, tree: Any, parts: dict[int, Part]) -> TorchFile:
-        """The file of ``tree``.
+        """Lay out the file of ``tree``.
 
         Args:
-            parts: By the address of a tensor in the tree, what its elements are. All others are written as they are.
+            parts: Addresses of tensors in the tree -> stored parts with their elements. All other tensors are written
+                from memory.
         """
         before, storages = _torch.pickled_parts(tree)
         sizes = [(name, len(data)) for name, data in before.items()]
@@ -80,14 +81,14 @@ class TorchFile:
 def layout(
     selected: Selected, name: str, allow_pickle: tuple[str, ...], shaped: Callable[[dict[str, Any]], Any] | None = None
 ) -> Layout:
-    """One file with the nested state.
+    """Lay out one file with the nested state.
 
     Args:
-        shaped: What becomes of the state, whose tensors have no elements yet; without it, optimizers become what their
-            own ``state_dict()`` gives.
+        shaped: Function from the nested state, whose tensors have no elements yet, to the object of the file. The
+            default gives optimizers the form of their ``state_dict()``.
 
     Raises:
-        UnsafeCheckpoint: A value could only be had by executing code.
+        UnsafeCheckpoint: A value cannot be loaded without executing code.
     """
     index = selected.reader.index
     leaves: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def layout(
             leaves[key] = read_keys(selected.reader, [key], torch.device("cpu"))[key]
         else:
             part = selected.part(key)
-            leaves[key] = torch.empty(part.sizes, dtype=part.dtype)  # no memory is touched: nobody reads or writes it
+            leaves[key] = torch.empty(part.sizes, dtype=part.dtype)  # takes no memory, as no element is read or written
             if part.nbytes:
                 parts[leaves[key].data_ptr()] = part
     named = {selected.names[key]: leaf for key, leaf in leaves.items()}
@@ -111,7 +112,7 @@ def layout(
 
 
 def _with_numbers(tree: dict[str, Any], selected: Selected, notes: list[str]) -> dict[str, Any]:
-    """Give the optimizers that we have saved the form that their ``load_state_dict`` takes."""
+    """Convert the optimizers of a checkpoint of this package to the form that their ``load_state_dict`` takes."""
     root = {"": tree}
     for optimizer in (name for name, kind in selected.reader.kinds.items() if kind == "optimizer"):
         key = next((key for key in selected.names if key.startswith(f"{optimizer}.{GROUPS}.")), "")
@@ -134,7 +135,7 @@ def _with_numbers(tree: dict[str, Any], selected: Selected, notes: list[str]) ->
 
 
 def _path(path: KeyPath, key: str, new: str) -> KeyPath:
-    """Where a key goes under its new name: what lies below the prefix that was renamed stays nested as it was."""
+    """Return the nesting of a key under its new name. The parts below the renamed prefix stay nested as before."""
     if key == new:
         return path
     for begin in range(1, len(path)):

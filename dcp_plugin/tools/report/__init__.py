@@ -21,8 +21,8 @@ def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageO
     """Write one HTML page about a run: metrics, seconds, ranks, sizes, reuse, failures and restarts.
 
     Args:
-        run: The folder of the checkpoints, or one above it; or the URL of one. Each save keeps its figures beside
-            the checkpoints. Without these figures the page names the parts that it cannot show.
+        run: The folder of the checkpoints, or one above it; or the URL of one. Each save adds its figures to
+            the folder. Without these figures the page names the parts that it cannot show.
         out: The file, replaced if it is there.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
@@ -45,7 +45,7 @@ def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageO
 
 
 def write(figures: RunFigures, out: str | os.PathLike[str]) -> Path:
-    """Write the page of these figures. It appears whole or not at all. Raises as :func:`report`."""
+    """Write the page of these figures. It appears complete or not at all. Raise the errors of :func:`report`."""
     from dcp_plugin.tools.report.page import page
 
     text, path = page(figures, _plotly()), Path(out)

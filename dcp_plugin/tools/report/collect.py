@@ -1,6 +1,6 @@
 """The figures of a run: from its saves, its checkpoints, and the ends of its trainings.
 
-Neither figures nor checkpoints are trusted. An entry without a number where a number belongs is left out, texts are
+The figures and the checkpoints are untrusted. An entry without a number where a number belongs is left out, texts are
 cut, and the numbers of ranks, modules and saves are bounded.
 """
 
@@ -58,7 +58,7 @@ class Save:
     bytes: int | None = None
     bytes_reused: int | None = None
     to_store: bool = False
-    """Whether the save wrote to a store."""
+    """True if the save wrote to a store."""
     ranks: dict[str, list[float]] = field(default_factory=dict)
     """The columns of :data:`dcp_plugin.runs.figures.COLUMNS`, with a value for each rank."""
 
