@@ -45,7 +45,10 @@ def save(
     """
     checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step", "metrics"), **overrides))
     if checkpointer.config.async_save:
-        raise ValueError("dcp_plugin.save() waits for the disk. For async_save=True keep a Checkpointer.")
+        raise ValueError(
+            "dcp_plugin.save() waits for the disk, so it cannot take async_save=True. Use a Checkpointer for "
+            "background saves."
+        )
     try:
         checkpointer.save(state, path, step, metrics=metrics)
     finally:

@@ -221,7 +221,7 @@ class CheckpointConfig:
                 options = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
                 raise ValueError(f"{name} must be {options}, got {getattr(self, name)!r}.")
         if self.io_threads < 1:
-            raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
+            raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: with 0 no thread would write.")
         if not self.timeout > 0:  # refuses NaN as well, unlike timeout <= 0
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
         if isinstance(self.save_interval, (int, float)) and not self.save_interval > 0:
@@ -239,8 +239,8 @@ class CheckpointConfig:
         self._check_tiers()
         if self.staging == "lazy" and not self.async_save:
             raise ValueError(
-                "staging='lazy' needs async_save=True: a save that waits for the disk would copy nothing, and block as "
-                "long as ever. Give async_save=True, or leave staging out."
+                "staging='lazy' needs async_save=True: a save that waits for the disk makes no copy, so it would "
+                "gain nothing. Pass async_save=True, or leave out staging."
             )
 
     def _check_tiers(self) -> None:
@@ -257,9 +257,11 @@ class CheckpointConfig:
         if not self.keeper_linger >= 0:
             raise ValueError(f"keeper_linger must be 0 or more seconds, got {self.keeper_linger}.")
         if self.local_dir is None and (self.replicas or self.durable_every != 1):
-            raise ValueError("replicas and durable_every say what becomes of what is in local_dir: give one.")
+            raise ValueError("replicas and durable_every apply to the checkpoints in local_dir: set local_dir, too.")
         if self.local_dir is not None and not self.checksum:
-            raise ValueError("local_dir needs checksum=True: what survives a failure is not believed without.")
+            raise ValueError(
+                "local_dir needs checksum=True: without checksums, files that survive a failure cannot be trusted."
+            )
 
     @property
     def has_keeper(self) -> bool:
@@ -311,7 +313,10 @@ class CheckpointConfig:
         """
         cls.refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):
-            raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
+            raise TypeError(
+                f"config must be a CheckpointConfig, not a {type(config).__name__}. Pass a dict of settings as "
+                f"keyword arguments."
+            )
         if overrides.get("async_save") is False:
             overrides = {"staging": "blocking", **overrides}
         return replace(config or cls(), **overrides)
@@ -328,7 +333,7 @@ class CheckpointConfig:
         if unknown := [
             f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name) for name, close in near.items()
         ]:
-            raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(settings)}.")
+            raise TypeError(f"unknown setting {', '.join(unknown)}. The settings are {', '.join(settings)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
         """Return the fields that determine where ranks wait for each other, and so must be equal on all ranks."""
@@ -344,8 +349,8 @@ class CheckpointConfig:
         """
         if self.when_busy != "wait":
             raise ValueError(
-                f"when_busy={self.when_busy!r} is for the plain API and Fabric: here {who} decides after each save "
-                f"what to delete, and would take a checkpoint that does not exist for the newest one."
+                f"when_busy={self.when_busy!r} is for the plain API and Fabric. Here {who} decides after each save "
+                f"which checkpoints to delete, and would take a skipped save for the newest checkpoint."
             )
         return self
 

@@ -185,7 +185,7 @@ def damage_in(where: object) -> Iterator[None]:
     except OSError as error:
         raise unreadable(f"{where} cannot be read", error) from error
     except MemoryError as error:
-        raise CheckpointCorrupt(f"{where} needs more memory than there is, or is damaged") from error
+        raise CheckpointCorrupt(f"{where} needs more memory than is available, or is damaged") from error
     except Exception as error:
         raise CheckpointCorrupt(
             f"{where} is damaged or truncated: {type(error).__name__}: {str(error)[:_MOST_TEXT]}"
@@ -196,7 +196,7 @@ MAX_CANDIDATES = 20_000
 """Largest number of keys to search for a suggestion. A checkpoint may have a million, and the error must appear at
 once."""
 
-_MAX_LINES = 20
+_MAX_LINES = 10
 _MOST_TEXT = 500
 
 

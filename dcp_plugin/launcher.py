@@ -79,8 +79,8 @@ def launch_record() -> dict[str, Any]:
 def warn_without_group(launch: Launch) -> None:
     """Warn once that this process saves and loads alone, although its launcher has started several processes."""
     warnings.warn(
-        f"{launch.launcher} has started {launch.world_size} processes, and there is no process group: rank "
-        f"{launch.rank} saves and loads on its own. If the ranks train together, call "
-        f"torch.distributed.init_process_group() first; if each trains by itself, give each a root of its own.",
+        f"{launch.launcher} has started {launch.world_size} processes without a process group: rank {launch.rank} "
+        f"saves and loads alone. If the ranks train together, call torch.distributed.init_process_group() first. If "
+        f"each trains by itself, give each its own root.",
         stacklevel=2,
     )

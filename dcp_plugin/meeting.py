@@ -84,8 +84,8 @@ def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[]
     threading.Thread(target=run, name="dcp-meet", daemon=True).start()
     if not ended.wait(timeout) and not ended.wait(grace()):
         raise RankFailure(
-            f"rank {rank} could not meet the other ranks within {timeout:g} s: the store of the process group "
-            f"does not answer. {_HOST} hangs, or cannot be reached any more."
+            f"rank {rank} could not meet the other ranks within {timeout:g} s: the store of the process group does "
+            f"not answer. {_HOST} hangs or cannot be reached."
         )
     if not failures:
         return answers[0]
@@ -93,12 +93,12 @@ def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[]
         raise failures[0]
     reason = (str(failures[0]).strip() or type(failures[0]).__name__).splitlines()[0]
     raise RankFailure(
-        f"rank {rank} could not meet the other ranks: the store of the process group failed ({reason}). "
-        f"{_HOST} has ended, or the process group is not one of real ranks."
+        f"rank {rank} could not meet the other ranks: the store of the process group failed ({reason}). {_HOST} has "
+        f"ended, or the process group has no real ranks."
     ) from failures[0]
 
 
-_HOST = "The process that hosts it, which is rank 0 unless a launcher does,"
+_HOST = "The process that hosts the store (a launcher or rank 0)"
 
 
 class _Meeting:
@@ -136,7 +136,7 @@ class _Meeting:
                 store.wait([end], timedelta(seconds=_GRACE / 2))
         text = store.get(end)
         if not text:  # the store of a fake process group
-            raise RuntimeError("it keeps nothing")
+            raise RuntimeError("the store does not keep values")
         if text != _ALL:
             raise RankFailure(
                 f"rank {self.rank} could not meet the other ranks: {self._call.still_waiting(text.decode())} They have "

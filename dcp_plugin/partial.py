@@ -164,17 +164,17 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else tuple(value)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"PartialLoad: {name} has {text!r}, which is no glob")
+            raise ValueError(f"PartialLoad: {name} has {text!r}, which is not a glob")
     return texts
 
 
 def _renames(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"PartialLoad: rename is a {type(value).__name__}; it maps prefixes to prefixes")
+        raise ValueError(f"PartialLoad: rename must map prefixes to prefixes, not be a {type(value).__name__}")
     renames = {target: value[target] for target in value}
     for target, source in renames.items():
         if not isinstance(target, str) or not isinstance(source, str):
-            raise ValueError(f"PartialLoad: rename maps {target!r} to {source!r}; both have to be text")
+            raise ValueError(f"PartialLoad: rename maps {target!r} to {source!r}; both must be text")
         if target.startswith(PATTERN):
             try:
                 re.compile(target.removeprefix(PATTERN)).sub(source, "")  # also checks the groups of the replacement

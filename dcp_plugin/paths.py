@@ -205,9 +205,9 @@ def text_of(path: PathLike) -> str:
     try:
         text = os.fspath(path)
     except TypeError as error:
-        none = "None: dcp_plugin.latest() gives that where there is no checkpoint"
+        none = "None (dcp_plugin.latest() returns None if it finds no checkpoint)"
         type_name = none if path is None else type(path).__name__
-        raise TypeError(f"a path is a str or a pathlib.Path, not {type_name}") from error
+        raise TypeError(f"a path must be a str or a pathlib.Path, not {type_name}") from error
     if ":/" not in text:
         return os.path.expanduser(text)
     # Code that makes a path absolute, as ModelCheckpoint does, puts the working directory in front of the URL.
@@ -215,7 +215,7 @@ def text_of(path: PathLike) -> str:
     match = _URL.fullmatch(below)
     if match is None:
         if "://" in text:
-            raise ValueError(f"{text} has a URL in it, and is none. Give the URL alone.")
+            raise ValueError(f"{text} contains a URL, but is not a URL itself. Give only the URL.")
         return os.path.expanduser(text)
     scheme = match["scheme"].lower()
     scheme = _OTHER_NAMES.get(scheme, scheme)
@@ -223,9 +223,8 @@ def text_of(path: PathLike) -> str:
         return below[len("file:") :].removeprefix("//")
     if scheme not in SCHEMES:
         raise ValueError(
-            f"{text} is a URL of an unknown kind: checkpoints are in a directory, or at one of "
-            f"{', '.join(f'{name}://' for name in SCHEMES)}. (A directory that is called like this is given with ./ "
-            "before it.)"
+            f"{text} is a URL of an unknown kind. Checkpoints are in a directory, or at one of "
+            f"{', '.join(f'{name}://' for name in SCHEMES)}. (For a directory with such a name, put ./ before it.)"
         )
     return _normal(scheme, match["rest"], text)
 
@@ -234,13 +233,13 @@ def _normal(scheme: str, location: str, url: str) -> str:
     if scheme in ("http", "https") or "?" not in location:
         bucket, _, key = location.partition("/")
     else:
-        raise ValueError(f"{url.partition('?')[0]}?… has a query in it. Give what is behind the ? as storage_options.")
+        raise ValueError(f"{url.partition('?')[0]}?… has a query. Give the part after the ? as storage_options.")
     if not bucket and scheme != "memory":
-        raise ValueError(f"{url} names no bucket: a URL is {scheme}://BUCKET/PATH")
+        raise ValueError(f"{url} names no bucket. A URL has the form {scheme}://BUCKET/PATH")
     if "@" in bucket and scheme not in ("abfs", "abfss"):
         raise ValueError(
-            f"{scheme}://…@{bucket.rpartition('@')[2]} has credentials in it, which would be in every message. Give "
-            f"them by the environment or as storage_options."
+            f"{scheme}://…@{bucket.rpartition('@')[2]} contains credentials, which every message would show. Give "
+            f"them in the environment or as storage_options."
         )
     key = posixpath.normpath(f"/{key}").lstrip("/") if key.strip("/") else ""
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
@@ -258,7 +257,7 @@ def as_local(path: PathLike, what: str, instead: str) -> str:
     """
     text = text_of(path)
     if is_url(text):
-        raise ValueError(f"{what} has to be on a file system, and {text} is a URL. {instead}")
+        raise ValueError(f"{what} must be on a file system, but {text} is a URL. {instead}")
     return text
 
 

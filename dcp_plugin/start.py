@@ -71,7 +71,7 @@ def resume_or_init(
     """
     StartOptions(resume, init_from, partial, strict)  # raises errors in the arguments before any other work
     if checkpointer is not None and (config is not None or overrides):
-        raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
+        raise ValueError("give either a checkpointer or settings: a checkpointer has its own settings.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:

@@ -109,7 +109,7 @@ def log_checkpoint(
         if event.tier == "durable":
             tell(event.path)
         else:
-            logger.info("%s is not logged: it is in local_dir alone", event.path)
+            logger.info("%s is not logged: it is only in local_dir", event.path)
 
     if isinstance(checkpoint, SaveHandle):
         checkpoint.on_published(published)
@@ -169,11 +169,9 @@ def _tellers(run: Any, name: str | None, register: str | None) -> list[_Teller]:
     """What tells the run, or each that is active. Decided in the caller's thread: MLflow's is active there alone."""
     runs = _active() if run is None else [(_kind_of(run), run)]
     if not runs:
-        raise ValueError(
-            "there is no active run to log to: call wandb.init() or mlflow.start_run() before, or give run="
-        )
+        raise ValueError("no run is active: call wandb.init() or mlflow.start_run() before, or give run=")
     if register is not None and all(kind == "wandb" for kind, _ in runs):
-        raise ValueError(f"register={register!r} is for MLflow's registry of models, and the run is one of W&B")
+        raise ValueError(f"register={register!r} is for MLflow's registry of models, but the run is a W&B run")
     return [_to_wandb(one, name) if kind == "wandb" else _to_mlflow(one, register) for kind, one in runs]
 
 
@@ -189,7 +187,7 @@ def _kind_of(run: Any) -> str:
         if cls.__module__.partition(".")[0] == kind or has_base(cls, logger_name):
             return kind
     raise TypeError(
-        f"run= is a run of W&B or MLflow, or Lightning's WandbLogger or MLFlowLogger, and not a {cls.__qualname__}"
+        f"run= must be a run of W&B or MLflow, or Lightning's WandbLogger or MLFlowLogger, not a {cls.__qualname__}"
     )
 
 

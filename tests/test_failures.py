@@ -224,9 +224,9 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.load({"n": 0}, tmp_path / "n", partial={"include": "*"})  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="this is a Linear"):
         dcp.save(torch.nn.Linear(2, 2), tmp_path / "bare")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no setting 'chekcsum'"):
+    with pytest.raises(TypeError, match="unknown setting 'chekcsum'"):
         dcp.Checkpointer(chekcsum=True)
-    with pytest.raises(TypeError, match=r"no setting 'async_sav' \(did you mean 'async_save'\?\)"):
+    with pytest.raises(TypeError, match=r"unknown setting 'async_sav' \(did you mean 'async_save'\?\)"):
         dcp.CheckpointConfig(async_sav=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="io_threads must be at least 1"):
         dcp.CheckpointConfig(io_threads=0)

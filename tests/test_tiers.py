@@ -111,7 +111,7 @@ def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(s
 def test_the_command_line_lists_it_too(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved.parent)
     shown = CliRunner().invoke(app, ["list", str(saved.parent), "--local-dir", str(tmp_path / "local")])
-    assert shown.exit_code == 0 and "in local_dir alone" in shown.output
+    assert shown.exit_code == 0 and "only in local_dir" in shown.output
 
 
 def test_what_is_there_is_read_and_the_rest_comes_from_the_path(saved: Path, tmp_path: Path) -> None:
@@ -401,10 +401,10 @@ def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[
     ("settings", "told"),
     [
         ({"local_keep": 0}, "local_keep must be at least 1"),
-        ({"replicas": 1}, "give one"),
+        ({"replicas": 1}, "set local_dir"),
         ({"durable_every": 0, "local_dir": "x"}, "durable_every must be at least 1"),
         ({"drain_bandwidth": 0}, "drain_bandwidth must be positive"),
-        ({"local_dir": "s3://bucket/x"}, "local_dir has to be on a file system"),
+        ({"local_dir": "s3://bucket/x"}, "local_dir must be on a file system"),
         ({"local_dir": "x", "checksum": False}, "needs checksum=True"),
         ({"writer": "fork"}, "writer must be 'thread' or 'process'"),
     ],

@@ -124,7 +124,9 @@ def test_mlflows_registry_gets_versions_with_the_url_as_their_source(tmp_path: P
 
 
 def test_what_cannot_be_logged_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no active run .* wandb\.init\(\) or mlflow\.start_run\(\) before, or give"):
+    with pytest.raises(
+        ValueError, match=r"no run is active: call wandb\.init\(\) or mlflow\.start_run\(\) before, or give"
+    ):
         log_checkpoint(tmp_path)
     with pytest.raises(TypeError, match="not a Gate"):
         log_checkpoint(tmp_path, Gate())

@@ -257,15 +257,15 @@ class Loading:
         for rank, other in enumerate(requests):
             if other.save != first.save:
                 difference = (
-                    f"rank 0 loads {first.path} and rank {rank} {other.path}, which is another checkpoint. Decide "
+                    f"rank 0 loads {first.path}, but rank {rank} loads another checkpoint, {other.path}. Decide "
                     f"on rank 0 what to load, and broadcast it."
                 )
                 if other.asked_for != first.asked_for:
                     raise CheckpointMismatch(difference)
             if other.selection != first.selection:
                 raise CheckpointMismatch(
-                    f"rank 0 loads {first.selection[:500]} of {first.path}, and rank {rank} {other.selection[:500]}. "
-                    f"Give all ranks the same."
+                    f"rank 0 loads {first.selection[:500]} of {first.path}, but rank {rank} loads "
+                    f"{other.selection[:500]}. Give all ranks the same arguments."
                 )
         return difference
 

@@ -65,7 +65,7 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
         CheckpointMismatch: The sub-module is in no module of the state.
     """
     if not isinstance(partial, PartialLoad):
-        raise TypeError(f"partial is a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
+        raise TypeError(f"partial must be a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
     modules = [adapter for adapter in adapters if adapter.kind == "module" and adapter.module is not None]
@@ -84,8 +84,8 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
     ]
     raise CheckpointMismatch(
         f"PartialLoad.submodule: this {kind} is in no module of the state, which has "
-        f"{'; '.join(labels) or 'no module at all'}. Give the very object that is a part of the model (a copy, or a "
-        f"model that was built again, is another one)."
+        f"{'; '.join(labels) or 'no module at all'}. Give the object that is a part of the model itself, not a copy "
+        f"or a rebuilt model."
     )
 
 

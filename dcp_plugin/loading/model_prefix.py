@@ -54,11 +54,13 @@ def find_model_prefix(
         best = _best([key.removeprefix(here) for key in keys if key.startswith(here)], stored_keys)
     if len(best) > 1:
         named = [f"prefix={prefix!r}" for prefix in sorted(best)]
-        raise CheckpointMismatch(f"{path} has several models that {model} fits equally well: say {some(named)}.")
+        raise CheckpointMismatch(
+            f"{path} has several models that {model} fits equally well. Choose one: {some(named)}."
+        )
     if not best:
         raise CheckpointMismatch(
-            f"{path} has no key of {model}, which looks for {some(list(keys), 3)} behind any prefix; it has "
-            f"{some(sorted(stored_keys), 5)}. Another class or config=, or is the model elsewhere?"
+            f"{path} has no key of {model}. The model needs {some(list(keys), 3)}, with or without a prefix; the "
+            f"checkpoint has {some(sorted(stored_keys), 5)}. Check the class, config= and the path."
         )
     return ModelPrefix(best[0], here)
 

@@ -69,14 +69,14 @@ def about_optimizer(name: str, candidates: list[str], stored: Collection[str], n
     """
     if not candidates and (unknown := [front for front in _optimizers(stored) if front not in names]):
         return (
-            f"{name!r} is not in the checkpoint, which seems to call it {unknown[0]!r}: have it under that name in the "
+            f"{name!r} is not in the checkpoint, which seems to call it {unknown[0]!r}: give it that name in the "
             f"state, {{{unknown[0]!r}: …}} instead of {{{name!r}: …}}"
         )
     if not candidates:
         return f"{name!r} is not in the checkpoint, and no other optimizer is known in it; it has {_fronts('', stored)}"
     which = f"optimizer{'s' if len(candidates) > 1 else ''} {some([repr(other) for other in candidates])}"
     example = _AS_RENAME.format(here=f"{name}.", there=f"{candidates[0]}.")
-    return f"{name!r} is not in the checkpoint, which has the {which}: say which is meant, as {example} does"
+    return f"{name!r} is not in the checkpoint, which has the {which}: choose one, for example with {example}"
 
 
 def _optimizers(stored: Collection[str]) -> list[str]:
@@ -109,7 +109,7 @@ def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -
     if not fronts or not fronts <= stored_fronts:
         return ""
     rename = _AS_RENAME.format(here=f"{name}.", there="")
-    return f"{name} is not in the checkpoint, but what it has is, without that name: {rename} would find it"
+    return f"{name} is not in the checkpoint, but its keys are, without that name: {rename} would find them"
 
 
 def about_shapes(
@@ -139,7 +139,7 @@ def about_shapes(
     if not globs or len(globs) > _MOST_GLOBS:
         return ""
     more = ", cast=True" if cast else ""
-    return f"a new head, say, keeps its values with partial=PartialLoad(exclude={list(globs)}{more})"
+    return f"to keep the values of a new head, for example: partial=PartialLoad(exclude={list(globs)}{more})"
 
 
 def about_unexpected(keys: list[str]) -> list[str]:
@@ -158,7 +158,7 @@ def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str
     """
     form = _AS_SOURCE if of_submodule else _AS_RENAME
     rename = form.format(here=here, there=there)
-    line = f"no key of the checkpoint starts with {there!r}, as {rename} says; it has {_fronts(there, free)}"
+    line = f"no key of the checkpoint starts with {there!r}, as {rename} requires; it has {_fronts(there, free)}"
     return f"{line}. {_advice(renames, form)}" if renames else line
 
 
@@ -182,7 +182,7 @@ def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str
         if meant := _meant(glob, keys):
             hint = f": did you mean {meant!r}?"
         elif any(fnmatchcase(key, glob) for key in islice(stored, MAX_CANDIDATES)):
-            hint = ": it matches keys of the checkpoint, but globs are about the names in the target" + _such_as(keys)
+            hint = ": it matches keys of the checkpoint, but globs must match names in the target" + _such_as(keys)
         else:
             hint = _such_as(keys)
         lines.append(f"{glob!r} matches no key of the target{hint}")

@@ -268,8 +268,8 @@ class _Rows:
             number = key_range.start + worst
             held, needed = volumes[worst] * keys.itemsize[number], shape[worst].prod() * keys.itemsize[number]
             raise CheckpointMismatch(
-                f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, {keys.shape_of(number)} needs {needed}: "
-                f"a part is missing, or parts overlap. Is every rank of the mesh saving?"
+                f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, but its shape {keys.shape_of(number)} "
+                f"needs {needed}: a part is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
     def held(self, keys: _Keys) -> HeldBoxes:

@@ -228,7 +228,7 @@ class ShardedLoadPlanner(LoadPlanner):
         key = read_item.dest_index.fqn
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
         if self.plain and self._tree is not self._targets:  # DCP drives this load and never reads self.plain
-            warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
+            warnings.warn(f"a value was loaded without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict:
             require_names(key, target, loaded)
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, default_path
 from dcp_plugin.format.keys import flatten, holds_sharded, is_empty_mapping, walked_by_stock
@@ -156,8 +156,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 
     Raises:
         CheckpointMismatch: Tensors cannot be stored, because neither they nor their parts have memory. The message
-            names every one of them.
-        UnsafeCheckpoint: Only executing pickled code would restore some values. The message names every one of them.
+            names the first ten.
+        UnsafeCheckpoint: Only executing pickled code would restore some values. The message names the first ten.
     """
     flat: Flat = {}
     unsafe: list[str] = []
@@ -196,14 +196,15 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
                 unsafe.append(f"{key} is {error}")
     if misfits:
         count = f"{len(misfits)} tensors cannot be saved: " if len(misfits) > 1 else ""
-        raise CheckpointMismatch(count + "; ".join(misfits))
+        raise CheckpointMismatch(count + some(misfits, 10, "; "))
     if unsafe:
         raise UnsafeCheckpoint(
-            f"{len(unsafe)} value(s) cannot be saved: {'; '.join(unsafe)}. Make them plain (numbers, text, lists, "
-            f"dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the checkpoints."
+            f"{len(unsafe)} value(s) cannot be saved: {some(unsafe, 10, '; ')}. Make them plain (numbers, text, "
+            f"lists, dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the "
+            f"checkpoints."
         )
     if changed:
-        warnings.warn(f"stored as another type: {'; '.join(changed[:20])}.", stacklevel=2)
+        warnings.warn(f"stored as another type: {some(changed, 10, '; ')}.", stacklevel=2)
     return flat
 
 
@@ -218,7 +219,7 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
                 return _part_of(chunk, box, value.stored_whole)
             except CheckpointMismatch as error:
                 raise CheckpointMismatch(f"{key} is {error}") from error
-    raise CheckpointMismatch(f"{key}: this rank holds no chunk with {tuple(box.sizes)} at {tuple(box.offsets)}")
+    raise CheckpointMismatch(f"{key}: this rank holds no chunk of shape {tuple(box.sizes)} at {tuple(box.offsets)}")
 
 
 def _new_items(share: Share, state: Flat) -> list[NewItem]:

@@ -254,7 +254,7 @@ def _check_placements(value: DTensor) -> None:
     description = f"a DTensor with the placements {value.placements}"
     if any(placement.is_partial() for placement in value.placements):
         raise CheckpointMismatch(
-            f"{description}, of which each rank has a summand: redistribute() it to Shard or Replicate"
+            f"{description}, of which each rank has only a summand: redistribute() it to Shard or Replicate"
         )
     for number, placement in enumerate(value.placements):
         split = getattr(placement, "split_factor", 1)  # _StridedShard: number of cuts of the dimension before this one

@@ -238,7 +238,10 @@ def call_post_load_hooks(module: nn.Module, incompatible: Incompatible, of_torch
     keys = _IncompatibleKeys(incompatible.missing, incompatible.unexpected)
     for hook in tuple(module._load_state_dict_post_hooks.values()):
         if (of_torch_too or not _is_of_torch(hook)) and hook(module, keys) is not None:
-            raise AssertionError(f"{hook} runs after a load and has returned something; it may change keys in place")
+            raise AssertionError(
+                f"the load_state_dict post hook {hook} has returned a value. It may only change the list of keys in "
+                f"place"
+            )
 
 
 def has_extra_state(module: nn.Module) -> bool:

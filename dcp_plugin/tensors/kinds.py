@@ -163,7 +163,7 @@ def require_parts(tensor: torch.Tensor) -> None:
     for name, part in _parts(tensor).items():
         if hasattr(part, "__create_chunk_list__"):
             raise CheckpointMismatch(
-                f"{_a(tensor)} of sharded tensors, which is not supported: make it the other way round, a DTensor of it"
+                f"{_a(tensor)} of sharded tensors, which is not supported: make a DTensor of it instead"
             )
         try:
             require_parts(part)
@@ -269,7 +269,7 @@ def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
             target.copy_(loaded)
         except Exception as error:
             raise CheckpointMismatch(
-                f"{_a(target)} that cannot take what is stored, {_a(loaded)} ({_line(error)})"
+                f"{_a(target)} that cannot take the stored value, {_a(loaded)} ({_line(error)})"
             ) from error
 
 
@@ -300,7 +300,8 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
     except Exception as failure:
         error = _line(failure)
     raise CheckpointMismatch(
-        f"{_a(tensor)}, of which no part can be taken ({error}): load it as it was distributed when it was saved"
+        f"{_a(tensor)}, of which no part can be taken ({error}). Load it with the sharding that it had when it was "
+        f"saved"
     )
 
 

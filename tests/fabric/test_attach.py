@@ -82,7 +82,7 @@ def test_strategies_of_ones_own_and_plugins() -> None:
         ours.attach(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
     with pytest.raises(dcp.CheckpointError, match="XLAStrategy is not supported"):
         ours.dcp_strategy_class(lightning_strategies().XLAStrategy)
-    with pytest.raises(TypeError, match=r"no setting .async_sav. \(did you mean .async_save.\?\)"):
+    with pytest.raises(TypeError, match=r"unknown setting .async_sav. \(did you mean .async_save.\?\)"):
         ours.attach(fabric, async_sav=True)
 
 

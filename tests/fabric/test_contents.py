@@ -354,7 +354,7 @@ def test_load_raw_fills_one_module_or_one_optimizer(place: Where) -> None:
         fabric.barrier()
         third = t.Training(fabric, seed=6)
         if layout == "fsdp2" and isinstance(place, ObjectPath):  # Fabric's own strategy reads a disk only
-            with pytest.raises(ValueError, match="has to be on a file system"):
+            with pytest.raises(ValueError, match="must be on a file system"):
                 fabric.load_raw(place / f"{layout}.pt", third.state["net"])
             continue
         fabric.load_raw(place / f"{layout}.pt", third.state["net"])

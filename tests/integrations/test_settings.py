@@ -28,11 +28,11 @@ def test_a_misspelt_setting_is_told_with_all_that_the_door_takes() -> None:
         (dcp.resume_or_init, ({}, "nowhere"), "parital", "partial"),
     ]
     for integration, arguments, typo, meant in integrations:
-        with pytest.raises(TypeError, match="config is a CheckpointConfig, not a dict"):
+        with pytest.raises(TypeError, match="config must be a CheckpointConfig, not a dict"):
             integration(*arguments, config={"async_save": True})
         with pytest.raises(TypeError) as caught:
             integration(*arguments, asinc_save=True, **{typo: 1}, qux=1)
-        said = f"no setting 'asinc_save' (did you mean 'async_save'?), '{typo}' (did you mean '{meant}'?), 'qux'. "
+        said = f"unknown setting 'asinc_save' (did you mean 'async_save'?), '{typo}' (did you mean '{meant}'?), 'qux'. "
         assert said in str(caught.value)
         listed = str(caught.value).partition("The settings are ")[2].rstrip(".").split(", ")
         given = list(inspect.signature(integration).parameters.values())[len(arguments) :]

@@ -136,7 +136,7 @@ def test_every_integration_takes_the_url_of_a_store_and_makes_nothing_on_the_dis
     assert not list(tmp_path.iterdir())
     for name in ("ckpt_path", "init_from"):
         doors[name](best)
-    with pytest.raises(ValueError, match="has to be on a file system"):
+    with pytest.raises(ValueError, match="must be on a file system"):
         doors["events"](best)
 
 
