@@ -1,14 +1,14 @@
 """The command line, ``dcp-plugin``.
 
-Enters: paths and options. Leaves: tables, JSON, messages and an exit status. The rule: a command asks the library and
-prints; typer and rich are imported only when it runs, torch only when it has something to do.
+Enters: paths and options. Leaves: tables, JSON, messages and an exit status. The rule: a command calls the library and
+prints the result. It imports typer and rich when it runs, and torch only for work that needs it.
 """
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """The entry point of ``dcp-plugin``."""
+    """Run ``dcp-plugin``."""
     try:
         from dcp_plugin.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""The commands of ``dcp-plugin``, each in a module of its own.
+"""The commands of ``dcp-plugin``, one per module.
 
-Nothing here or at the top of these modules imports torch or the library: ``--help`` and completion answer at once.
+No import at the top of these modules loads torch or the library, so that ``--help`` and completion answer at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ app = typer.Typer(
     "(damage, a difference, a load that would fail); 2 wrong usage; 3 it could not be done; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain text: readable in a pipe, too
+    rich_markup_mode=None,  # plain text is also readable in a pipe
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -31,11 +31,11 @@ _TOLD = ("torch", "lightning", "pytorch-lightning", "accelerate", "transformers"
 
 
 def _show_version(asked: bool) -> None:
-    """The version; and below it what else the report of an error has to say."""
+    """Print the versions that a bug report needs, and exit."""
     if asked:
         typer.echo(f"dcp-plugin {VERSION}")
         typer.echo(f"Python {platform.python_version()}, {platform.platform()}")
-        typer.echo(", ".join(f"{name} {found}" for name in _TOLD if (found := _version_of(name))))
+        typer.echo(", ".join(f"{name} {version}" for name in _TOLD if (version := _version_of(name))))
         raise typer.Exit
 
 
@@ -74,7 +74,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "report": (report.report_command, "", "One page about a run, to be opened from disk."),
     "load-plan": (load_plan.load_plan_command, "", "What a partial load would take."),
 }
-"""Each command with its alias, and what the list of all says of it."""
+"""Commands, with alias and description in the list of commands."""
 
 for name, (command, alias, said) in COMMANDS.items():
     app.command(name, short_help=f"{said} Also: {alias}." if alias else said)(command)

@@ -1,4 +1,4 @@
-"""``dcp-plugin copy``: checkpoints from a disk to a bucket, back, and from anywhere to anywhere."""
+"""``dcp-plugin copy``: copies of checkpoints between disks and buckets, in all directions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def copy_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """Copy a checkpoint, or all below a directory or URL: each whole or not at all, its checksums compared on the way.
+    """Copy a checkpoint, or all below a directory or URL, and compare checksums. Each appears complete or not at all.
 
-    After one that was interrupted, the same command goes on. After one that was not, it copies what is new. Checkpoints
-    that share files by hard links share them at DST, too.
+    Run the same command again to finish an interrupted copy, or to copy new checkpoints. Checkpoints that share files
+    by hard links share them at DST, too.
     """
     with told(as_json):
         from dcp_plugin.tools.copy import copy

@@ -1,4 +1,4 @@
-"""``dcp-plugin diff``: what differs between two checkpoints, or where two runs part ways."""
+"""``dcp-plugin diff``: the differences between two checkpoints, or the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.divergence import Divergence
 
 _FIRST = 20
-"""Keys of each kind that are printed."""
+"""Number of keys of each kind that are printed."""
 
 
 def diff_command(
@@ -61,7 +61,7 @@ def diff_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """What differs between two checkpoints. Exits with 1 if anything does."""
+    """Compare two checkpoints, and list the differences. Exits with 1 if there are any."""
     if first_divergence and rename:
         raise typer.BadParameter("--rename: runs of one seed have the same keys")
     with told(as_json):
@@ -77,35 +77,35 @@ def diff_command(
             from dcp_plugin.tools.diff import diff
 
             with progress("comparing") as tell:
-                found = diff(*paths, *globs, rename=renames, amounts=amounts, checksums=checksums, progress=tell)
+                result = diff(*paths, *globs, rename=renames, amounts=amounts, checksums=checksums, progress=tell)
     if first_divergence:
         show(_divergence_document(divergence)) if as_json else _print_divergence(divergence)
         same = divergence.deterministic
     else:
-        show({"diff": _document(found, depth)}) if as_json else _print(found, depth, None if every else _FIRST)
-        same = found.equal
+        show({"diff": _document(result, depth)}) if as_json else _print(result, depth, None if every else _FIRST)
+        same = result.equal
     if not same:
         raise typer.Exit(NO)
 
 
-def _document(found: CheckpointDiff, depth: int) -> dict[str, Any]:
+def _document(result: CheckpointDiff, depth: int) -> dict[str, Any]:
     return {
-        "a": found.a,
-        "b": found.b,
-        "equal": found.equal,
-        "added": found.added,
-        "removed": found.removed,
-        "renamed": found.renamed,
-        "reshaped": [vars(one) for one in found.reshaped],
-        "retyped": [vars(one) for one in found.retyped],
-        "changed": [{**vars(one), "amount": _amount_document(one.amount)} for one in found.changed],
-        "values": [vars(one) for one in found.values],
-        "unchanged": found.unchanged,
-        "read": found.read,
-        "bytes_read": found.bytes_read,
+        "a": result.a,
+        "b": result.b,
+        "equal": result.equal,
+        "added": result.added,
+        "removed": result.removed,
+        "renamed": result.renamed,
+        "reshaped": [vars(key) for key in result.reshaped],
+        "retyped": [vars(key) for key in result.retyped],
+        "changed": [{**vars(tensor), "amount": _amount_document(tensor.amount)} for tensor in result.changed],
+        "values": [vars(value) for value in result.values],
+        "unchanged": result.unchanged,
+        "read": result.read,
+        "bytes_read": result.bytes_read,
         "modules": [
             {"module": module, "changed": changed, "tensors": tensors, "amount": _amount_document(amount)}
-            for module, (changed, tensors, amount) in found.modules(depth).items()
+            for module, (changed, tensors, amount) in result.modules(depth).items()
         ],
     }
 
@@ -114,39 +114,42 @@ def _amount_document(amount: Amount | None) -> dict[str, Any] | None:
     return None if amount is None else {**vars(amount), "share": amount.share, "relative": amount.relative}
 
 
-def _divergence_document(found: Divergence) -> dict[str, Any]:
+def _divergence_document(divergence: Divergence) -> dict[str, Any]:
     names = ("run1", "run2", "compared", "only_in_1", "only_in_2", "identical_through", "step", "key", "at", "values")
     more = ("ulps", "differ", "still_equal", "texts", "deterministic", "verdict")
-    return {"divergence": {name: getattr(found, name) for name in (*names, *more)}}
+    return {"divergence": {name: getattr(divergence, name) for name in (*names, *more)}}
 
 
-def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
+def _print(result: CheckpointDiff, depth: int, most: int | None) -> None:
     rows: list[tuple[str, ...]]
-    told_of = found.changed and any(one.amount is not None for one in found.changed)
-    if told_of:
-        modules = found.modules(depth)
+    has_amounts = result.changed and any(tensor.amount is not None for tensor in result.changed)
+    if has_amounts:
+        modules = result.modules(depth)
         rows = [
             (module, f"{changed} of {tensors}", *_amount(amount))
             for module, (changed, tensors, amount) in modules.items()
         ]
         _section("", ("module", "tensors", *_AMOUNT), rows, most, numbers=("tensors", *_AMOUNT))
         echo()
-    rows = [(one.key, shape(one.shape), one.dtype, *(_amount(one.amount) if told_of else ())) for one in found.changed]
-    numbers = _AMOUNT if told_of else ()
+    rows = [
+        (tensor.key, shape(tensor.shape), tensor.dtype, *(_amount(tensor.amount) if has_amounts else ()))
+        for tensor in result.changed
+    ]
+    numbers = _AMOUNT if has_amounts else ()
     _section("changed", ("tensor", "shape", "dtype", *numbers), rows, most, numbers)
-    rows = [(one.key + one.at, one.old, one.new, _more(one.parts - 1)) for one in found.values]
+    rows = [(value.key + value.at, value.old, value.new, _more(value.parts - 1)) for value in result.values]
     _section("other values", ("value", "A", "B", ""), rows, most)
-    rows = [(one.key, shape(one.old), shape(one.new)) for one in found.reshaped]
+    rows = [(tensor.key, shape(tensor.old), shape(tensor.new)) for tensor in result.reshaped]
     _section("reshaped", ("tensor", "A", "B"), rows, most)
-    _section("retyped", ("key", "A", "B"), [(one.key, one.old, one.new) for one in found.retyped], most)
-    _section("renamed", ("A", "B"), list(found.renamed.items()), most)
-    _section("only in A", ("key",), [(key,) for key in found.removed], most)
-    _section("only in B", ("key",), [(key,) for key in found.added], most)
-    echo(str(found))
-    compared = found.unchanged + len(found.changed) + len(found.values)
-    decided = f"{compared - len(found.read)} keys compared by their checksums" if compared > len(found.read) else ""
-    read = f"{len(found.read)} by their bytes" if found.read else ""
-    echo(f"{', '.join(filter(None, (decided, read))) or 'nothing to compare'}; {size(found.bytes_read)} read")
+    _section("retyped", ("key", "A", "B"), [(key.key, key.old, key.new) for key in result.retyped], most)
+    _section("renamed", ("A", "B"), list(result.renamed.items()), most)
+    _section("only in A", ("key",), [(key,) for key in result.removed], most)
+    _section("only in B", ("key",), [(key,) for key in result.added], most)
+    echo(str(result))
+    compared = result.unchanged + len(result.changed) + len(result.values)
+    decided = f"{compared - len(result.read)} keys compared by their checksums" if compared > len(result.read) else ""
+    read = f"{len(result.read)} by their bytes" if result.read else ""
+    echo(f"{', '.join(filter(None, (decided, read))) or 'nothing to compare'}; {size(result.bytes_read)} read")
 
 
 _AMOUNT = ("elements", "largest", "relative")
@@ -186,20 +189,20 @@ def _section(
         echo()
 
 
-def _print_divergence(found: Divergence) -> None:
-    echo(found.verdict)
-    first, last = found.compared[0], found.compared[-1]
-    echo(f"compared: {len(found.compared)} of the steps that both have, {first} to {last}")
-    for run, steps in ((found.run1, found.only_in_1), (found.run2, found.only_in_2)):
+def _print_divergence(divergence: Divergence) -> None:
+    echo(divergence.verdict)
+    first, last = divergence.compared[0], divergence.compared[-1]
+    echo(f"compared: {len(divergence.compared)} of the steps that both have, {first} to {last}")
+    for run, steps in ((divergence.run1, divergence.only_in_1), (divergence.run2, divergence.only_in_2)):
         if steps:
             echo(f"only in {run}: step {', '.join(map(str, steps))}")
-    if found.texts:
-        echo(f"texts that differ, and do not count: {', '.join(found.texts[:_FIRST])}")
+    if divergence.texts:
+        echo(f"texts that differ, and do not count: {', '.join(divergence.texts[:_FIRST])}")
     rows = []
-    for kind, keys in found.differ.items():
+    for kind, keys in divergence.differ.items():
         rows += [(kind if at == 0 else "", key) for at, key in enumerate(keys[:_FIRST])]
         rows += [("", f"… and {len(keys) - _FIRST} more")] if len(keys) > _FIRST else []
     if rows:
         echo()
-        echo(f"what differs at step {found.step}")
+        echo(f"what differs at step {divergence.step}")
         table(("", "key"), rows)

@@ -1,4 +1,4 @@
-"""``dcp-plugin export`` and ``import``: a checkpoint in the format of another tool, and the way back."""
+"""``dcp-plugin export`` and ``import``: conversion of checkpoints to formats of other tools, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dcp_plugin.cli.output import (
 
 
 class Format(StrEnum):
-    """What ``--format`` may be."""
+    """Values of ``--format``."""
 
     HF = "hf"
     SAFETENSORS = "safetensors"
@@ -131,7 +131,7 @@ def _export(
 
 @contextmanager
 def _ranks() -> Iterator[bool]:
-    """All processes that torchrun has started, or this one alone; whether this is the first."""
+    """Join the processes that torchrun started, if any. Yield whether this process is the first or the only one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return

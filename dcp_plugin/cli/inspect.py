@@ -1,4 +1,4 @@
-"""``dcp-plugin inspect``: what is in a checkpoint."""
+"""``dcp-plugin inspect``: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def inspect_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """What is in a checkpoint: its modules by size, folded where layers are alike."""
+    """Show the modules of a checkpoint with their sizes. Layers that are alike are folded into one line."""
     with told(as_json):
         at = where(path, storage_option)
         if key:
@@ -67,15 +67,15 @@ def inspect_command(
 
 
 def _document(info: CheckpointInfo) -> dict[str, Any]:
-    """Of 100 000 tensors, ``dataclasses.asdict`` takes a second."""
+    """Return the JSON document. ``dataclasses.asdict`` would take a second for 100 000 tensors."""
     return vars(info) | {"tensors": [vars(tensor) for tensor in info.tensors]}
 
 
 def _print_all(info: CheckpointInfo, values: bool) -> None:
     for tensor in info.tensors:
         echo(f"{tensor.nbytes:>16,}  {tensor.dtype:<14}  {shape(tensor.shape):<20}  {tensor.key}")
-    for one in info.values if values else ():
-        echo(f"{'':>16}  {'value':<14}  {'':<20}  {one}")
+    for key in info.values if values else ():
+        echo(f"{'':>16}  {'value':<14}  {'':<20}  {key}")
 
 
 def _print_tree(info: CheckpointInfo, depth: int) -> None:
@@ -107,14 +107,16 @@ def _print_summary(info: CheckpointInfo) -> None:
 def _show_chunks(at: Where, globs: list[str], as_json: bool) -> None:
     from dcp_plugin.tools.contents import chunks
 
-    found = chunks(at, globs)
+    listed = chunks(at, globs)
     if as_json:
-        show({"path": at, "chunks": found})
+        show({"path": at, "chunks": listed})
         return
     rows: list[tuple[str, ...]] = []
-    for one in found:
-        box = ", ".join(f"{a}:{a + n}" for a, n in zip(one.offsets, one.sizes, strict=True))
-        rows.append((one.key, f"[{box}]", one.file, f"{one.offset:,}", f"{one.length:,}", one.crc32, one.xxh3))
+    for chunk in listed:
+        box = ", ".join(f"{a}:{a + n}" for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        rows.append(
+            (chunk.key, f"[{box}]", chunk.file, f"{chunk.offset:,}", f"{chunk.length:,}", chunk.crc32, chunk.xxh3)
+        )
     if not any(row[-1] for row in rows):
         rows = [row[:-1] for row in rows]
     columns = ("key", "box", "file", "offset", "bytes", "crc32", "xxh3")[: len(rows[0])] if rows else ("key",)
@@ -125,17 +127,23 @@ def _show_stats(at: Where, include: Iterable[str], exclude: Iterable[str], as_js
     from dcp_plugin.tools.contents import statistics
 
     with progress("reading") as bar:
-        found = statistics(at, include, exclude, progress=bar)
+        listed = statistics(at, include, exclude, progress=bar)
     if as_json:
-        show({"path": at, "stats": found})
+        show({"path": at, "stats": listed})
         return
     numbers = ("min", "max", "mean", "norm", "NaN", "Inf")
-    table(("key", "shape", "dtype", *numbers), [_numbers_of(one) for one in found], numbers=numbers)
-    broken = [one.key for one in found if one.nans or one.infs]
-    echo(f"{at}: {len(found)} tensors, {len(broken)} of them with NaN or Inf")
+    table(("key", "shape", "dtype", *numbers), [_numbers_of(stats) for stats in listed], numbers=numbers)
+    broken = [stats.key for stats in listed if stats.nans or stats.infs]
+    echo(f"{at}: {len(listed)} tensors, {len(broken)} of them with NaN or Inf")
 
 
-def _numbers_of(one: TensorStats) -> tuple[str, ...]:
-    means = ("" if number is None else f"{number:.4g}" for number in (one.low, one.high, one.mean, one.norm))
-    counts = ("" if count is None else f"{count:,}" for count in (one.nans, one.infs))
-    return (one.key, shape(one.shape), f"{one.dtype} ({one.why_not})" if one.why_not else one.dtype, *means, *counts)
+def _numbers_of(stats: TensorStats) -> tuple[str, ...]:
+    means = ("" if number is None else f"{number:.4g}" for number in (stats.low, stats.high, stats.mean, stats.norm))
+    counts = ("" if count is None else f"{count:,}" for count in (stats.nans, stats.infs))
+    return (
+        stats.key,
+        shape(stats.shape),
+        f"{stats.dtype} ({stats.why_not})" if stats.why_not else stats.dtype,
+        *means,
+        *counts,
+    )

@@ -62,7 +62,7 @@ def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = F
     """Return the directory or prefix that was typed.
 
     Raises:
-        FileNotFoundError: Nothing is there, or a file.
+        FileNotFoundError: The path does not exist, or is a file.
     """
     from dcp_plugin.errors import damage_in
     from dcp_plugin.media import medium_of
@@ -78,18 +78,18 @@ def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = F
 def _print(run: Run) -> None:
     now = time.time()
     columns: dict[str, Callable[[ListedCheckpoint], str]] = {
-        "": lambda one: _AUTO if one.resumes else "",
-        "checkpoint": lambda one: _name(run, one),
-        "step": lambda one: "" if one.step is None else str(one.step),
-        "age": lambda one: _age(now - one.time),
-        "size": lambda one: size(one.nbytes),
-        "own": lambda one: size(one.own_bytes),
-        "ranks": lambda one: "" if one.world_size is None else str(one.world_size),
-        "layout": lambda one: ", ".join(one.layouts[:2]) + (", …" if len(one.layouts) > 2 else ""),
+        "": lambda listed: _AUTO if listed.resumes else "",
+        "checkpoint": lambda listed: _name(run, listed),
+        "step": lambda listed: "" if listed.step is None else str(listed.step),
+        "age": lambda listed: _age(now - listed.time),
+        "size": lambda listed: size(listed.nbytes),
+        "own": lambda listed: size(listed.own_bytes),
+        "ranks": lambda listed: "" if listed.world_size is None else str(listed.world_size),
+        "layout": lambda listed: ", ".join(listed.layouts[:2]) + (", …" if len(listed.layouts) > 2 else ""),
         "state": _state,
         "metrics": _metrics,
     }
-    rows = [[show_it(one) for show_it in columns.values()] for one in run.checkpoints]
+    rows = [[text_of(listed) for text_of in columns.values()] for listed in run.checkpoints]
     shown = [number for number, name in enumerate(columns) if name != "metrics" or any(row[number] for row in rows)]
     names = list(columns)
     table(
@@ -101,28 +101,28 @@ def _print(run: Run) -> None:
         echo(f"  {line}")
 
 
-def _name(run: Run, one: ListedCheckpoint) -> str:
-    return str(one.path)[len(str(run.folder)) :].lstrip("/")
+def _name(run: Run, listed: ListedCheckpoint) -> str:
+    return str(listed.path)[len(str(run.folder)) :].lstrip("/")
 
 
-def _metrics(one: ListedCheckpoint) -> str:
-    metrics = [f"{name} {value:g}" for name, value in one.metrics.items()]
+def _metrics(listed: ListedCheckpoint) -> str:
+    metrics = [f"{name} {value:g}" for name, value in listed.metrics.items()]
     more = len(metrics) - _MOST_METRICS
     return ", ".join(metrics[:_MOST_METRICS]) + (f", and {more} more" if more > 0 else "")
 
 
-def _state(one: ListedCheckpoint) -> str:
-    by = {"dcp_plugin": "", "": "", "stock": "stock DCP"}.get(one.format, one.format)
-    said = f"foreign: {by}" if one.state == "foreign" else f"{one.state} ({by})" if by else one.state
-    return f"{said}, in local_dir alone" if one.tier == "local" else said
+def _state(listed: ListedCheckpoint) -> str:
+    by = {"dcp_plugin": "", "": "", "stock": "stock DCP"}.get(listed.format, listed.format)
+    state = f"foreign: {by}" if listed.state == "foreign" else f"{listed.state} ({by})" if by else listed.state
+    return f"{state}, in local_dir alone" if listed.tier == "local" else state
 
 
 def _notes(run: Run) -> Iterator[str]:
-    for one in run.checkpoints:
-        if one.reason:
-            yield f"{_name(run, one)}: {one.reason}"
-        if one.base is not None:
-            yield f"{_name(run, one)}: what it leaves out is in {one.base}"
+    for listed in run.checkpoints:
+        if listed.reason:
+            yield f"{_name(run, listed)}: {listed.reason}"
+        if listed.base is not None:
+            yield f"{_name(run, listed)}: what it leaves out is in {listed.base}"
 
 
 def _age(seconds: float) -> str:

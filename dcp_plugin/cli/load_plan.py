@@ -1,4 +1,4 @@
-"""``dcp-plugin load-plan``: what a partial load would take."""
+"""``dcp-plugin load-plan``: the plan of a partial load."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_plan_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """What a partial load would take. No tensor is read; exits with 1, and the load's own error, if it would fail."""
+    """Show what a partial load would take, without reading a tensor. Exits with 1 and its error if it would fail."""
     with told(as_json):
         from dcp_plugin.loading.load import plan_load
         from dcp_plugin.partial import PartialLoad
@@ -65,7 +65,7 @@ def load_plan_command(
                 include=tuple(include or ("*",)),
                 exclude=tuple(exclude or ()),
                 rename=dict(pair("--rename", text, "TARGET_PREFIX=CHECKPOINT_PREFIX") for text in rename or ()),
-                missing=missing,  # type: ignore[arg-type]  # checked there
+                missing=missing,  # type: ignore[arg-type]  # PartialLoad checks it
                 unexpected=unexpected,  # type: ignore[arg-type]
                 cast=cast,
             )
@@ -84,14 +84,14 @@ def load_plan_command(
 def _print_plan(plan: PlannedLoad) -> None:
     rows = []
     for item in plan.items:
-        there = item.stored if item.stored != item.key else "="
+        stored = item.stored if item.stored != item.key else "="
         converted = item.target_dtype and item.target_dtype != item.dtype
         dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
-        rows.append((item.key, there, shape(item.shape), dtype, f"{item.nbytes:,}"))
+        rows.append((item.key, stored, shape(item.shape), dtype, f"{item.nbytes:,}"))
     table(("target", "checkpoint", "shape", "dtype", "bytes"), rows, numbers=("bytes",))
-    told = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
+    named = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
     for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
-        if not told.issuperset(keys):  # all of them here, or all of them there
+        if not named.issuperset(keys):  # else the messages name all of these keys
             for key in keys:
                 echo(f"{label}: {key}")
     for warning in plan.warnings:
@@ -102,20 +102,20 @@ def _print_plan(plan: PlannedLoad) -> None:
 
 
 class NoTarget(CheckpointError):
-    """``--into`` names nothing that could be loaded into; the message says what it may be."""
+    """``--into`` names no target of a load. The message lists the possible targets."""
 
 
 def module_of(into: str, name: str, storage_options: StorageOptions | None = None) -> nn.Module:
-    """The module that ``--into`` names, on the meta device.
+    """Return the module that ``--into`` names, on the meta device.
 
     Args:
         into: ``package.module:factory``, a checkpoint, or a file of another tool.
-        name: Which module of a checkpoint; a safetensors file has only one.
-        storage_options: How the store of a URL is reached.
+        name: The name of the module in a checkpoint. A safetensors file has only one module.
+        storage_options: Options of the store of a URL.
 
     Raises:
-        NoTarget: It is none of these.
-        CheckpointError: It is a checkpoint that cannot be opened.
+        NoTarget: ``into`` is none of these.
+        CheckpointError: ``into`` is a checkpoint that cannot be opened.
     """
     from dcp_plugin.media import medium_of
     from dcp_plugin.paths import as_path
@@ -134,7 +134,7 @@ def module_of(into: str, name: str, storage_options: StorageOptions | None = Non
 
 
 def _of_factory(into: str) -> nn.Module:
-    """Runs code of the user's, from the current directory like ``python -m``."""
+    """Call the user's factory. It is imported from the current directory as well, as ``python -m`` does."""
     import torch
     from torch import nn
 
@@ -151,7 +151,7 @@ def _of_factory(into: str) -> nn.Module:
         signature(make).bind()
     except TypeError as error:
         raise NoTarget(f"--into {into} needs arguments ({error}): name a function that makes the module.") from error
-    except ValueError:  # it does not tell what it needs
+    except ValueError:  # the callable has no signature
         pass
     with torch.device("meta"):
         module = make()
@@ -168,13 +168,13 @@ def _of_checkpoint(path: Where, name: str) -> nn.Module:
     from dcp_plugin.tools.inspect import inspect
 
     class Header(nn.Module):
-        """A module of which only names, shapes and dtypes are known."""
+        """Stand-in for a module, with the names, shapes and dtypes of its tensors."""
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return dict(tensors)
 
     info = inspect(path)
-    prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no names of modules
+    prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no module names
     tensors = {
         tensor.key.removeprefix(prefix): torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
         for tensor in info.tensors

@@ -1,7 +1,7 @@
-"""What all commands share: paths and options as they are typed, tables, JSON, progress, errors and exit statuses.
+"""Helpers of all commands: typed paths and options, tables, JSON, progress, errors and exit statuses.
 
-The rule: what a person reads goes to the terminal as a table, and into a pipe as plain aligned text; what a program
-reads is one JSON document on stdout. Progress and errors go to stderr.
+The rule: output for people is a table on a terminal, and plain aligned text in a pipe. Output for programs is one JSON
+document on stdout. Progress and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dcp_plugin.paths import Where
 
 NO, FAILED, INTERRUPTED = 1, 3, 130
-"""Exit statuses besides 0 and typer's own 2: the answer is no; it could not be done; Ctrl-C."""
+"""Exit statuses: the answer is no, the command failed, and Ctrl-C. 0 is success, and typer exits with 2."""
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: its directory or URL, or a file of another tool.")
@@ -44,20 +44,20 @@ ExcludeOption = Annotated[list[str] | None, typer.Option("--exclude", help="Glob
 
 
 def where(text: str, options: list[str] | None) -> Where:
-    """The path or URL that was typed. Raises BadParameter if it can be none."""
+    """Return the path or URL that the user typed. Raise BadParameter if it is invalid."""
     from dcp_plugin.media import medium_of
     from dcp_plugin.paths import as_path
 
     try:
         path = as_path(text, storage_options(options))
-        medium_of(path)  # which may not take the options
+        medium_of(path)  # the store may refuse the options
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     return path
 
 
 def storage_options(typed: list[str] | None) -> dict[str, Any]:
-    """What ``--storage-option`` says, a mapping for each dot in a key."""
+    """Return the options of ``--storage-option``, with a nested mapping for each dot in a key."""
     options: dict[str, Any] = {}
     for text in typed or []:
         name, equals, value = text.partition("=")
@@ -65,8 +65,8 @@ def storage_options(typed: list[str] | None) -> dict[str, Any]:
         if not equals or not all((*above, last)):
             raise typer.BadParameter(f"--storage-option {name}: it is KEY=VALUE")
         inner: Any = options
-        for one in above:
-            inner = inner.setdefault(one, {}) if isinstance(inner, dict) else None
+        for part in above:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
         if not isinstance(inner, dict):
             raise typer.BadParameter(f"--storage-option {name}: a part of it has a value of its own")
         inner[last] = value
@@ -74,16 +74,15 @@ def storage_options(typed: list[str] | None) -> dict[str, Any]:
 
 
 def pair(option: str, text: str, what: str) -> tuple[str, str]:
-    """The two sides of ``A=B``; the left one may be a pattern that has a ``=`` of its own."""
-    left, equals, right = text.rpartition("=")
+    """Return the two sides of ``A=B``. The left side may be a pattern that contains ``=``."""
+    key, equals, value = text.rpartition("=")
     if not equals:
         raise typer.BadParameter(f"{option} {text}: it is {what}")
-    return left, right
+    return key, value
 
 
 def echo(text: str = "", err: bool = False) -> None:
-    """Print one line. Names in it may come from an untrusted checkpoint: they neither steer a terminal nor add a
-    line."""
+    """Print one line. Names from an untrusted checkpoint cannot control the terminal or add a line."""
     typer.echo(one_line(text), err=err)
 
 
@@ -101,7 +100,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    else:  # wide enough for any key
+    else:  # no key is wrapped in a pipe
         width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
         console = Console(highlight=False, markup=False, width=max(80, width))
         shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -116,7 +115,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print the one JSON document of a command. What JSON has no word for is text or null."""
+    """Print the JSON document of a command. Values that JSON lacks become text or null."""
     typer.echo(printable(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
 
 
@@ -124,16 +123,16 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not isfinite(value):
         return None
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: three digits or four, and the unit."""
+    """Return a number of bytes with its unit, for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -142,13 +141,13 @@ def size(nbytes: float) -> str:
 
 
 def shape(sizes: tuple[int, ...] | None) -> str:
-    """The shape of a tensor; empty for what is none."""
+    """Return the shape of a tensor as text; empty for None."""
     return "" if sizes is None else " x ".join(map(str, sizes)) or "scalar"
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal while the block runs: what the library calls with bytes done and bytes in all."""
+    """Show a progress bar on a terminal. Yield its callback for the bytes done and the bytes in all; else None."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -170,7 +169,7 @@ def fail(message: str, status: int = FAILED) -> NoReturn:
 
 @contextmanager
 def told(as_json: bool = False) -> Iterator[None]:
-    """What goes wrong is a message and an exit status, not a traceback; with ``--json``, a document as well."""
+    """Report errors with a message and an exit status instead of a traceback; with ``--json`` also as a document."""
     from dcp_plugin.errors import CheckpointError
 
     try:

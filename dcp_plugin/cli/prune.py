@@ -39,7 +39,7 @@ def prune_command(
 ) -> None:
     """Delete, at once, the checkpoints that no rule keeps, and garbage of interrupted saves.
 
-    The rules apply to each folder of checkpoints separately. These stay whatever the rules say: the newest complete
+    The rules apply to each folder of checkpoints separately. These stay under any rule: the newest complete
     checkpoint, a base that another one needs, the target of a link, a save in flight, damaged checkpoints, and
     checkpoints of other tools.
     """
@@ -74,13 +74,13 @@ def prune_command(
 def _print(report: PruneReport) -> None:
     would = "would go" if report.dry_run else "deleted"
     rows = []
-    for one in report.checkpoints:
-        what = would if one.deleted else "FAILED" if one.failed else "kept"
-        step = "" if one.step is None else str(one.step)
-        rows.append((str(one.path), step, size(one.nbytes), what, "; ".join(one.reasons)))
-    for left in report.leftovers:
-        nbytes = "" if left.nbytes is None else size(left.nbytes)
-        rows.append((str(left.path), "", nbytes, would if left.deleted else "kept", left.what))
+    for checkpoint in report.checkpoints:
+        outcome = would if checkpoint.deleted else "FAILED" if checkpoint.failed else "kept"
+        step = "" if checkpoint.step is None else str(checkpoint.step)
+        rows.append((str(checkpoint.path), step, size(checkpoint.nbytes), outcome, "; ".join(checkpoint.reasons)))
+    for leftover in report.leftovers:
+        nbytes = "" if leftover.nbytes is None else size(leftover.nbytes)
+        rows.append((str(leftover.path), "", nbytes, would if leftover.deleted else "kept", leftover.what))
     if rows:
         table(("path", "step", "size", "", "why"), rows, numbers=("step", "size"))
     echo(str(report))

@@ -41,13 +41,13 @@ def read_command(
 
         options = storage_options(storage_option)
         with progress("reading") as advance:
-            found = read(
+            values = read(
                 where(path, storage_option), keys or (), exclude or (), storage_options=options, progress=advance
             )
         if as_json:
-            show({"items": {key: _described(value, full) for key, value in found.items()}})
+            show({"items": {key: _described(value, full) for key, value in values.items()}})
             return
-        for key, value in found.items():
+        for key, value in values.items():
             head, *elements = _texts(value, full)
             echo(f"{key}: {head}")
             for text in elements:
@@ -79,12 +79,12 @@ def _number(value: Any) -> str:
 
 
 def _described(value: Any, full: bool) -> dict[str, Any]:
-    """A tensor with its elements if they are few, or all are wanted."""
+    """Return the document of a value; of a tensor with its elements if they are few, or with ``full``."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return {"value": value}
-    said: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    document: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if full or value.numel() <= _MOST_LISTED:
-        said["data"] = (torch.view_as_real(value) if value.is_complex() else value).tolist()
-    return said
+        document["data"] = (torch.view_as_real(value) if value.is_complex() else value).tolist()
+    return document

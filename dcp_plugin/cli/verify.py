@@ -1,4 +1,4 @@
-"""``dcp-plugin verify``: every byte against its checksum."""
+"""``dcp-plugin verify``: comparison of every byte with its checksum."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def verify_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """Read every byte and compare it with its checksum. Exits with 1 if one differs, or a checkpoint is not whole."""
-    found = []
+    """Read every byte and compare it with its checksum. Exits with 1 if a checkpoint is damaged or incomplete."""
+    documents = []
     with told(as_json):
         from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable
         from dcp_plugin.tools.verify import verify
@@ -54,12 +54,12 @@ def verify_command(
                 could_not = not damaged or isinstance(error, CheckpointUnreadable)
                 document = {"path": path, "ok": False, "error": {"type": type(error).__name__, "message": str(error)}}
                 document["status"] = FAILED if could_not else NO
-            found.append(document)
+            documents.append(document)
             if not as_json:
                 _print(document)
-    status = max(document.pop("status", 0 if document["ok"] else NO) for document in found)
+    status = max(document.pop("status", 0 if document["ok"] else NO) for document in documents)
     if as_json:
-        show({"checkpoints": found})
+        show({"checkpoints": documents})
     if status:
         raise typer.Exit(status)
 
@@ -73,16 +73,18 @@ def _document(report: VerifyReport, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(said: dict[str, Any]) -> None:
-    if "error" in said:
-        what = "DAMAGED" if said["status"] == NO else "cannot be verified"
-        echo(f"{said['path']}: {what}: {said['error']['message']}", err=said["status"] != NO)
+def _print(entry: dict[str, Any]) -> None:
+    if "error" in entry:
+        problem = "DAMAGED" if entry["status"] == NO else "cannot be verified"
+        echo(f"{entry['path']}: {problem}: {entry['error']['message']}", err=entry["status"] != NO)
         return
-    rate = f"{said['bytes_per_second'] / 1e9:.2f} GB/s"
-    state = "intact" if said["ok"] else f"DAMAGED, {len(said['errors'])} item(s)"
-    echo(f"{said['path']}: {state}; {said['items']} items, {size(said['nbytes'])} in {said['seconds']:.2f} s, {rate}")
-    lines = list(said["errors"])
-    if unverified := said["unverified"]:
+    rate = f"{entry['bytes_per_second'] / 1e9:.2f} GB/s"
+    state = "intact" if entry["ok"] else f"DAMAGED, {len(entry['errors'])} item(s)"
+    echo(
+        f"{entry['path']}: {state}; {entry['items']} items, {size(entry['nbytes'])} in {entry['seconds']:.2f} s, {rate}"
+    )
+    lines = list(entry["errors"])
+    if unverified := entry["unverified"]:
         lines.append(
             f"{len(unverified)} have no checksum: they can be read, and whether they are what was saved nobody can "
             f"tell ({', '.join(unverified[:3])}{', …' if len(unverified) > 3 else ''})"
