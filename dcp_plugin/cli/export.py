@@ -65,7 +65,7 @@ def export_command(
     storage_option: StorageOptionsOption = None,
 ) -> None:
     """Write a checkpoint in another format: hf (a folder for from_pretrained), safetensors, torch (one file for
-    torch.load), lightning (a .ckpt), dcp (laid out anew). Under torchrun all ranks take part."""
+    torch.load), lightning (a .ckpt), dcp (for another number of ranks). Under torchrun all ranks take part."""
     options: dict[str, Any] = {
         "include": include or (),
         "exclude": exclude or (),

@@ -173,11 +173,11 @@ def _steps_of(run: Where) -> dict[int, Where]:
     checkpoints = [(state.time, state.path, state.step) for state in scan.states.values() if state.committed]
     checkpoints += [(saved.time, saved.path, None) for saved in scan.of_others]
     steps: dict[int, Where] = {}
-    for _, path, noted in sorted(checkpoints, key=lambda row: (row[0], str(row[1]))):
+    for _, path, recorded in sorted(checkpoints, key=lambda row: (row[0], str(row[1]))):
         digits = re.findall(r"\d+", path.name)
-        if noted is None and not digits:
+        if recorded is None and not digits:
             continue
-        steps[int(digits[-1]) if noted is None else noted] = path
+        steps[int(digits[-1]) if recorded is None else recorded] = path
     if not steps:
         raise CheckpointNotFound(f"{run}: there is no whole checkpoint with a step, at or below")
     return steps

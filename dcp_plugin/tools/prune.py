@@ -298,8 +298,8 @@ def _workspaces(listing: Found) -> list[Where]:
 def _is_saving(listing: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
     """Return whether a save is in flight whose process may be alive."""
     ended = {leftover.path for leftover in leftovers}
-    noted = [item for run in listing.runs for item in run.checkpoints if is_in_flight(item) or item.state == "torn"]
-    return any(item.path not in ended for item in noted)
+    saves = [item for run in listing.runs for item in run.checkpoints if is_in_flight(item) or item.state == "torn"]
+    return any(item.path not in ended for item in saves)
 
 
 def _delete(listing: Found, decided: dict[Where, PrunedCheckpoint], progress: Progress | None) -> Usage:

@@ -445,8 +445,8 @@ class Transfer:
             return staged
         assert isinstance(directory, Path)
         with suppress(OSError, ValueError):
-            noted = json.loads(directory.with_suffix(".copied").read_bytes())
-            self._noted = {str(name): list(entry) for name, entry in noted.items()}
+            recorded = json.loads(directory.with_suffix(".copied").read_bytes())
+            self._noted = {str(name): list(entry) for name, entry in recorded.items()}
         staged = {name for name in self.source.sizes if self._has(directory, name)}
         staged_names = {self._made(directory, name) for name in staged}
         for name in tree(directory, self.medium):
@@ -457,10 +457,10 @@ class Transfer:
     def _has(self, directory: Path, name: str) -> bool:
         """Return whether an interrupted copy has completed a file, and the file is unchanged."""
         path = directory / self._made(directory, name)
-        noted = self._noted.get(name)
+        recorded = self._noted.get(name)
         with suppress(OSError):
-            if noted and not path.is_symlink() and path.stat().st_size == self.source.sizes[name] == noted[0]:
-                return bool(_hash_of(path) == noted[1])
+            if recorded and not path.is_symlink() and path.stat().st_size == self.source.sizes[name] == recorded[0]:
+                return bool(_hash_of(path) == recorded[1])
         return False
 
     def _copy_all(self, directory: Where, names: list[str], staged: set[str]) -> None:

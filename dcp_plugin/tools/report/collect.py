@@ -321,20 +321,20 @@ def modules_of(tensors: Iterable[TensorInfo]) -> list[Module]:
 def _missing(run: RunFigures, why_no_modules: str) -> dict[str, str]:
     """Return the parts of a report that have no data, with the reasons."""
     missing = {}
-    unnoted = (
+    no_figures = (
         "No figures of these saves are kept beside the checkpoints: they were saved by another tool or by an earlier "
         "version of dcp-plugin, or the folder was copied without its .dcp_plugin."
     )
     if not any(isfinite(value) for save in run.published for value in save.metrics.values()):
         missing["metrics"] = "No checkpoint has a metric: save(…, metrics={…}) records them; Lightning and Trainers do."
     if not run.timed:
-        missing |= dict.fromkeys(("seconds", "ranks", "reuse"), unnoted)
+        missing |= dict.fromkeys(("seconds", "ranks", "reuse"), no_figures)
     elif not heat_saves(run.saves):
         missing["ranks"] = "The figures that are kept say nothing of single ranks."
     if run.timed and not any(save.bytes is not None for save in run.timed):
-        missing["reuse"] = unnoted
+        missing["reuse"] = no_figures
     if not run.modules:
         missing["modules"] = f"Nothing can be shown of the newest checkpoint: {why_no_modules}."
     if not run.trainings.count:
-        missing["trainings"] = unnoted
+        missing["trainings"] = no_figures
     return missing
