@@ -1,7 +1,8 @@
-"""Accelerate: ``attach(accelerator)``. ``DCPTrainerMixin`` of :mod:`dcp_plugin.transformers` has a second name here.
+"""The integration for Accelerate: ``attach(accelerator)``. This package also exports ``DCPTrainerMixin`` of
+:mod:`dcp_plugin.transformers`.
 
 Enters: an accelerator with its prepared models, optimizers, schedulers and dataloaders. Leaves: named state for the
-core, and objects filled from it. The rule: a script stays as it is, and saves and loads on any number of processes.
+core, and objects filled from it. The rule: an unchanged script saves and loads on any number of processes.
 Transformers is imported only when ``DCPTrainerMixin`` is used.
 """
 

@@ -1,8 +1,8 @@
-"""The one place for Accelerate's private names, each with the reason why no public one does.
+"""The only module that uses Accelerate's private names; each function gives the reason why no public name serves.
 
-``tests/accelerate/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
+``tests/accelerate/test_canaries.py`` fails loudly when such a name moves or changes its meaning.
 
-Ways of training that Accelerate has silently fallen back to are refused here, too.
+This module also refuses ways of training that Accelerate has silently fallen back to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher
 
 
 def models(accelerator: Accelerator) -> list[nn.Module]:
-    """Return the live list of prepared models, which users' hooks get. No public name has it."""
+    """Return the list of prepared models itself, which users' hooks get. The list has no public name."""
     return cast("list[nn.Module]", accelerator._models)
 
 
@@ -40,7 +40,7 @@ def schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
 
 
 def dataloaders(accelerator: Accelerator) -> list[PreparedLoader]:
-    """Return the loaders that Accelerate has prepared: a user may have added others to the list."""
+    """Return the loaders that Accelerate has prepared, without others that a user has added to the list."""
     return [loader for loader in accelerator._dataloaders if type(loader) in (DataLoaderShard, DataLoaderDispatcher)]
 
 
@@ -58,8 +58,8 @@ def load_hooks(accelerator: Accelerator) -> list[Callable[..., None]]:
 
 
 def trackers_in_files(accelerator: Accelerator) -> list[str]:
-    """Return the names of trackers that Accelerate will make, and that write to its ``logging_dir``. Trackers that
-    users have made get no directory."""
+    """Return the names of the trackers that Accelerate will make and that write to its ``logging_dir``. Trackers
+    that users have made get no directory."""
     kinds = {str(name): LOGGER_TYPE_TO_CLASS.get(str(name)) for name in accelerator.log_with}
     return [name for name, kind in kinds.items() if kind is not None and kind.requires_logging_directory]
 
@@ -68,10 +68,10 @@ _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribu
 
 
 def refuse_silent_fallbacks(accelerator: Accelerator) -> None:
-    """Refuse a training that Accelerate has silently made another one than the user asked for.
+    """Refuse a training in which Accelerate has silently replaced the way of training that the user asked for.
 
     Raises:
-        CheckpointError: Accelerate did so, or trains in a way that is not supported.
+        CheckpointError: Accelerate has replaced it, or trains in a way that is not supported.
     """
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:

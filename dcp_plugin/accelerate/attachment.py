@@ -1,14 +1,14 @@
-"""``attach(accelerator)``: from then on ``save_state`` and ``load_state`` go through the core, on all ranks.
+"""``attach(accelerator)`` has ``save_state`` and ``load_state`` save and load through the core, on all ranks.
 
-Accelerate has no public hook for this: its own hooks can replace neither the optimizer nor a model under FSDP. So the
-instance gets a subclass of its class, in which the two methods are replaced; a script stays as it is. ``model`` and
-``optim`` are the prepared models and optimizers, numbered if there are several; the rest is in
-:mod:`dcp_plugin.accelerate.extra_state`.
+Accelerate has no public hook for this: its own hooks cannot replace the optimizer, or a model under FSDP. The instance
+therefore gets a subclass of its class that replaces these methods; a script needs no change. ``model`` and ``optim``
+are the prepared models and optimizers, with numbers if there are several. :mod:`dcp_plugin.accelerate.extra_state` has
+all other state.
 
-Users' hooks run as in stock Accelerate: save hooks before models are saved (under FSDP stock runs them after), and may
-take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They get the
+Users' hooks run as in stock Accelerate. Save hooks run before models are saved (under FSDP stock runs them after), and
+may remove weights, which are then not saved. Load hooks run before models are loaded, under FSDP after. Hooks get the
 directory in which the checkpoint is being made, and their files are published with it. With a URL each rank has a
-local directory of its own instead: files of its save hooks are uploaded, and load hooks find all of them in it.
+local directory of its own instead: the files of its save hooks are uploaded, and load hooks find all files in it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batc
 
 
 def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
-    """Make ``accelerator.save_state`` and ``accelerator.load_state`` sharded, atomic, and asynchronous when asked.
+    """Make ``accelerator.save_state`` and ``accelerator.load_state`` sharded, atomic and, on request, asynchronous.
 
-    Call it before or after ``prepare``; before the training loop. A second call with the same settings, or none,
-    returns the same attachment.
+    Call this function before the training loop, before or after ``prepare``. A second call with the same settings, or
+    without settings, returns the same attachment.
 
     Args:
         accelerator: Object whose methods are replaced, until :meth:`Attachment.detach`.
@@ -68,8 +68,8 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
         An object that waits for saves, has the report of the last load, and undoes the attachment.
 
     Raises:
-        CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
-        ValueError: It is attached already, with other settings; or a tracker would write its files to a URL.
+        CheckpointError: Accelerate trains in another way than the user asked for, or in an unsupported way.
+        ValueError: The accelerator is attached with other settings, or a tracker would write its files to a URL.
 
     Example:
         >>> from accelerate import Accelerator
@@ -92,31 +92,35 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
 class _Kept:
     """State of an attachment between calls.
 
-    The accelerator refers to it, and it refers to the accelerator's loaders weakly, so that an accelerator that is
-    dropped is freed at once, with its models and optimizers.
+    The accelerator refers to this object, which refers to the accelerator's loaders weakly. An accelerator without
+    other references is therefore freed at once, with its models and optimizers.
     """
 
     config: CheckpointConfig
     checkpointer: Checkpointer
     trackers: list[Tracker]
     attendance: Attendance | None
-    """None for a single process, and where no save of rank 0 alone would be complete."""
+    """None for a single process, and if no save of rank 0 alone would be complete."""
     alone: Checkpointer | None = None
-    """On rank 0: the Checkpointer of saves without the other ranks, from the first such save on."""
+    """The Checkpointer of rank 0 for saves without the other ranks; None before the first such save."""
     last_load: LoadReport | None = None
     has_announced: bool = False
-    attachment: Callable[[], Attachment | None] = lambda: None  # the attachment that the user has, if it is alive
+    attachment: Callable[[], Attachment | None] = lambda: None  # returns the user's attachment, if it is alive
 
     def checkpointer_alone(self) -> Checkpointer:
-        """Return the Checkpointer of saves on rank 0 without the other ranks. Its saves go to their paths at once:
-        other nodes would have no part of them in their local tier."""
+        """Return the Checkpointer of saves on rank 0 without the other ranks. It saves directly to the path: in
+        a local tier, other nodes would have no part of the checkpoint."""
         if self.alone is None:
             self.alone = FrameworkCheckpointer(self.config.without_local_tier(), solo=True)
             self.alone.pace = self.checkpointer.pace
         return self.alone
 
     def finish_alone(self) -> None:
-        """Wait for a save of rank 0 alone. Raises SaveFailed, on rank 0."""
+        """Wait for a save of rank 0 alone.
+
+        Raises:
+            SaveFailed: The save failed; raised on rank 0.
+        """
         if self.alone is not None:
             self.alone.wait()
 
@@ -138,7 +142,7 @@ def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
 
 
 def _attachment_of(accelerator: Accelerator) -> Attachment:
-    """Return the attachment that the user holds, or a new one with the same state."""
+    """Return the attachment that the user has, or a new attachment with the same state."""
     kept: _Kept = vars(accelerator)[_ATTRIBUTE]
     return kept.attachment() or Attachment(accelerator, kept)
 
@@ -158,7 +162,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
         return method
 
     def pickled(self: Accelerator, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Make a pickle, or a copy, an accelerator that is not attached."""
+        """Pickle or copy the accelerator as one that is not attached."""
         return object.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
@@ -167,7 +171,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
 
 
 class Attachment(BaseAttachment):
-    """The saves and loads of one accelerator, until :meth:`detach`. Leaving its ``with`` block detaches."""
+    """Saves and loads of one accelerator, until :meth:`detach`. The end of its ``with`` block detaches."""
 
     def __init__(self, accelerator: Accelerator, kept: _Kept) -> None:
         super().__init__(kept.config)
@@ -182,7 +186,7 @@ class Attachment(BaseAttachment):
 
     @property
     def last_load(self) -> LoadReport | None:
-        """The report of the last ``load_state``; None if that loaded files of stock Accelerate."""
+        """The report of the last ``load_state``; None if it loaded files of stock Accelerate."""
         return self._kept.last_load
 
     # Methods in place of the accelerator's
@@ -194,17 +198,18 @@ class Attachment(BaseAttachment):
         metrics: Mapping[str, Any] | None = None,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """``Accelerator.save_state``. Returns the checkpoint's directory, which is there when the save is complete.
+        """Save in place of ``Accelerator.save_state``. Return the checkpoint's directory, which exists when the save is
+        complete.
 
-        Every rank calls it. Where each rank has the whole model, rank 0 may call it alone: it waits for the others
-        first, and then saves without them (:mod:`dcp_plugin.accelerate.attendance`).
+        Every rank calls this method. If each rank has the complete model, rank 0 may call it alone: rank 0 first waits
+        for the others, and then saves without them (:mod:`dcp_plugin.accelerate.attendance`).
 
         Args:
             metrics: Numbers by name, or tensors of one element, that are recorded in the checkpoint, see
                 :meth:`dcp_plugin.Checkpointer.save`.
 
         Raises:
-            SaveFailed: This save failed, or an earlier one in the background; on every rank that calls.
+            SaveFailed: This save, or an earlier save in the background, failed; raised on every calling rank.
         """
         self.checkpointer.wait_until_kept()
         accelerator = self._accelerator
@@ -213,7 +218,7 @@ class Attachment(BaseAttachment):
         project = self._project()
         training = Training.of(accelerator)
         path = _through_link(self._given(output_dir)) if project is None else project.current_path
-        # A rank that has saved alone has counted more automatic names, so the project's directory stands for all.
+        # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
         alone = self._is_alone(training, path if project is None else project.root)
         if alone and not accelerator.is_main_process:
             accelerator.project_configuration.iteration += 1
@@ -231,12 +236,12 @@ class Attachment(BaseAttachment):
         def before(directory: Path) -> None:
             if self._kept.attendance is not None and not alone:
                 self._kept.attendance.all_have_come()
-            earlier.get()  # here, where it is raised on all ranks
+            earlier.get()  # raises an earlier failure here, so that all ranks raise it
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, step)
-            # Now, since hooks may draw random numbers.
+            # After the hooks, which may draw random numbers.
             state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
@@ -254,14 +259,16 @@ class Attachment(BaseAttachment):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
+        """Load in place of ``Accelerator.load_state``, by default the newest committed checkpoint of the project.
 
-        ``strict=False`` loads what fits. ``map_location`` and ``load_kwargs`` are for files of Accelerate's own, which
-        are read completely and then copied to the device; from our checkpoints every rank reads straight into place.
+        ``strict=False`` loads all matching keys. ``map_location`` and ``load_kwargs`` are for Accelerate's own files,
+        which are read completely and then copied to the device. From our checkpoints every rank reads directly into
+        the objects.
 
         Raises:
-            TypeError: There is no such ``map_location``, or another keyword argument.
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
+            TypeError: The ``map_location`` is unknown, or a keyword argument is.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: The checkpoint cannot be
+                loaded; raised on every rank.
         """
         self.checkpointer.wait_until_kept()
         self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._kept.finish_alone)
@@ -294,7 +301,7 @@ class Attachment(BaseAttachment):
             raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
         ranks = self.checkpointer.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
-        # Before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
+        # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
         taken = [] if training.sharded else self._run_load_hooks(training.models, path, files)
         if is_stock:
@@ -317,20 +324,20 @@ class Attachment(BaseAttachment):
         partial: PartialLoad | None = None,
         strict: bool = True,
     ) -> Restart:
-        """``load_state`` of the run's own newest checkpoint; else its models' weights from ``init_from``. Collective.
+        """Load the run's own newest checkpoint; without any, load the models' weights from ``init_from``. Collective.
 
-        Call it after ``prepare``, which gives the accelerator its models.
+        Call this method after ``prepare``, which gives the accelerator its models.
 
         Args:
-            root: Directory of this run's checkpoints; if omitted, that of the project with automatic naming.
+            root: Directory of this run's checkpoints; if omitted, the project's directory of automatic naming.
             resume, init_from, partial, strict: See :func:`dcp_plugin.resume_or_init`; the weights are the models'.
 
         Returns:
             The start of the run, see :func:`dcp_plugin.resume_or_init`.
 
         Raises:
-            CheckpointError: No model is prepared; or as :func:`dcp_plugin.resume_or_init`.
-            ValueError: As there.
+            CheckpointError: No model is prepared; see also :func:`dcp_plugin.resume_or_init`.
+            ValueError: See :func:`dcp_plugin.resume_or_init`.
         """
         options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         models = Training.of(self._accelerator).models
@@ -374,14 +381,14 @@ class Attachment(BaseAttachment):
         return skipping
 
     def end_training(self) -> None:
-        """Finish the save in flight before the process group goes."""
+        """Finish the save in flight before Accelerate destroys the process group."""
         self.close()
         self._original("end_training")()
 
     # Methods for scripts
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Give figures to the accelerator's trackers, which take them on the main process."""
+        """Log figures with the accelerator's trackers, which log on the main process."""
         if self._accelerator.trackers:
             self._accelerator.log(figures, step=step)
 
@@ -397,10 +404,10 @@ class Attachment(BaseAttachment):
                 self._kept.alone.close()
 
     def detach(self) -> None:
-        """Give the accelerator back its own methods, after the save in flight.
+        """Restore the accelerator's own methods, and wait for the save in flight.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: A save failed, as in :meth:`wait`.
         """
         if vars(self._accelerator).get(_ATTRIBUTE) is self._kept:
             self._accelerator.__class__ = type(self._accelerator).__base__
@@ -419,7 +426,7 @@ class Attachment(BaseAttachment):
         return attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(path)
 
     def _announce_background_save(self, path: Where) -> None:
-        """Log once where the files of an asynchronous save are until it is complete."""
+        """Log once that the directory of an asynchronous save does not exist until the save is complete."""
         if self.config.async_save and not self._kept.has_announced and self._accelerator.is_main_process:
             self._kept.has_announced = True
             logger.info(
@@ -429,7 +436,7 @@ class Attachment(BaseAttachment):
             )
 
     def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
-        """Return the names of the models whose weights a hook has taken out, to save them itself."""
+        """Run the hooks. Return the names of the models whose weights a hook has removed, to save them itself."""
         hooks = _accelerate.save_hooks(self._accelerator)
         models = training.models if hooks and not training.sharded else {}
         weights = {name: self._accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
@@ -439,7 +446,7 @@ class Attachment(BaseAttachment):
         return [name for name, value in weights.items() if all(value is not other for other in remaining)]
 
     def _step_to_save(self) -> int:
-        """Return the step to save: that of the last optimizer step, since no checkpoint has gradients."""
+        """Return the step to save: the step of the last optimizer step, since no checkpoint has gradients."""
         accelerator = self._accelerator
         step: int = accelerator.step
         within = 0 if accelerator.sync_gradients else step % accelerator.gradient_accumulation_steps
@@ -457,7 +464,7 @@ class Attachment(BaseAttachment):
     # Load
 
     def _run_load_hooks(self, models: dict[str, nn.Module], path: Where, files: SourceFiles | None) -> list[str]:
-        """Return the names of the models that a hook has taken out, to load them itself."""
+        """Run the hooks. Return the names of the models that a hook has removed, to load them itself."""
         remaining = list(models.values())
 
         def run() -> None:
@@ -494,7 +501,7 @@ class Attachment(BaseAttachment):
         return Project.of(self._accelerator, self.config.storage_options)
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
-        """Return the path that rank 0 chooses, on all ranks; or raise on all."""
+        """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
         return self._given(self.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
 
     def _given(self, path: PathLike | None) -> Where:
@@ -523,13 +530,13 @@ _STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)",
 
 def _step_named(name: str) -> int | None:
     """Return the training step in the name of a directory: step_500, step-500, global_step500, epoch_1_step_500, or
-    checkpoint-500 of transformers. Accelerate records none; the automatic checkpoint_0, checkpoint_1 count saves."""
+    checkpoint-500 of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
     match = _STEP.fullmatch(name)
     return int(match[1] or match[2]) if match else None
 
 
 def _through_link(path: Where) -> Where:
-    """Return the directory that a link leads to: a save into the link goes there, and the link stays."""
+    """Return the directory that a link points to: a save to a link writes there, and the link stays."""
     return resolved(path) if is_link(path) else path
 
 

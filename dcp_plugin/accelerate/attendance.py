@@ -1,17 +1,18 @@
-"""Decides for each save whether all ranks make it together, or rank 0 makes it alone.
+"""Decision for each save: all ranks save together, or rank 0 saves alone.
 
 Stock Accelerate writes a replicated training on rank 0, so many scripts have ``if accelerator.is_main_process:
-accelerator.save_state(path)``. Here a save is collective, and rank 0 would wait for ranks that never call. So before
-any collective of a save the ranks decide with a ``compare_set`` in the store of the process group:
+accelerator.save_state(path)``. Here a save is collective, and rank 0 would wait for ranks that never call. Before any
+collective of a save the ranks therefore decide with a ``compare_set`` in the store of the process group:
 
-- Another rank than 0 decides "together", and waits for rank 0 in the save.
-- Rank 0 waits for such a rank, for :data:`FIRST_WAIT` seconds, and then decides "alone". Later it waits for
+- A rank other than 0 decides "together", and waits for rank 0 in the save.
+- Rank 0 waits :data:`FIRST_WAIT` seconds for such a rank, and then decides "alone". In later saves it waits
   :data:`LATER_WAIT` seconds, until a rank is late.
-- A late rank reads "alone" and saves nothing. It asks rank 0 to wait for the long time again.
+- A late rank reads "alone" and saves nothing. It asks rank 0 to wait for :data:`FIRST_WAIT` again.
 
-The key of a save is the attachment, the path, and the number of optimizer steps since ``attach``. All ranks have the
-same. Counts of calls differ once rank 0 has called alone. A rank that waits in the same call of the program as rank 0,
-after as many steps, but with another path, makes the same save: rank 0 joins, and the save fails on all ranks.
+The key of a save consists of the attachment, the path, and the number of optimizer steps since ``attach``. These are
+the same on all ranks, unlike a count of calls, which differs once rank 0 has called alone. A rank that waits in the
+same call of the program as rank 0, after the same number of steps, but with another path, makes the same save: rank 0
+joins, and the save fails on all ranks.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ logger = logging.getLogger("dcp_plugin")
 FIRST_WAIT = 60.0
 """Seconds that rank 0 waits for another rank."""
 LATER_WAIT = 1.0
-"""Seconds that rank 0 waits once it has saved alone. Never 0: the other ranks may call, too, and later."""
+"""Seconds that rank 0 waits once it has saved alone. More than 0, since the other ranks may call a moment later."""
 _MOST_DECISIONS = 100
-"""Decisions "alone" that stay in the store for late ranks. No rank is that many saves behind rank 0."""
+"""Number of decisions "alone" that stay in the store for late ranks. No rank is this many saves behind rank 0."""
 
 _TOGETHER, _ALONE = "together", "alone"
 _attachments = itertools.count()
 
 
 class Attendance:
-    """The ranks that take part in the saves of an accelerator with several processes.
+    """Ranks that take part in the saves of an accelerator with several processes.
 
     Args:
-        timeout: Seconds after which a store that does not answer is given up.
+        timeout: Seconds after which a store that does not answer counts as failed.
     """
 
     def __init__(self, accelerator: Accelerator, timeout: float) -> None:
@@ -66,19 +67,19 @@ class Attendance:
         self._steps = 0
         self._saves_alone = False
         self._decided_alone: deque[str] = deque()
-        self._call: list[Any] = []  # steps and lines of the program
-        self._key = ""  # of the current save, until all ranks take part
+        self._call: list[Any] = []  # number of steps, and lines of the program on the stack
+        self._key = ""  # key of the current save, until all ranks take part
         hook = register_optimizer_step_post_hook(self._count)
         self.close = weakref.finalize(accelerator, hook.remove)
-        """Stop counting steps."""
+        """Function that stops the counting of steps."""
 
     def rank_0_saves_alone(self, path: Where) -> bool:
-        """Decide about the save that begins, and return whether rank 0 saves alone. On rank 0, wait for another rank.
+        """Decide about the save that begins, and return whether rank 0 saves alone. Rank 0 waits for another rank.
 
         Raises:
-            RankFailure: The store of the process group is gone, or does not answer.
+            RankFailure: The store of the process group no longer exists, or does not answer.
         """
-        if not dist.is_initialized():  # at the end of a script
+        if not dist.is_initialized():  # a script may have destroyed its group at its end
             return False
         self._key = f"{self._prefix}/{self._steps}/{resolved(path)}"
         self._call = [self._steps, *(f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(None))]
@@ -124,19 +125,19 @@ class Attendance:
             store.delete_key(self._late)
             self._saves_alone = False
         wait = min(LATER_WAIT if self._saves_alone else FIRST_WAIT, self._timeout)
-        elsewhere = ""
+        other_path = ""
         _appears(store, (self._key, self._waiting), wait)
         is_decided = store.check([self._key])
         if not is_decided and store.check([self._waiting]):
-            elsewhere, other_call = json.loads(store.get(self._waiting))
-            # With uneven inputs a rank may have made fewer steps. A save that fails leaves the key.
-            if elsewhere == str(resolved(path)) or other_call == self._call:
+            other_path, other_call = json.loads(store.get(self._waiting))
+            # With uneven inputs the other rank may have made fewer steps. A failed save does not delete its key.
+            if other_path == str(resolved(path)) or other_call == self._call:
                 store.delete_key(self._waiting)
                 return False
         if store.compare_set(self._key, "", _ALONE) == _TOGETHER.encode():
             return False
         self._remember(store)
-        if elsewhere or not (is_decided or self._saves_alone):
+        if other_path or not (is_decided or self._saves_alone):
             logger.warning(
                 "%s: no other rank has called save_state with this path within %g s (called at %s), so rank 0 saves "
                 "alone. The checkpoint resumes on all ranks, and lacks the random streams of the others and their "
@@ -145,8 +146,8 @@ class Attendance:
                 path,
                 wait,
                 caller,
-                f" Another rank waits in a save of {elsewhere}: if that is the same save, give all ranks one path."
-                if elsewhere
+                f" Another rank waits in a save of {other_path}: if that is the same save, give all ranks one path."
+                if other_path
                 else "",
             )
         self._saves_alone = True
@@ -160,10 +161,10 @@ class Attendance:
 
 
 def _appears(store: Any, keys: Iterable[str], seconds: float) -> None:
-    """Wait until the store has one of the keys, or the time is over.
+    """Wait until the store has one of the keys, or ``seconds`` have passed.
 
-    ``store.wait`` would write two warnings to standard error when the time is over, and lock the store for other
-    threads until then.
+    ``store.wait`` would write two warnings to standard error after that time, and lock the store for other threads
+    until then.
     """
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not any(store.check([key]) for key in keys) and time.monotonic() < deadline:

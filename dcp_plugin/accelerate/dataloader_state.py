@@ -1,20 +1,20 @@
 """Positions of prepared dataloaders, independent of the number of processes.
 
-Accelerate saves the position of a ``StatefulDataLoader`` only, all ranks into one file, in batches of one rank. Here
-a position is: the epoch, the state of the random generator from which the order of this epoch came, and the number of
-samples that all ranks together have consumed of it. Any number of processes continues from these.
+Accelerate saves the position of a ``StatefulDataLoader`` only. All its ranks write to one file, in batches of one rank.
+Here a position consists of the epoch, the state of the random generator that gave the order of this epoch, and the
+number of samples that all ranks together have consumed. Any number of processes continues from these.
 
 - :class:`TrackedSampler`, around the innermost sampler, records the generator's state that gives the order of an epoch,
-  and can yield the rest of an epoch.
-- :class:`Tracker` counts the batches of a loader. Accelerate's loader reads one batch ahead, so the tracker counts
-  in the ``DataLoader`` inside of it, whose ``__iter__`` Accelerate calls by name: :class:`_TrackedIter` takes its place
-  on the instance.
+  and can yield the remaining part of an epoch.
+- :class:`Tracker` counts the batches of a loader. Accelerate's loader reads one batch ahead, so the tracker counts in
+  the ``DataLoader`` inside. Accelerate calls the ``__iter__`` of this ``DataLoader`` by name: :class:`_TrackedIter`
+  replaces the method on the instance.
 
-A loader made with ``use_stateful_dataloader=True`` continues by itself, as it does in stock Accelerate. Any other
-begins its epoch again, in the same order. If the script skips no batches then, a warning says how many to skip.
+A loader made with ``use_stateful_dataloader=True`` continues by itself, as in stock Accelerate. Any other loader begins
+its epoch again, in the same order. If the script then skips no batches, a warning reports the number to skip.
 
-Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
-middle of an epoch. They are restored again when the first batch of a resumed epoch is read.
+Creating an iterator draws from the global random generators, which an uninterrupted run does not do in the middle of an
+epoch. The generators are therefore restored again when the first batch of a resumed epoch is read.
 
 References to loaders are weak: a loader refers to its tracker, and a cycle would keep the loader, with its workers,
 until the garbage collector runs.
@@ -42,11 +42,11 @@ logger = logging.getLogger("dcp_plugin")
 
 
 class TrackedSampler(Sampler[int]):
-    """A sampler around another one that can yield, once, the rest of an epoch of a recorded order."""
+    """Sampler around another sampler that can yield, once, the remaining part of an epoch with a recorded order."""
 
     def __init__(self, sampler: Any) -> None:
         self.inside = sampler
-        self.order: torch.Tensor | None = None  # the state of the generator that gave the order of this epoch
+        self.order: torch.Tensor | None = None  # state of the generator that gave the order of this epoch
         self._next: tuple[torch.Tensor | None, int] = (None, 0)
 
     def resume(self, order: torch.Tensor | None, skip: int) -> None:
@@ -60,7 +60,7 @@ class TrackedSampler(Sampler[int]):
             generator = own if own is not None else torch.Generator()
             generator.set_state(order)
             self.inside.generator = generator
-        elif order is not None:  # if it draws at all, then from the global one, which is set again at the first batch
+        elif order is not None:  # the sampler may draw from the global generator, restored at the first batch
             torch.set_rng_state(order)
         self.order = self._order_to_come()
         try:
@@ -70,7 +70,7 @@ class TrackedSampler(Sampler[int]):
                 self.inside.generator = own
 
     def next_order(self) -> torch.Tensor | None:
-        """Return the state of the sampler's own generator, which orders the next epoch; None without one."""
+        """Return the state of the sampler's own generator, which orders the next epoch; None without a generator."""
         generator = getattr(self.inside, "generator", None)
         return None if generator is None else generator.get_state()
 
@@ -83,11 +83,11 @@ class TrackedSampler(Sampler[int]):
         return getattr(self.inside, name)
 
     def _order_to_come(self) -> torch.Tensor:
-        """Return the state of the generator that gives the order: the sampler's own, or a copy of the global one."""
+        """Return the state of the generator that gives the order: the sampler's own, or a copy of the global state."""
         if (own := self.next_order()) is not None:
             return own
         state = torch.get_rng_state()
-        if isinstance(self.inside, RandomSampler):  # it seeds a generator with its first draw from the global one
+        if isinstance(self.inside, RandomSampler):  # its first global draw seeds its own generator
             peek = torch.Generator()
             peek.set_state(state)
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=peek).item())
@@ -97,7 +97,8 @@ class TrackedSampler(Sampler[int]):
 
 @contextmanager
 def untracked_sampler(loader: Any) -> Iterator[None]:
-    """Take the tracked sampler out of a loader that is prepared again: Accelerate looks at the class of the sampler."""
+    """Remove the tracked sampler, within the context, from a loader that is prepared again: Accelerate looks at the
+    class of the sampler."""
     owner: Any = owner_of_sampler(loader) if isinstance(loader, DataLoader) else None
     sampler = getattr(owner, "sampler", None)
     if not isinstance(sampler, TrackedSampler):
@@ -112,9 +113,9 @@ def untracked_sampler(loader: Any) -> Iterator[None]:
 
 
 def owner_of_sampler(loader: Any) -> Any:
-    """Return the innermost batch sampler, which draws single samples. None if the dataset itself gives the order.
+    """Return the innermost batch sampler, which draws single samples; None if the dataset itself gives the order.
 
-    Accelerate's ``get_sampler`` does not see through the batch sampler that it puts around the user's.
+    Accelerate's ``get_sampler`` does not look inside the batch sampler that Accelerate puts around the user's.
     """
     if isinstance(loader.dataset, IterableDataset):
         return None
@@ -129,40 +130,40 @@ Position = dict[str, Any]
 
 @dataclass
 class _Iteration:
-    """One loop over a loader, or over what skips its first batches."""
+    """One loop over a loader, or over the loader that skips its first batches."""
 
     loader: weakref.ref[Any]
     skipped: int
-    with_gradients: bool  # whether it trains; an evaluation does not
+    with_gradients: bool  # True in training, False in an evaluation
     delivered: int = 0
     exhausted: bool = False
     running: bool = True
 
     @property
     def over(self) -> bool:
-        """Whether the epoch has ended. The loader of ``skip_first_batches`` is freed with the loop over it."""
+        """True if the epoch has ended. The loader of ``skip_first_batches`` is freed together with its loop."""
         loader = self.loader()
         return self.exhausted and (loader is None or loader.end_of_dataloader)
 
 
 @dataclass(frozen=True)
 class _Resumed:
-    """A position that was loaded, until the next iteration begins there."""
+    """Loaded position, until the next iteration begins at this position."""
 
     position: Position
     own_state: Any
     restore_rng: Callable[[], None] | None
     batches_to_skip: int
-    """Number that the script has to skip, where the loader does not."""
+    """Number of batches that the script has to skip, if the loader does not skip them."""
 
 
 class Tracker:
-    """The position of one prepared dataloader."""
+    """Position of one prepared dataloader."""
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._loader = weakref.ref(loader)
-        self.step_back = 0  # batches to repeat, since their gradients are not saved
-        self._iteration: _Iteration | None = None  # the newest one, running or not
+        self.step_back = 0  # number of batches to repeat, since their gradients are not saved
+        self._iteration: _Iteration | None = None  # the newest iteration, running or not
         self._skipping: Callable[[], Any] = lambda: None
         self._to_skip = 0
         self._resumed: _Resumed | None = None
@@ -172,14 +173,14 @@ class Tracker:
             self._owner.sampler = TrackedSampler(self._owner.sampler)
         equal_batches = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
         self._counts = equal_batches and not hasattr(loader.dataset, "state_dict")
-        """Whether a number of samples is a position: all batches have the size that their sampler says, and the dataset
-        has no state."""
+        """True if a number of samples is a position: all batches have the size that their sampler reports, and the
+        dataset has no state."""
         self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         _TrackedIter(self, loader.base_dataloader).install()
 
     @classmethod
     def of(cls, loader: PreparedLoader) -> Tracker:
-        """Return the tracker of a loader, which may be prepared again, or by several accelerators."""
+        """Return the tracker of a loader: its present tracker if it is prepared again, or by a second accelerator."""
         installed = vars(loader.base_dataloader).get("__iter__")
         is_ours = isinstance(installed, _TrackedIter) and installed.tracker.tracks(loader)
         return installed.tracker if is_ours else cls(loader)
@@ -203,7 +204,7 @@ class Tracker:
         return self._iteration is not None and self._iteration.running
 
     def follow(self, skipping: Any, batches: int) -> None:
-        """Track ``skipping`` too, which ``skip_first_batches`` has made of the loader: both have the same epoch."""
+        """Also track ``skipping``, which ``skip_first_batches`` has made from the loader: both have the same epoch."""
         self._skipping, self._to_skip = weakref.ref(skipping), batches
         _TrackedIter(self, skipping.base_dataloader).install()
 
@@ -223,26 +224,26 @@ class Tracker:
     # Save
 
     def position(self, others_run: bool) -> Position | None:
-        """Return the position of the training. An epoch ends with its last batch.
+        """Return the position of the training; None on a rank to which another rank dispatches the data.
 
-        None on a rank to which another rank dispatches the data.
+        An epoch ends with its last batch.
 
         Args:
-            others_run: Whether a loop over any dataloader is running.
+            others_run: True if a loop over any dataloader is running.
         """
         if isinstance(self.loader, DataLoaderDispatcher) and self.loader.state.process_index != 0:
             return None
         if self._resumed is not None:
             return self._resumed.position
-        now = self._iteration
-        over = now is None or now.over
+        loop = self._iteration
+        over = loop is None or loop.over
         within, consumed = False, 0
-        if now is not None and not over and not self._was_left(now, others_run):
-            within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
+        if loop is not None and not over and not self._was_left(loop, others_run):
+            within, consumed = True, max(0, loop.skipped + loop.delivered - self._ahead(loop) - self.step_back)
         sampler = self._sampler
         in_last_batch = over and any(other is self.loader for other in self.loader.gradient_state.dataloader_references)
         return {
-            "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
+            "epoch": self.loader.iteration + int(in_last_batch),  # Accelerate counts an epoch after its loop
             "batches": consumed,
             "samples": consumed * self._samples_per_batch(),
             "order": None if sampler is None else sampler.order if within else sampler.next_order(),
@@ -250,7 +251,7 @@ class Tracker:
         }
 
     def own_state(self) -> Any:
-        """Return the state of a stateful loader over a dataset that keeps its own position; else None."""
+        """Return the state of a stateful loader over a dataset with a position of its own; None for other loaders."""
         if not self._is_stateful or self._counts:
             return None
         return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
@@ -264,7 +265,7 @@ class Tracker:
             self.loader.load_state_dict(own_state)
         counts_itself = self._is_stateful and self._counts
         if counts_itself:
-            # A StatefulDataLoader holds a first iterator from the moment it was made, with an order of its own.
+            # A StatefulDataLoader has a first iterator from its construction, with an order of its own: use it up.
             with torch.random.fork_rng(devices=[]):
                 _untracked_iter(self.loader.base_dataloader)
         samples, total = position["samples"], self._samples_per_batch()
@@ -327,14 +328,14 @@ class Tracker:
 
     @staticmethod
     def _was_left(iteration: _Iteration, others_run: bool) -> bool:
-        """Return whether the program begins the next iteration with the first batch: it has left this one and trains
-        with another loader, or it evaluated. Otherwise the training stopped here, and a resumed run continues."""
+        """Return whether the program begins its next iteration with the first batch: it has left this iteration for
+        another loader, or evaluated. Otherwise the training stopped at this point, and a resumed run continues here."""
         return not iteration.running and (others_run or not iteration.with_gradients)
 
     def _ahead(self, iteration: _Iteration) -> int:
-        """Return the number of batches that Accelerate's loader has read and not yielded."""
+        """Return the number of batches that Accelerate's loader has read but not yielded."""
         if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
-            processes: int = self.loader.state.num_processes  # it reads one batch for each; the last may be fewer
+            processes: int = self.loader.state.num_processes  # one batch for each process; fewer at the end
             return iteration.delivered % processes or processes
         return 1
 
@@ -351,9 +352,9 @@ def _untracked_iter(base: Any) -> Iterator[Any]:
 
 
 class _TrackedIter:
-    """The ``__iter__`` of one ``DataLoader``, for callers that look it up on the instance.
+    """``__iter__`` of one ``DataLoader``, for callers that look up the method on the instance.
 
-    A copy of the loader, as pickling makes it, is not tracked.
+    A pickled copy of the loader is not tracked.
     """
 
     def __init__(self, tracker: Tracker, base: Any) -> None:
@@ -376,4 +377,4 @@ class _TrackedIter:
                 yield batch
             self.tracker.end(iteration, base)
         finally:
-            iteration.running = False  # at its end, or broken off
+            iteration.running = False  # at the end, or when the loop breaks

@@ -1,16 +1,17 @@
-"""Everything of a training but its models and optimizers: into a checkpoint, and back on any number of processes.
+"""State of a training without its models and optimizers: saved, and restored on any number of processes.
 
 | name                        | value                                                                   |
 |-----------------------------|-------------------------------------------------------------------------|
 | ``extra.accelerate``        | step, iteration                                                         |
 | ``extra.schedulers.N``      | see :class:`RestoringSchedule`                                          |
 | ``extra.dataloaders.N``     | see :mod:`dcp_plugin.accelerate.dataloader_state`                       |
-| ``extra.datasets.N.RANK``   | the state of stateful loaders over datasets that keep their own place   |
+| ``extra.datasets.N.RANK``   | the state of stateful loaders over datasets with a position of their own |
 | ``extra.registered.N``      | an object of ``register_for_checkpointing``                             |
 | ``extra.scaler``            | the gradient scaler                                                     |
 | ``extra.rng.RANK.streams``  | the random generators of each rank                                      |
 
-A checkpoint from another integration has other extra state. Objects without stored state keep theirs, and are named.
+A checkpoint from another integration has other extra state. Objects without stored state keep their current state, and
+a message names them.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from dcp_plugin.tensors._torch import DTensor
 
 @dataclass(frozen=True)
 class Training:
-    """The models, optimizers and other objects of a checkpoint that an accelerator trains at this moment."""
+    """Models, optimizers and other objects of a checkpoint that an accelerator trains now."""
 
     models: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     registered: list[Any]
     """Objects of ``register_for_checkpointing`` that are neither a model nor an optimizer of the training."""
-    sharded: bool  # Accelerate itself shards the models (FSDP), and then saves them in formats of its own
+    sharded: bool  # True if Accelerate itself shards the models (FSDP); stock then saves them in formats of its own
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:
-        """Return the prepared models and optimizers, and those that the user has sharded and only registered: a
-        registered module is a model if an optimizer trains it."""
+        """Return the prepared models and optimizers, and those that the user has sharded and only registered. A
+        registered module counts as a model if an optimizer trains it."""
         registered = _accelerate.registered_objects(accelerator)
         optimizers = _accelerate.optimizers(accelerator)
         optimizers += [value for value in registered if isinstance(value, torch.optim.Optimizer)]
@@ -70,7 +71,7 @@ class Training:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether no rank has shards only."""
+        """True if every rank has the complete models."""
         return not self.sharded and not any(map(_has_shards, self.models.values()))
 
     @property
@@ -79,7 +80,7 @@ class Training:
         never prepared. Accelerate saves the state of such an optimizer without names."""
         names = {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
         if not self.is_replicated:
-            return names  # there it is more likely that the optimizer was made before the model was sharded
+            return names  # unknown parameters probably mean that the optimizer was made before the model was sharded
         for name, optimizer in self.optimizers.items():
             trained = {id(p) for group in groups_of(optimizer) for p in group["params"]}
             if not any(_has_any(model, trained) for model in self.models.values()):
@@ -119,7 +120,7 @@ def gather(
 
 
 class RestoringExtraState:
-    """The extra state of a load: the targets of the core, and the objects that take it when it has been read.
+    """Extra state of a load: the targets that the core fills, and the objects that then take the values.
 
     Args:
         stored: The keys of the checkpoint, without the leading ``extra.``.
@@ -164,10 +165,10 @@ class RestoringExtraState:
         return {f"{EXTRA}.{name}": target for name, target in self._targets.items()}
 
     def apply(self) -> list[str]:
-        """Restore everything from the filled targets. Return messages for the user, the same on all ranks."""
+        """Restore all objects from the filled targets. Return messages for the user, the same on all ranks."""
         messages = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
         messages += [message for name, put in self._puts if (message := put(self._targets[name]))]
-        self._puts.clear()  # some are methods of this object, and the cycle would keep the accelerator alive
+        self._puts.clear()  # some are methods of this object: the cycle would keep the accelerator alive
         self._restore_rng()
         if self._streams.about_new_ranks:
             messages.append(f"it has {self._streams.about_new_ranks}")
@@ -176,7 +177,7 @@ class RestoringExtraState:
     def _want(
         self, name: str, description: str = "", put: Callable[[Any], str | None] = lambda _: None, target: Any = None
     ) -> None:
-        """Have ``target``, or a new mapping, filled from a name of the checkpoint, and given to ``put``.
+        """Have the core fill ``target``, or a new mapping, from a name of the checkpoint, and pass it to ``put`` later.
 
         Args:
             description: Text for the message if the checkpoint lacks the name.
@@ -208,7 +209,7 @@ class RestoringExtraState:
 
 
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
-"""The fields of a param group that schedules set."""
+"""Fields of a param group that schedules set."""
 
 
 def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
@@ -218,15 +219,16 @@ def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
 
 @dataclass
 class RestoringSchedule:
-    """One schedule while a checkpoint is loaded, on any number of processes.
+    """One schedule during the load of a checkpoint, on any number of processes.
 
-    Accelerate steps a schedule once per process at every optimizer step, and users give it a horizon in those units
-    (``num_training_steps * num_processes``). A position means another moment of the training when the number of
-    processes changes. The moment is kept: a schedule saved after 30 optimizer steps on 4 processes (position 120) goes
-    on at position 60 on 2, with the horizon that the script gave it for 2. No schedule can be asked for its state at a
-    position, and many compute a value from the last one, so a fresh one is stepped there.
+    Accelerate steps a schedule once per process at every optimizer step, and users give the schedule a horizon in these
+    units (``num_training_steps * num_processes``). With another number of processes the same position means another
+    moment of the training. The load preserves the moment: a schedule saved after 30 optimizer steps on 4 processes
+    (position 120) continues at position 60 on 2 processes, with the horizon that the script set for 2. No schedule
+    computes its state at a position directly, and many compute a value from the previous one. The load therefore steps
+    a fresh schedule up to the position.
 
-    Make it before the optimizer is loaded, which overwrites the rates that the schedule starts from.
+    Make this object before the optimizer is loaded: that load overwrites the rates from which the schedule starts.
     """
 
     scheduler: AcceleratedScheduler
@@ -239,7 +241,7 @@ class RestoringSchedule:
         self._rates = [{field: group[field] for field in _SCHEDULED & group.keys()} for group in groups]
 
     def finish(self, saved: dict[str, Any]) -> str:
-        """Bring the schedule to the saved moment. Return a message for the user, if any."""
+        """Set the schedule to the saved moment. Return a message for the user, if any."""
         inner, state = self.scheduler.scheduler, saved["state"]
         if saved["stride"] == self.stride:
             inner.load_state_dict(state)

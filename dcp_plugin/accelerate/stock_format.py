@@ -1,8 +1,8 @@
-"""Accelerate's own layout on disk: the numbered directories of a project, and what stock Accelerate loads from one.
+"""Accelerate's own layout on disk: the numbered directories of a project, and their files for stock Accelerate.
 
-Stock Accelerate resumes a checkpoint that ``save_state`` wrote through this package under FSDP: it has views of model
-and optimizer (:mod:`dcp_plugin.format.metadata`), and Accelerate's small files. Its single-file formats (DDP,
-one process) are not imitated: that would write every byte twice.
+Stock Accelerate resumes a checkpoint that ``save_state`` wrote through this package under FSDP. Such a checkpoint has
+views of model and optimizer (:mod:`dcp_plugin.format.metadata`), and Accelerate's small files. Checkpoints in
+Accelerate's single-file formats (DDP, one process) are not written: every byte would be written twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the directories and names under which Accelerate looks for the models and optimizers of these names."""
+    """Return the directories in which Accelerate looks for these models and optimizers, with the name in each."""
     views = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
     views.update(
         {_OPTIMIZER_DIRECTORY.format(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)}
@@ -55,7 +55,7 @@ def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[st
 
 
 def write_small_files(accelerator: Accelerator, directory: Path, registered: list[Any], step: int) -> None:
-    """Write all but models and optimizers as Accelerate does. On every rank."""
+    """Write all state except models and optimizers as Accelerate does. Called on every rank."""
     main = accelerator.is_main_process
     save_accelerator_state(
         str(directory),
@@ -72,8 +72,8 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
 
 
 def is_stock(path: Where) -> bool:
-    """Return whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files
-    that the user's hooks wrote."""
+    """Return whether a directory is a checkpoint of stock Accelerate, and not of this package. The models may be in
+    files of the user's hooks alone."""
     if files.has_our_files(path):
         return False
     return not files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
@@ -96,7 +96,7 @@ def load(
     Shards are read in place from an object store; each rank first fetches the files that only Accelerate reads.
 
     Raises:
-        CheckpointMismatch: Something does not fit; or another number of objects was registered.
+        CheckpointMismatch: The checkpoint does not fit, or another number of objects was registered.
         UnsafeCheckpoint: A registered object was stored as code.
     """
     with ExitStack() as cleanup:
@@ -153,7 +153,7 @@ def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, s
 def _load_full_state(
     accelerator: Accelerator, path: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Load a file of ``StateDictType.FULL_STATE_DICT``, which only Accelerate's own loader distributes."""
+    """Load files of ``StateDictType.FULL_STATE_DICT``, which only Accelerate's own loader distributes."""
     plugin = accelerator.state.fsdp_plugin
     for number, model in enumerate(models):
         load_fsdp_model(plugin, accelerator, model, str(path), number)
@@ -181,23 +181,23 @@ def _is_sharded(path: Where) -> bool:
 
 @dataclass(frozen=True)
 class Project:
-    """The checkpoints of automatic naming, ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+    """Checkpoints of automatic naming, ``<project_dir>/checkpoints/checkpoint_<iteration>``.
 
-    Accelerate's own rotation deletes the oldest before it writes the new one, and takes the last name in the directory
-    for the newest. Here only a committed checkpoint is the newest, and an old one is deleted only after the new one is
-    committed.
+    Accelerate's own rotation deletes the oldest checkpoint before it writes the new one, and takes the last name in the
+    directory for the newest. Here only a committed checkpoint counts as the newest, and an old checkpoint is deleted
+    only after the new one is committed.
 
     Args:
         storage_options: Options of the store of a project at a URL.
 
     Raises:
-        ValueError: The project is at a URL of something else than an object store.
+        ValueError: The project is at a URL, but not of an object store.
     """
 
     config: ProjectConfiguration
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[Where, ...] = ()
-    """Paths of checkpoints that nodes have in their local tier alone."""
+    """Paths of checkpoints that only the local tier of nodes has."""
 
     @classmethod
     def of(cls, accelerator: Accelerator, storage_options: StorageOptions | None) -> Project | None:
@@ -206,24 +206,24 @@ class Project:
         return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
     def with_local(self, checkpointer: Checkpointer) -> Project:
-        """Return the project with the saves that only nodes have. Collective."""
+        """Return the project with the checkpoints that only the local tier of nodes has. Collective."""
         paths = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
         return replace(self, local=tuple(path for path in paths if _NUMBERED.fullmatch(path.name)))
 
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
-            as_path(self.config.project_dir)  # here, not in the first save
+            as_path(self.config.project_dir)  # raises now, not in the first save
 
     @property
     def current_path(self) -> Where:
-        """The path of the next automatic name, taken or not."""
+        """Path of the next automatic name, which may be taken."""
         return self.root / f"{_PREFIX}{self.config.iteration}"
 
     def next_path(self, source: Source) -> Where:
         """Return the path of the next automatic save.
 
         Raises:
-            SaveFailed: The path is taken, and this run does not continue what is at it.
+            SaveFailed: The path is taken by a checkpoint that this run does not continue.
         """
         path = self.current_path
         if files.is_taken(path) or source.newest_time(path) is not None:
@@ -234,11 +234,11 @@ class Project:
         return path
 
     def newest(self, must: bool = False, without: Collection[Where] = ()) -> Where:
-        """Return the committed checkpoint with the highest number. On rank 0.
+        """Return the committed checkpoint with the highest number. Called on rank 0.
 
         Args:
-            must: A damaged checkpoint is an error, and is not quarantined.
-            without: Damaged checkpoints, to pass over.
+            must: Treat a damaged checkpoint as an error, and do not quarantine it.
+            without: Damaged checkpoints to skip.
 
         Raises:
             CheckpointNotFound: The project has no committed checkpoint.
@@ -254,21 +254,21 @@ class Project:
         return newest
 
     def resume_from(self, must: bool, without: Collection[Where] = ()) -> Where | None:
-        """Return :meth:`newest`; None if nothing has ever been saved, unless a checkpoint is a ``must``. On rank 0.
+        """Return :meth:`newest`; without ``must``, None if the project has no checkpoints. Called on rank 0.
 
         Raises:
-            CheckpointNotFound: None can be resumed from, and it is a must or there are incomplete checkpoints.
+            CheckpointNotFound: No checkpoint can be resumed from, and ``must`` is set or checkpoints are incomplete.
         """
         return self.newest(must, without) if must or self._paths() else None
 
     def continue_numbering(self) -> None:
-        """After a load, number the next save after all checkpoints of the project, also those of another branch."""
+        """Number the next save after a load above all checkpoints of the project, even those of another branch."""
         if paths := self._paths():
             self.config.iteration = _number_of(paths[-1]) + 1
 
     def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = retention.remove) -> None:
-        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. ``local_keep`` is
-        the number that stays in the local tier."""
+        """Delete the oldest checkpoints beyond ``total_limit``. Called on rank 0 when the newest is committed.
+        ``local_keep`` limits the checkpoints in the local tier."""
         if self.config.total_limit is not None and event.tier == "durable":
             complete: list[Where] = []
             for path in self._paths():
@@ -278,7 +278,7 @@ class Project:
 
     @property
     def root(self) -> Where:
-        """The directory of all checkpoints of the project."""
+        """Directory of all checkpoints of the project."""
         return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
     def _paths(self) -> list[Where]:
@@ -296,8 +296,8 @@ def _number_of(path: Where) -> int:
 
 
 def _why_incomplete(path: Where) -> str:
-    """Return why a directory cannot be loaded; an empty string if it can. Accelerate commits nothing, but writes
-    a known file last."""
+    """Return the reason why a directory cannot be loaded; an empty string if it can. Stock Accelerate commits no
+    checkpoint, but writes a known file last."""
     if files.has_our_files(path):
         return files.uncommitted_reason(path)
     return "" if RANDOM_STATES in files.names_in(path) else "a half-written checkpoint"

@@ -1,6 +1,6 @@
 """The only module that uses Lightning's private names; each function gives the reason why no public name serves.
 
-``tests/lightning/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
+``tests/lightning/test_canaries.py`` fails loudly when such a name moves or changes its meaning.
 """
 
 from __future__ import annotations
