@@ -1,10 +1,10 @@
-"""Checkpoints in the runs of W&B and MLflow, by reference: where one is and what it is. None of its bytes is uploaded.
+"""References to checkpoints in the runs of W&B and MLflow: path, step, metrics and size. Nothing is uploaded.
 
-The rule: a tracker is told of nothing that is not published, and its entry changes when the checkpoint does. So the
-entry of W&B has a digest of the checkpoint's index, which has the checksum of every item: W&B by itself would hash all
-files again, or take what was saved over for the same. A look is one small file, whatever the size.
+The rule: a tracker gets only published checkpoints, and its entry changes with the checkpoint. So the entry of W&B has
+a digest of the checkpoint's index, which has the checksum of every item. W&B by itself would hash all files again, or
+would not notice that a checkpoint was replaced. The digest needs one small file, whatever the size of the checkpoint.
 
-Neither package is imported here: whoever has a run has imported its package.
+This module imports neither package: a caller with a run has imported its package.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a tracker is told."""
+    """Entry of a checkpoint in a tracker."""
 
     uri: str
     name: str
-    """Of the checkpoint in its directory."""
+    """Name of the checkpoint in its directory."""
     digest: str
-    """Another one for other contents, for another save and for another place."""
+    """Digest that differs for other contents, for another save and for another path."""
     nbytes: int
     step: int | None
-    said: dict[str, Any]
-    """All of it, in values of JSON."""
+    metadata: dict[str, Any]
+    """All values of the entry, as JSON values."""
     aliases: tuple[str, ...]
 
 
@@ -60,30 +60,32 @@ def log_checkpoint(
     register: str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> None:
-    """Note a checkpoint in a run of W&B or MLflow: its URI, step, metrics and size. Nothing of it is uploaded.
+    """Log a checkpoint in a run of W&B or MLflow: its URI, step, metrics and size. Nothing is uploaded.
 
     W&B gets a version of an artifact of type ``"model"`` with one reference to the checkpoint, and the aliases
     ``latest`` and ``step-<step>``. MLflow gets ``checkpoints/<name>.json`` among the run's artifacts and the URI as its
-    tag ``checkpoint.latest``. Of a save in the background this returns at once, and the run is told when the checkpoint
-    is published, in the thread that saves, so that a server of MLflow that does not answer holds up the next save; what
-    fails there is logged. A save that fails or is skipped, or ends in ``local_dir`` alone, leaves no entry.
+    tag ``checkpoint.latest``.
 
-    Only rank 0 does anything: all may call it.
+    For a save in the background this returns at once. The thread that saves logs the checkpoint when it is published;
+    so an MLflow server that does not answer delays the next save. Errors of that thread are logged. A save that fails,
+    is skipped or ends only in ``local_dir`` creates no entry.
+
+    All ranks may call this; only rank 0 logs.
 
     Args:
-        checkpoint: What ``save`` has returned; or the path or URL of a checkpoint of ours or of another tool.
-        run: A run of either package, or Lightning's ``WandbLogger`` or ``MLFlowLogger``; by default those that are
-            active in this process, in MLflow in this thread.
-        name: Of W&B's artifact; by default ``model-<id of the run>``, as Lightning's logger has it.
-        aliases: More of them, such as ``"best"``; in MLflow tags ``checkpoint.<alias>`` with the URI.
-        metrics: Numbers to note with the checkpoint; by default those that it was saved with.
+        checkpoint: The result of ``save``; or the path or URL of a checkpoint of this package or of another tool.
+        run: A run of either package, or Lightning's ``WandbLogger`` or ``MLFlowLogger``; by default the runs that are
+            active in this process, for MLflow in this thread.
+        name: The name of W&B's artifact; by default ``model-<id of the run>``, as in Lightning's logger.
+        aliases: Additional aliases, such as ``"best"``; in MLflow tags ``checkpoint.<alias>`` with the URI.
+        metrics: Metrics to log with the checkpoint; by default those that it was saved with.
         register: The model of MLflow's registry that gets a version with the URI as its source, and ``aliases``.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Raises:
-        ValueError: There is no active run. Or ``register`` without MLflow.
+        ValueError: No run is active; or ``register`` is given without MLflow.
         TypeError: ``run`` is of neither package.
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is no checkpoint at a path.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The path has no complete checkpoint.
 
     Example:
         >>> import dcp_plugin, torch
@@ -97,42 +99,44 @@ def log_checkpoint(
     if _rank() != 0:
         return
     aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
-    given = None if metrics is None else {key: float(value) for key, value in metrics.items()}  # as they are now
-    tellers = _tellers(run, name, register)
+    floats = (
+        None if metrics is None else {key: float(value) for key, value in metrics.items()}
+    )  # copied, because the caller may change them
+    trackers = _trackers(run, name, register)
 
-    def tell(path: Where) -> None:
-        entry = _entry(path, aliases, given)
-        for teller in tellers:
-            teller(entry)
+    def log(path: Where) -> None:
+        entry = _entry(path, aliases, floats)
+        for tracker in trackers:
+            tracker(entry)
 
     def published(event: SaveFinished) -> None:
         if event.tier == "durable":
-            tell(event.path)
+            log(event.path)
         else:
             logger.info("%s is not logged: it is only in local_dir", event.path)
 
     if isinstance(checkpoint, SaveHandle):
         checkpoint.on_published(published)
     else:
-        tell(as_path(checkpoint, storage_options))
+        log(as_path(checkpoint, storage_options))
 
 
 def _rank() -> int:
-    """Also of a process whose group is gone, or not there yet."""
+    """Return the rank of this process, also before and after the process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
-    where = resolved(path)  # a link such as last.ckpt leads elsewhere tomorrow
+    where = resolved(path)  # a link such as last.ckpt may get another target
     uri = uri_of(where)
-    facts = _facts(where)
-    noted = facts["metrics"] if metrics is None else metrics
-    facts["metrics"] = {name: x if isfinite(x) else str(x) for name, x in noted.items()}  # of JSON
-    digest = hashlib.sha256(f"{uri}\n{facts['fingerprint']}\n{facts['saved']}".encode()).hexdigest()
+    metadata = _facts(where)
+    numbers = metadata["metrics"] if metrics is None else metrics
+    metadata["metrics"] = {name: x if isfinite(x) else str(x) for name, x in numbers.items()}  # JSON has no inf and nan
+    digest = hashlib.sha256(f"{uri}\n{metadata['fingerprint']}\n{metadata['saved']}".encode()).hexdigest()
     name = where.name or uri.partition("://")[2]
-    return _Entry(uri, name, digest, facts["bytes"], facts["step"], {"uri": uri, **facts}, aliases)
+    return _Entry(uri, name, digest, metadata["bytes"], metadata["step"], {"uri": uri, **metadata}, aliases)
 
 
 def _facts(where: Where) -> dict[str, Any]:
@@ -162,17 +166,20 @@ def _facts(where: Where) -> dict[str, Any]:
     }
 
 
-_Teller = Callable[[_Entry], None]
+_Tracker = Callable[[_Entry], None]
 
 
-def _tellers(run: Any, name: str | None, register: str | None) -> list[_Teller]:
-    """What tells the run, or each that is active. Decided in the caller's thread: MLflow's is active there alone."""
+def _trackers(run: Any, name: str | None, register: str | None) -> list[_Tracker]:
+    """Return a function that logs to the run, or one for each active run.
+
+    The caller's thread calls this, because MLflow's run is active only in that thread.
+    """
     runs = _active() if run is None else [(_kind_of(run), run)]
     if not runs:
         raise ValueError("no run is active: call wandb.init() or mlflow.start_run() before, or give run=")
     if register is not None and all(kind == "wandb" for kind, _ in runs):
         raise ValueError(f"register={register!r} is for MLflow's registry of models, but the run is a W&B run")
-    return [_to_wandb(one, name) if kind == "wandb" else _to_mlflow(one, register) for kind, one in runs]
+    return [_to_wandb(active, name) if kind == "wandb" else _to_mlflow(active, register) for kind, active in runs]
 
 
 def _active() -> list[tuple[str, Any]]:
@@ -191,36 +198,36 @@ def _kind_of(run: Any) -> str:
     )
 
 
-def _to_wandb(run: Any, name: str | None) -> _Teller:
+def _to_wandb(run: Any, name: str | None) -> _Tracker:
     run = run.experiment if has_base(type(run), "WandbLogger") else run
 
-    def tell(entry: _Entry) -> None:
+    def log(entry: _Entry) -> None:
         wandb: Any = importlib.import_module("wandb")
-        artifact = wandb.Artifact(name or f"model-{run.id}", type="model", metadata=entry.said)
-        # add_reference() would list a directory, hash its files or ask the store with credentials of its own, and it
-        # takes no digest. This is what it does with what it found.
+        artifact = wandb.Artifact(name or f"model-{run.id}", type="model", metadata=entry.metadata)
+        # add_reference() would list a directory, and hash its files or query the store with its own credentials. It
+        # takes no digest. The code below is its last step.
         kind: Any = importlib.import_module("wandb.sdk.artifacts.artifact_manifest_entry").ArtifactManifestEntry
         artifact.manifest.add_entry(kind(path=entry.name, ref=entry.uri, digest=entry.digest, size=entry.nbytes))
         step = () if entry.step is None else (f"step-{entry.step}",)
         run.log_artifact(artifact, aliases=[LATEST, *step, *entry.aliases])
 
-    return tell
+    return log
 
 
-def _to_mlflow(run: Any, register: str | None) -> _Teller:
+def _to_mlflow(run: Any, register: str | None) -> _Tracker:
     if has_base(type(run), "MLFlowLogger"):
         client, run_id = run.experiment, run.run_id
     else:
         client, run_id = importlib.import_module("mlflow").MlflowClient(), run.info.run_id
 
-    def tell(entry: _Entry) -> None:
-        client.log_dict(run_id, entry.said, f"checkpoints/{entry.name}.json")
+    def log(entry: _Entry) -> None:
+        client.log_dict(run_id, entry.metadata, f"checkpoints/{entry.name}.json")
         for alias in (LATEST, *entry.aliases):
             client.set_tag(run_id, f"checkpoint.{alias}", entry.uri)
         if register is not None:
             _register(client, run_id, entry, register)
 
-    return tell
+    return log
 
 
 def _register(client: Any, run_id: str, entry: _Entry, model: str) -> None:

@@ -1,8 +1,8 @@
-"""Hugging Face models: ``from_pretrained(AutoModelForCausalLM, "run/checkpoint-500")``, straight from the shards.
+"""Hugging Face models: ``from_pretrained(AutoModelForCausalLM, "run/checkpoint-500")``, read from the shards.
 
-Enters: a class of transformers and a checkpoint of any door, of stock DCP or of another tool. Leaves: the model, as
-``from_pretrained`` of transformers would give it, of which each rank has read only what it holds. The rule: what a
-checkpoint says of a model is settings and tensors; nothing of it is executed.
+Input: a class of transformers and a checkpoint of any framework, of stock DCP or of another tool. Output: the model, as
+``from_pretrained`` of transformers would return it. Each rank reads only its part. The rule: a checkpoint supplies
+settings and tensors, and none of its code is executed.
 """
 
 from __future__ import annotations

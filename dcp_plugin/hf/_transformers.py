@@ -1,4 +1,4 @@
-"""The one place for private names of transformers and PEFT that making a model needs, each with its reason.
+"""Private names of transformers and PEFT that the construction of a model needs, each with its reason.
 
 ``tests/hugging_face/test_canaries.py`` fails when one of them moves or changes its meaning.
 """
@@ -19,29 +19,29 @@ from transformers.configuration_utils import PreTrainedConfig
 from dcp_plugin.errors import UnsafeCheckpoint
 
 _INITIALISED = "_is_hf_initialized"
-"""The mark on a tensor that the initialisation of transformers leaves alone."""
+"""Mark of a tensor that the initialisation of transformers skips."""
 
 
 def config_from(model_class: Any, source: str, trust_remote_code: bool, overrides: dict[str, Any]) -> tuple[Any, Any]:
-    """The configuration in a folder, or of a name; and those of ``overrides`` that are none of its settings.
+    """Return the configuration in a folder, or of a name; and the ``overrides`` that are not among its settings.
 
     Raises:
-        UnsafeCheckpoint: It would have code fetched and executed.
+        UnsafeCheckpoint: The configuration names code that would be fetched and executed.
     """
     config_class: Any = AutoConfig if is_auto(model_class) else model_class.config_class
     options = {"trust_remote_code": trust_remote_code} if is_auto(model_class) else {}
-    # What is asked for by name is for the constructor, after which nothing of the file is left of it.
+    # Implementations from the caller go to the constructor, where they replace those of the file.
     chosen = {name: overrides[name] for name in _IMPLEMENTATIONS if name in overrides}
     settings = {name: value for name, value in overrides.items() if name not in chosen}
     config, unused = config_class.from_pretrained(source, return_unused_kwargs=True, **options, **settings)
-    # A name with a slash is a kernel that transformers would fetch from the hub. No public name tells what is asked.
+    # A name with a slash is a kernel that transformers would fetch from the hub. No public attribute has this name.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for name in _IMPLEMENTATIONS:
-            asked = getattr(part, f"_{name}", None)
-            if "/" in str(asked) and not isinstance(chosen.get(name), str):
+            kernel = getattr(part, f"_{name}", None)
+            if "/" in str(kernel) and not isinstance(chosen.get(name), str):
                 raise UnsafeCheckpoint(
-                    f"The config.json of {source} asks for {asked!r}, code that would be fetched and executed. If you "
-                    f"trust it: {name}={asked!r}; else {name}='sdpa', say."
+                    f"The config.json of {source} asks for {kernel!r}, code that would be fetched and executed. If you "
+                    f"trust it: {name}={kernel!r}; else {name}='sdpa', say."
                 )
     return config, {**unused, **chosen}
 
@@ -50,17 +50,17 @@ _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def is_auto(model_class: Any) -> bool:
-    """Whether a class stands for the one that fits a configuration, as ``AutoModel`` does."""
+    """Return whether a class selects the model class by the configuration, as ``AutoModel`` does."""
     return not issubclass(model_class, PreTrainedModel)
 
 
 def build(
     model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, tied: bool, trust_remote_code: bool, kwargs: Any
 ) -> PreTrainedModel:
-    """The model on the meta device, as ``from_pretrained`` makes it before it has weights.
+    """Return the model on the meta device, as ``from_pretrained`` builds it before it loads weights.
 
     Args:
-        tied: Whether weights that are shared are so already.
+        tied: Whether shared weights are tied now.
     """
     with ExitStack() as contexts:
         contexts.enter_context(torch.device("meta"))
@@ -69,13 +69,15 @@ def build(
             contexts.enter_context(transformers_init.no_tie_weights())
         if is_auto(model_class):
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
-        else:  # the only way that keeps to the dtype
+        else:  # no public constructor takes the dtype
             model = model_class._from_config(config, dtype=dtype, **kwargs)
-    for names, kept in model._get_dtype_plan(dtype).items():  # what has to stay float32, by patterns of names
+    for names, own_dtype in model._get_dtype_plan(
+        dtype
+    ).items():  # patterns of names of parameters that must stay float32
         pattern = re.compile(names.replace("*", ".*"))
         for name, parameter in model.named_parameters():
             if pattern.search(name) and parameter.is_floating_point():
-                parameter.data = parameter.data.to(kept)
+                parameter.data = parameter.data.to(own_dtype)
     return model  # type: ignore[no-any-return]
 
 
@@ -86,15 +88,17 @@ def distribute(model: PreTrainedModel, distributed_config: Any, mesh_manager: An
 
 
 def prepare_mesh(distributed_config: Any) -> tuple[Any, Any]:
-    """The DistributedConfig that was given, and its mesh; None if nothing is distributed. Collective."""
+    """Return the DistributedConfig, and the manager of its mesh; None without distribution. Collective."""
     prepare: Callable[..., Any] = PreTrainedModel.prepare_distribute_model
     config, _, mesh_manager = prepare(distributed_config)
     return config, mesh_manager
 
 
 def ignored(model: PreTrainedModel, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """The missing and unexpected keys that ``from_pretrained`` would report: without those that a model may lack, or
-    that older versions of it have had."""
+    """Return the missing and unexpected keys that ``from_pretrained`` would report.
+
+    The result leaves out keys that the model declares optional, and keys of its older versions.
+    """
     buffers = [name for name, _ in model.named_buffers()]
     patterns = {
         "missing": set(model._keys_to_ignore_on_load_missing or ()),
@@ -111,7 +115,7 @@ def _without(keys: list[str], patterns: Collection[str]) -> list[str]:
 
 
 def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
-    """Compute what no checkpoint has, as ``from_pretrained`` does: buffers that are not persistent, ``missing`` keys.
+    """Compute values that are not in the checkpoint, as ``from_pretrained`` does: other buffers and ``missing`` keys.
 
     Args:
         missing: Keys of the model that were not loaded.
@@ -124,24 +128,24 @@ def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
 
 
 def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
-    """The model with adapters on the meta device; they are loaded, not made."""
+    """Return the model with adapters on the meta device. The adapters are not initialised: a load fills them."""
     from peft import get_peft_model
 
-    said = dict(vars(adapter_config))
+    settings = dict(vars(adapter_config))
     adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else PEFT warns
-    if "init_lora_weights" in said:  # some kinds of it compute with weights that are not there, or open files
+    if "init_lora_weights" in settings:  # some kinds compute with weights, which have no memory yet, or open files
         adapter_config.init_lora_weights = False
     adapted: nn.Module = get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
     for name in ("base_model_name_or_path", "init_lora_weights"):
-        if name in said:
-            setattr(adapter_config, name, said[name])
+        if name in settings:
+            setattr(adapter_config, name, settings[name])
     return adapted
 
 
 PEFT_LAYERS = "(?:base_layer|original_module)"
-"""What PEFT calls a layer that it has wrapped, and one of which it trains a copy."""
+"""Names in PEFT of a wrapped layer, and of a layer whose copy is trained."""
 
 
 def without_peft_layers(key: str) -> str:
-    """What a key of a PEFT model is called without the names of its wrappers."""
+    """Return a key of a PEFT model without the names of its wrappers."""
     return re.sub(rf"\.{PEFT_LAYERS}(?=\.)", "", key)

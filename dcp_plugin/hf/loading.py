@@ -1,6 +1,6 @@
-"""``from_pretrained``: a model of transformers on the meta device, sharded, given memory, filled, initialised.
+"""``from_pretrained``: build a model of transformers on the meta device, shard it, allocate, load and initialise.
 
-The steps are those of ``PreTrainedModel.from_pretrained``, with the load of this package in the place of its own.
+The steps are those of ``PreTrainedModel.from_pretrained``, with the load of this package in place of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_TAKEN = {
     "tp_plan": "distributed_config=DistributedConfig(tp_size=…) shards tensors",
     "tp_size": "distributed_config=DistributedConfig(tp_size=…) shards tensors",
 }
-"""Arguments of transformers' ``from_pretrained`` that would say something else than is done here."""
+"""Arguments of transformers' ``from_pretrained`` that have no meaning here, and the alternative to each."""
 
 
 def from_pretrained(
@@ -56,44 +56,44 @@ def from_pretrained(
     storage_options: StorageOptions | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model of transformers from any checkpoint, in evaluation mode, as its own ``from_pretrained`` gives it.
+    """Return a model of transformers from any checkpoint, in evaluation mode, as its own ``from_pretrained`` does.
 
-    The weights come straight from the shards, whatever number of ranks has saved them; each rank reads what it holds,
-    and nothing of the optimizer. Collective where a process group is initialised, as every load is.
+    Each rank reads its part of the weights directly from the shards, whatever number of ranks saved them, and nothing
+    of the optimizer. Collective if a process group is initialised, as every load is.
 
     Args:
-        model_class: ``AutoModelForCausalLM``, another class that chooses, or the class of a model.
+        model_class: ``AutoModelForCausalLM``, another auto class, or the class of a model.
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
-        config: The model's configuration, or a folder or name that has it; by default the checkpoint's
-            ``config.json``, which the Trainer keeps there.
-        dtype: Of the parameters. ``"auto"``: what the configuration says, else what the checkpoint has; None: torch's
-            default.
-        device: For what is not sharded; torch's default device if omitted.
-        parallelize: Called with the model on the meta device, before it gets memory. It shards the model, with
-            ``fully_shard`` for one, and returns it, or None if that was in place.
-        distributed_config: As of transformers' own: a ``DistributedConfig``, or a dictionary of its fields.
-        prefix: Of the model's keys in the checkpoint (``"model."``); found if omitted.
-        strict: Whether missing and unexpected keys are errors. If not, missing ones are initialised as transformers
-            does it, and a warning names both.
-        base: Where the model is that adapters are for, if the checkpoint has the adapters alone: its folder, or a
-            checkpoint. By default the folder that the adapters name.
+        config: The model's configuration, or a folder or name of a model that has it; by default the checkpoint's
+            ``config.json``, which the Trainer writes.
+        dtype: The dtype of the parameters. ``"auto"``: the dtype of the configuration, else that of the checkpoint;
+            None: torch's default.
+        device: The device of a model that is not sharded; torch's default device if omitted.
+        parallelize: Called with the model on the meta device, before it gets memory. It shards the model, for example
+            with ``fully_shard``, and returns the model, or None if it changed the model in place.
+        distributed_config: As in transformers: a ``DistributedConfig``, or a dictionary of its fields.
+        prefix: The prefix of the model's keys in the checkpoint (``"model."``); detected if omitted.
+        strict: Whether missing and unexpected keys are errors. If False, missing keys are initialised as in
+            transformers, and a warning names both.
+        base: The folder or checkpoint of the base model, if the checkpoint has only adapters. By default the folder
+            that the adapters name.
         adapter_config: A ``PeftConfig``, for a checkpoint with adapters; by default its ``adapter_config.json``.
-        generation_config: By default what is beside the configuration.
+        generation_config: By default the file in the folder of the configuration.
         trust_remote_code: Whether code that the configuration names may be executed.
         output_loading_info: Whether to return the :class:`~dcp_plugin.LoadReport`, too.
-        checkpoint_config: How to load.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        kwargs: As of transformers' own: settings of the configuration that are to be others, and arguments of the
-            model's constructor (``attn_implementation="sdpa"``).
+        checkpoint_config: Settings of the load.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
+        kwargs: As in transformers: settings of the configuration to change, and arguments of the model's constructor
+            (``attn_implementation="sdpa"``).
 
     Returns:
         The model; with adapters a ``PeftModel``. With ``output_loading_info`` the model and the report.
 
     Raises:
-        CheckpointNotFound: There is no checkpoint.
-        CheckpointMismatch: No configuration is there; keys do not fit, or fit in several places.
-        UnsafeCheckpoint: The configuration would have code fetched and executed.
-        ValueError: Arguments that contradict each other, or that only transformers itself takes.
+        CheckpointNotFound: The path has no checkpoint.
+        CheckpointMismatch: No configuration exists; or keys do not fit, or fit in several ways.
+        UnsafeCheckpoint: The configuration names code that would be fetched and executed.
+        ValueError: Arguments contradict each other, or only transformers itself takes them.
         CheckpointError: As :meth:`dcp_plugin.Checkpointer.load`, on every rank.
 
     Example:
@@ -110,7 +110,7 @@ def from_pretrained(
         raise ValueError(f"dcp_plugin.hf.from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
     if parallelize is not None and distributed_config is not None:
         raise ValueError("either distributed_config or parallelize: both shard the model")
-    sharding = _Sharding(distributed_config, parallelize)  # first: it starts a process group where there is none
+    sharding = _Sharding(distributed_config, parallelize)  # first, because it starts a process group if none exists
     changes = {} if storage_options is None else {"storage_options": storage_options}
     checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
     options = checkpointer.config.storage_options
@@ -136,7 +136,7 @@ def from_pretrained(
 
 
 class _Sharding:
-    """How a model on the meta device becomes a sharded one, in the way that was asked for."""
+    """Sharding of a model on the meta device by a function of the caller or by transformers."""
 
     def __init__(self, distributed_config: Any, parallelize: Callable[[Any], Any] | None) -> None:
         self._parallelize = parallelize
@@ -144,10 +144,10 @@ class _Sharding:
         if distributed_config is not None:
             self._distributed_config, self._mesh_manager = _transformers.prepare_mesh(distributed_config)
         self.tied = self._mesh_manager is None
-        """Whether weights that are shared are so before the model is sharded; transformers itself ties them then."""
+        """Whether shared weights are tied before the model is sharded. Otherwise transformers ties them afterwards."""
 
     def apply(self, plan: ModelPlan) -> nn.Module:
-        """The module to load into. Collective."""
+        """Return the module to load into. Collective."""
         if self._mesh_manager is not None:
             _transformers.distribute(plan.model, self._distributed_config, self._mesh_manager)
         elif self._parallelize is not None:
@@ -156,9 +156,9 @@ class _Sharding:
 
 
 def _give_memory(module: nn.Module, device: torch.device | str | None) -> None:
-    """Give memory to what is on the meta device. Shards get it where their mesh is, and so do buffers beside them."""
+    """Allocate memory for tensors on the meta device: on the device of the mesh, if the module is sharded."""
     meshes = [tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)]
-    where = torch.device(device or (meshes[0].device_type if meshes else torch.get_default_device()))
-    with torch.device(where), warnings.catch_warnings():
+    target = torch.device(device or (meshes[0].device_type if meshes else torch.get_default_device()))
+    with torch.device(target), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="buffers that were on the meta device")  # transformers computes them
         materialise(module)

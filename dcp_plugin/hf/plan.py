@@ -1,6 +1,6 @@
-"""A model on the meta device, and which key of a checkpoint fills which of its keys.
+"""Plan of a load: a model on the meta device, and the key of the checkpoint for each of its keys.
 
-Everything is compared here, before anything has memory: what is missing, what is only in the checkpoint, other shapes.
+The comparison ends before any tensor has memory. It finds missing keys, unexpected keys and different shapes.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ from dcp_plugin.storage.reader import ShardedReader
 
 _IN_PEFT = "base_model.model."
 _MODEL = "model"
-"""What the model is called in the state that is loaded."""
+"""Name of the model in the loaded state."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that fills keys of the model."""
+    """Checkpoint that fills keys of the model."""
 
     path: Where
     prefix: ModelPrefix
     wrapped: bool = False
-    """Whether PEFT has wrapped layers since the save, whose keys have one name more."""
+    """True if PEFT has wrapped layers since the save. Their keys have an additional name."""
     unexpected: list[str] = field(default_factory=list)
 
     def stored(self, key: str) -> str:
         return self.prefix.stored(_transformers.without_peft_layers(key) if self.wrapped else key)
 
     def load(self, module: nn.Module, checkpointer: Checkpointer) -> LoadReport:
-        """Fill the keys that are there. Collective."""
-        here, there = f"{_MODEL}.{self.prefix.here}", self.prefix.there
-        rename = {here: there}
+        """Load the keys of this source into ``module``. Collective."""
+        model_prefix, stored_prefix = f"{_MODEL}.{self.prefix.here}", self.prefix.there
+        rename = {model_prefix: stored_prefix}
         if self.wrapped:
-            escaped = there.replace("\\", r"\\")
-            rename[f"re:{re.escape(here)}(.+)\\.{_transformers.PEFT_LAYERS}\\.(.+)"] = rf"{escaped}\1.\2"
+            escaped = stored_prefix.replace("\\", r"\\")
+            rename[f"re:{re.escape(model_prefix)}(.+)\\.{_transformers.PEFT_LAYERS}\\.(.+)"] = rf"{escaped}\1.\2"
         partial = PartialLoad(rename=rename, missing="ignore", unexpected="ignore", cast=True)
         return checkpointer.load({_MODEL: module}, self.path, partial)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model that :meth:`fill` gives its values."""
+    """Model on the meta device, and the sources of its values."""
 
     model: PreTrainedModel
     module: nn.Module
     """The model, or the PEFT model around it."""
     sources: list[Source]
     missing: list[str]
-    """Keys of the module that are in no source."""
+    """Keys of the module that no source has."""
     generation_config: GenerationConfig | None
 
     def fill(self, module: nn.Module, checkpointer: Checkpointer) -> LoadReport:
         """Load and initialise. Collective.
 
         Args:
-            module: ``self.module`` as it is sharded by now, with memory.
+            module: ``self.module``, sharded and with memory.
         """
         reports = [source.load(module, checkpointer) for source in self.sources]
         _transformers.initialise(self.model, {key.removeprefix(_IN_PEFT) for key in self.missing})
@@ -117,31 +117,33 @@ def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrai
             "The configuration is that of a quantized model, which dcp_plugin.hf does not make: make it with "
             "transformers, and load what was trained with dcp_plugin.load."
         )
-    kind = dtype or torch.get_default_dtype()
-    return _transformers.build(given.model_class, config, kind, tied, given.trust_remote_code, dict(settings.kwargs))
+    parameter_dtype = dtype or torch.get_default_dtype()
+    return _transformers.build(
+        given.model_class, config, parameter_dtype, tied, given.trust_remote_code, dict(settings.kwargs)
+    )
 
 
 def _stored_dtype(keys: Collection[str], index: CheckpointIndex) -> torch.dtype | None:
-    """The dtype of the first tensor of the checkpoint that seems to be one of the model's."""
+    """Return the dtype of the first tensor in the checkpoint with the end of a key of the model."""
     tails = tuple(list(keys)[:100])
     for key in index:
-        if key.endswith(tails) and isinstance(one := index[key], StoredTensor) and one.dtype.is_floating_point:
-            return one.dtype
+        if key.endswith(tails) and isinstance(entry := index[key], StoredTensor) and entry.dtype.is_floating_point:
+            return entry.dtype
     return None
 
 
 def _plan_with_adapters(
     settings: Settings, model: PreTrainedModel, path: Where, index: CheckpointIndex, prefix: str | None, strict: bool
 ) -> ModelPlan:
-    """The base is where the adapters are, or in a place of its own."""
+    """Plan a model with adapters. Its base is in the checkpoint of the adapters, or in another checkpoint."""
     of_base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     module = _transformers.peft_model_of(model, copy.deepcopy(settings.adapter_config))
     state = module.state_dict(keep_vars=True)
     comparison = _Comparison(settings, model, module, strict)
     adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
-    found = _prefix(prefix, adapters, index, path, "the adapters")
-    if any(found.stored(key) in index for key in state if key not in adapters):
-        return comparison.plan(path, index, found.there)
+    adapter_prefix = _prefix(prefix, adapters, index, path, "the adapters")
+    if any(adapter_prefix.stored(key) in index for key in state if key not in adapters):
+        return comparison.plan(path, index, adapter_prefix.there)
     if settings.base is None:
         named = getattr(settings.adapter_config, "base_model_name_or_path", None)
         raise CheckpointMismatch(
@@ -151,10 +153,10 @@ def _plan_with_adapters(
     with ShardedReader(settings.base, storage_options=settings.given.storage_options) as reader:
         keys = {key: _transformers.without_peft_layers(key) for key in state if key not in adapters}
         names = [name.removeprefix(_IN_PEFT) for name in keys.values()]
-        there = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
+        base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
         wrapped = any(key != name for key, name in keys.items())
-        base = Source(reader.path, ModelPrefix(there.there, _IN_PEFT), wrapped)
-        return comparison.plan_of([(Source(path, found), index, adapters), (base, reader.index, list(keys))])
+        base = Source(reader.path, ModelPrefix(base_prefix.there, _IN_PEFT), wrapped)
+        return comparison.plan_of([(Source(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))])
 
 
 def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
@@ -168,7 +170,7 @@ def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Wh
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Compares a model on the meta device with what is stored."""
+    """Comparison of a model on the meta device with stored keys."""
 
     settings: Settings
     model: PreTrainedModel
@@ -178,13 +180,13 @@ class _Comparison:
     def plan(self, path: Where, index: CheckpointIndex, prefix: str | None) -> ModelPlan:
         keys, name = list(self.module.state_dict()), type(self.model).__name__
         if prefix is not None:
-            found = _prefix(prefix, keys, index, path, name)
+            match = _prefix(prefix, keys, index, path, name)
         else:
-            found = find_model_prefix(keys, index, path, name, self.model.base_model_prefix)
-        return self.plan_of([(Source(path, found), index, keys)])
+            match = find_model_prefix(keys, index, path, name, self.model.base_model_prefix)
+        return self.plan_of([(Source(path, match), index, keys)])
 
     def plan_of(self, parts: list[tuple[Source, CheckpointIndex, list[str]]]) -> ModelPlan:
-        """Compare sources with the keys that each is to fill."""
+        """Compare each source with the keys that it has to fill."""
         sources, missing, problems = [], list[str](), list[str]()
         tensors = self.module.state_dict(keep_vars=True)
         for source, index, keys in parts:
@@ -200,7 +202,7 @@ class _Comparison:
         return ModelPlan(self.model, self.module, sources, missing, self.settings.generation_config)
 
     def _absent(self, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:
-        """Keys that are not stored, nor another name of the same tied weight."""
+        """Return the keys that are not stored, and whose tied weights are not stored under another name."""
         same: dict[Any, list[str]] = defaultdict(list)
         owner: Mapping[str, str] = self.model.all_tied_weights_keys
         for key in stored:
@@ -208,7 +210,9 @@ class _Comparison:
             inside = key[: len(key) - len(name)]
             first_name = inside + owner.get(name, name)
             same[id(tensors.get(first_name, tensors[key]))].append(key)
-        return [key for keys in same.values() if not any(stored[one] in index for one in keys) for key in keys]
+        return [
+            key for keys in same.values() if not any(stored[tied_key] in index for tied_key in keys) for key in keys
+        ]
 
     def _differences(self, source: Source, count: int, missing: list[str], unexpected: list[str]) -> list[str]:
         lines = []
@@ -227,11 +231,13 @@ class _Comparison:
 
 
 def _unexpected(stored: Mapping[str, str], prefix: ModelPrefix, index: CheckpointIndex) -> list[str]:
-    """Tensors of the checkpoint beside those of the model. Without a prefix, only those below its modules are that."""
+    """Return tensors of the checkpoint that the model lacks; without a prefix, only those below its modules."""
     taken = set(stored.values())
     fronts = {key.partition(".")[0] for key in taken}
-    there = index.under(prefix.there) if prefix.there else [key for key in index if key.partition(".")[0] in fronts]
-    return [key for key in there if key not in taken and isinstance(index[key], StoredTensor)]
+    candidates = (
+        index.under(prefix.there) if prefix.there else [key for key in index if key.partition(".")[0] in fronts]
+    )
+    return [key for key in candidates if key not in taken and isinstance(index[key], StoredTensor)]
 
 
 def _other_shapes(stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:

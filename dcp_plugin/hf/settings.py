@@ -1,6 +1,6 @@
-"""What makes a model besides its weights: its configuration, how it generates, which adapters it has.
+"""Settings of a model: its configuration, its generation settings and its adapters.
 
-It is in small JSON files beside the weights, or the caller gives it.
+The settings are in small JSON files in the folder of the weights, or the caller passes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says of a model, with the fields of :func:`~dcp_plugin.hf.from_pretrained`."""
+    """Arguments of the caller, with the fields of :func:`~dcp_plugin.hf.from_pretrained`."""
 
     model_class: Any
     config: PreTrainedConfig | PathLike | None = None
@@ -42,26 +42,26 @@ class Given:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is known of a model before its weights are."""
+    """Settings of a model, read before its weights."""
 
     given: Given
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
-    """None: what the model itself makes of its configuration."""
+    """None: the model derives it from its configuration."""
     adapter_config: Any
-    """None: it has no adapters."""
+    """None: the model has no adapters."""
     base: PathLike | None
-    """Where the weights of a model with adapters are, if the checkpoint has adapters alone."""
+    """Path of the base model, if the checkpoint has only adapters."""
     kwargs: dict[str, Any]
     """Arguments of the model's constructor."""
 
     @classmethod
     def of(cls, given: Given, path: Where, files: SourceFiles | None) -> Settings:
-        """Read what is beside a checkpoint.
+        """Read the settings of a checkpoint.
 
         Raises:
-            CheckpointMismatch: No configuration is there.
-            UnsafeCheckpoint: The configuration would have code fetched and executed.
+            CheckpointMismatch: No configuration exists.
+            UnsafeCheckpoint: The configuration names code that would be fetched and executed.
         """
         with small_files(path, files) as folder:
             adapter_config = given.adapter_config
@@ -69,7 +69,7 @@ class Settings:
                 adapter_config = _adapters_in(folder)
             base = given.base
             named = getattr(adapter_config, "base_model_name_or_path", None)
-            if base is None and named and os.path.isdir(named):  # a name alone would be looked up somewhere else
+            if base is None and named and os.path.isdir(named):  # transformers would search the hub for any other name
                 base = named
             config, source, kwargs = _config(given, folder, base, path)
             generation = given.generation_config
@@ -78,15 +78,15 @@ class Settings:
         return cls(given, config, generation, adapter_config, base, kwargs)
 
     def dtype(self) -> torch.dtype | None:
-        """Of the parameters; None: what the checkpoint has."""
-        asked: Any = self.given.dtype
-        if asked is None:
+        """Return the dtype of the parameters; None for that of the checkpoint."""
+        requested: Any = self.given.dtype
+        if requested is None:
             return torch.get_default_dtype()
-        asked = self.config.dtype if asked == "auto" else asked
-        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
-        if asked is not None and not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype={asked!r} is no dtype of torch, and not 'auto'")
-        return found
+        requested = self.config.dtype if requested == "auto" else requested
+        dtype = getattr(torch, requested, None) if isinstance(requested, str) else requested
+        if requested is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={requested!r} is no dtype of torch, and not 'auto'")
+        return dtype
 
 
 @contextmanager
@@ -118,11 +118,11 @@ def _adapters_in(folder: Path) -> Any:
 
 
 def _config(given: Given, folder: Path, base: PathLike | None, path: Where) -> tuple[Any, str | None, dict[str, Any]]:
-    """The configuration, where it was found, and what of the caller's settings is for the model's constructor."""
+    """Return the configuration, its folder or name, and the caller's arguments for the model's constructor."""
     if isinstance(given.config, PreTrainedConfig):
         return given.config, None, given.kwargs
     places = [given.config] if given.config is not None else [folder, *([base] if base is not None else [])]
-    for place in [str(os.fspath(one)) for one in places]:
+    for place in [str(os.fspath(candidate)) for candidate in places]:
         if given.config is not None or os.path.isfile(os.path.join(place, CONFIG)):
             config, unused = _transformers.config_from(given.model_class, place, given.trust_remote_code, given.kwargs)
             return config, place, unused

@@ -65,7 +65,7 @@ class SaveInterval:
     steps: int | None
     """Steps between two saves; None before the first measurement of a step."""
     durable_every: int
-    """Number of saves between two that are copied to the durable tier; 1 if no other tier exists."""
+    """Number of saves per copy to the durable tier; 1 if no other tier exists."""
     cost_seconds: float
     """Seconds that the training loses by one save."""
     mtbf_seconds: float

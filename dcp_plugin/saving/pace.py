@@ -1,9 +1,9 @@
-"""Save timing: measure the cost of saves and the duration of steps, propose an interval, and say when a save is due.
+"""Save timing: measure the cost of saves and the duration of steps, propose an interval, and decide when to save.
 
 Rank 0 decides by its clock, and broadcasts its decision in a *meeting*: whether to save now, and the number of calls
 until the next meeting. Between two meetings a call compares two numbers. The next meeting is halfway to the moment at
-which a save will be due. So an interval of any length has a handful of meetings, and none comes too late if steps
-become twice as slow.
+which a save will be due. So an interval of any length has few meetings, and no meeting is late if steps become twice as
+slow.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._quiet: deque[float] = deque(maxlen=101)  # seconds of steps without a save in flight
-        self._busy: deque[float] = deque(maxlen=101)  # and with one, or right after one
-        self._newest: deque[float] = deque(maxlen=9)  # of both
+        self._busy: deque[float] = deque(maxlen=101)  # seconds of steps with a save in flight, or right after a save
+        self._newest: deque[float] = deque(maxlen=9)  # seconds of the newest steps of both kinds
         self._blocked: deque[float] = deque(maxlen=9)
         self._flights: deque[float] = deque(maxlen=9)
         self._busy_steps = self._saves = 0
-        self._ended: float | None = None  # when the last step did
+        self._ended: float | None = None  # time at which the last step ended
         self._paused = self._waited = 0.0
         self._saving = False
 
@@ -50,7 +50,7 @@ class CostMeter:
         """Record the end of a step.
 
         Args:
-            saving: Whether a save is in flight.
+            saving: True while a save is in flight.
         """
         if self._ended is not None:
             busy = saving or self._saving
@@ -61,7 +61,7 @@ class CostMeter:
         self._ended, self._paused, self._saving = now, 0.0, saving
 
     def stopped(self) -> None:
-        """Record the end of the training: the time until the next step is no step."""
+        """Record the end of the training: the time until the next step does not count as a step."""
         self._ended, self._paused, self._waited, self._saving = None, 0.0, 0.0, False
 
     def paused(self, seconds: float, saving: bool) -> None:
@@ -87,12 +87,12 @@ class CostMeter:
 
     @property
     def newest_step_seconds(self) -> float | None:
-        """Median duration of the newest steps: earlier ones may have been quicker."""
+        """Median duration of the newest steps: earlier steps may have been faster."""
         return statistics.median(self._newest) if self._newest else None
 
     @property
     def cost(self) -> SaveCost | None:
-        """Median cost of a save; None before the first. The first one, which is the slowest, counts least."""
+        """Median cost of a save; None before the first save. The median hides the slow first save."""
         if not self._saves:
             return None
         slower = 0.0
@@ -110,7 +110,7 @@ class Pace:
 
     Args:
         config: Has the interval, and the file to which rank 0 writes events.
-        is_saving: Returns whether a save is in flight that a restart would not find yet.
+        is_saving: Returns True while a save is in flight that a restart would not find yet.
         clock: Seconds, from any origin.
     """
 
@@ -125,7 +125,7 @@ class Pace:
         self._history: RunHistory | None = None
         self._new_history: type[RunHistory]  # set by the first call of due
         self._began: float | None = None  # time of the first call of due()
-        self._since = 0.0  # time at which the training went on after the last save
+        self._since = 0.0  # time at which the training continued after the last save
         self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
         self._answered: tuple[int, bool] | None = None
         self._calls = self._meeting = 0
@@ -136,7 +136,7 @@ class Pace:
         cost = self._meter.cost
         if cost is None:
             return None
-        # The cost of a save includes steps that are slower while the save goes on to its path.
+        # The cost of a save already includes the steps slowed by the copy to the durable tier.
         drain = SaveCost(0.0, 0.0, statistics.median_low(self._drains)) if self._drains else None
         return propose(cost, self._failures, self._meter.step_seconds, drain)
 
@@ -150,7 +150,7 @@ class Pace:
             return self._answered[1]
         self.step_ended()
         if self._began is None:
-            from dcp_plugin.runs.history import RunHistory  # now: published() runs in the thread that saves
+            from dcp_plugin.runs.history import RunHistory  # imported here, because published() runs in another thread
 
             self._began = self._since = self.clock()
             self._new_history = RunHistory
@@ -163,25 +163,25 @@ class Pace:
 
     def _meet(self, step: int, ranks: Ranks) -> bool:
         with together(Call("call due", f"asks whether to save after step {step}", ["due"])):
-            at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
-        if at != step:
+            front_step, due, calls = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
+        if front_step != step:
             raise CheckpointMismatch(
-                f"rank 0 asks whether to save after step {at}, but rank {ranks.rank} after step {step}"
+                f"rank 0 asks whether to save after step {front_step}, but rank {ranks.rank} after step {step}"
             )
-        self._meeting = self._calls + later
+        self._meeting = self._calls + calls
         return bool(due)
 
     def _decide(self) -> tuple[bool, int]:
-        """Return whether to save now, and how many calls may pass before the next meeting. On rank 0."""
+        """Return whether to save now, and the number of calls until the next meeting. Runs on rank 0."""
         now, step_seconds = self.clock(), self._meter.newest_step_seconds
         interval = self._interval()
-        left = interval - (now - self._since)
-        due = not self._is_saving() and left <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
+        remaining = interval - (now - self._since)
+        due = not self._is_saving() and remaining <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
         if due:
-            self._since, left = now, interval
+            self._since, remaining = now, interval
         if not step_seconds:
             return due, 0
-        return due, max(0, int(min(left / 2, _APART_SECONDS) / step_seconds) - 1)
+        return due, max(0, int(min(remaining / 2, _APART_SECONDS) / step_seconds) - 1)
 
     def _interval(self) -> float:
         if self._wanted == "auto":
@@ -196,7 +196,7 @@ class Pace:
             self._since = self.clock()
 
     def published(self, event: events.SaveFinished) -> None:
-        """Record a published save. In the thread that saves."""
+        """Record a published save. Runs in the thread that saves."""
         local = event.seconds if event.local_seconds is None else event.local_seconds
         self._meter.saved(event.blocked_seconds, local)
         if event.local_seconds is not None and event.tier == "durable":
@@ -206,15 +206,15 @@ class Pace:
         if self._history is None:
             self._history = self._new_history(event.path)
         self._failures = self._history.note(self.clock() - self._began)
-        if (it := self.proposal) is not None:
-            figures = (it.seconds, it.steps, it.cost_seconds, it.mtbf_seconds)
+        if (proposal := self.proposal) is not None:
+            figures = (proposal.seconds, proposal.steps, proposal.cost_seconds, proposal.mtbf_seconds)
             events.emit(events.IntervalProposed(event.path, event.step, *figures), self._events)
 
     def ended(self, clean: bool) -> None:
         """Record that the training has ended. Another one may follow.
 
         Args:
-            clean: Not by an error.
+            clean: True if it ended without an error.
         """
         history, self._history = self._history, None
         if history is not None and self._began is not None:

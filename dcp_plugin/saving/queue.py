@@ -1,13 +1,14 @@
-"""Asynchronous saves: their handles, their threads, and when a caller has to wait.
+"""Asynchronous saves: their handles, their threads, and the order in which they run.
 
-Each asynchronous save is one thread. It finishes the copy to host memory, waits for the thread of the save before it,
-and writes. So the saves of one checkpointer talk to the other ranks one after another, in the same order everywhere.
+Each asynchronous save is one thread. The thread finishes the copy to host memory, waits for the thread of the save
+before it, and writes. So the saves of a checkpointer run their collectives one after another, in the same order on all
+ranks.
 
-Whether a rank raises must not depend on how fast its own thread was: the other ranks would go on into collectives that
-it never joins. So errors of earlier saves are raised only where every rank has waited for the same saves.
+The speed of a rank's thread must not decide whether the rank raises: the other ranks would continue into collectives
+that the rank never joins. So errors of earlier saves are raised only after every rank has waited for the same saves.
 
-One thread at a time calls a checkpointer. A second one would use the same host copy, and ranks would meet in different
-orders: it is refused. A callback of a save that would wait for that save is refused, too.
+One thread at a time calls a checkpointer. A second thread would use the same host copy, and ranks would run collectives
+in different orders, so its call is refused. A callback of a save that would wait for that save is refused, too.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ T = TypeVar("T")
 
 
 class SaveHandle:
-    """A save under way.
+    """Save in flight.
 
-    :meth:`wait` raises what the save raised. An error that nobody asked for is raised by the checkpointer at the
-    next save, at ``wait`` or at ``close``; it is raised once.
+    :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error at the next save,
+    at ``wait`` or at ``close``. Each error is raised once.
 
     The methods ``set_...`` are for the code that runs the save, as those of ``concurrent.futures.Future`` are.
 
@@ -56,9 +57,9 @@ class SaveHandle:
         self.path = path
         self.step = step
         self.skipped = False
-        """Whether there is no such save, because another one was in flight (``when_busy="skip"``)."""
+        """True if the save was skipped, because another one was in flight (``when_busy="skip"``)."""
         self.finished: events.SaveFinished | None = None
-        """What was saved; None until the checkpoint is published, and for a save that failed or was skipped."""
+        """Event of the published checkpoint; None before that, and for a save that failed or was skipped."""
         self._staged = threading.Event()
         self._handed_over = threading.Event()
         self._local = threading.Event()
@@ -69,25 +70,27 @@ class SaveHandle:
         self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
 
     def staged(self) -> bool:
-        """Whether training may change the state again. True when ``save`` returns, unless staging is lazy."""
+        """Return whether training may change the state again. True when ``save`` returns, unless staging is lazy."""
         return self._staged.is_set()
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the state may be changed in any way. Steps of optimizers wait by themselves.
 
         Raises:
-            TimeoutError: It is still being copied after ``timeout`` seconds.
+            TimeoutError: The state is still being copied after ``timeout`` seconds.
         """
         if not self._staged.wait(timeout):
             raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; the copy goes on")
 
     def wait_local(self, timeout: float | None = None) -> None:
-        """Wait until the save is complete in ``local_dir``: each node has its part and the copies that ``replicas``
-        asks for. Without ``local_dir`` it is :meth:`wait`. From any thread.
+        """Wait until the save is complete in ``local_dir``. Any thread may call this.
+
+        The save is complete when each node has its part and the copies that ``replicas`` asks for. Without
+        ``local_dir`` this is :meth:`wait`.
 
         Raises:
-            SaveFailed: It is not, and will not be; it may be durable all the same.
-            TimeoutError: It is not within ``timeout`` seconds. It goes on.
+            SaveFailed: The save cannot become complete locally. It may still become durable.
+            TimeoutError: The save is not complete within ``timeout`` seconds. It continues.
             CheckpointError: As :meth:`wait`.
         """
         self.refuse_in_callback("wait for it")
@@ -97,31 +100,31 @@ class SaveHandle:
             raise self._local_error
 
     def wait_turn(self) -> None:
-        """Wait until this save needs no other rank any more: the next one may talk to them."""
+        """Wait until this save runs no more collectives, so that the next save may run its own."""
         self._handed_over.wait()
 
     def recoverable(self) -> bool:
-        """Whether a load would find the save, or it has failed."""
+        """Return whether a load would find the save, or the save has failed."""
         return self._local.is_set()
 
     def wait_recoverable(self) -> None:
-        """Wait until a load would find the save, or it has failed. Raises nothing."""
+        """Wait until a load would find the save, or the save has failed. Raise nothing."""
         self._local.wait()
 
     def done(self) -> bool:
-        """Whether the save has ended: published, failed or skipped."""
+        """Return whether the save has ended: published, failed or skipped."""
         return self._done.is_set()
 
     def exception(self) -> Exception | None:
-        """The error of an ended save, without raising it."""
+        """Return the error of an ended save without raising it."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the save is published. From any thread.
+        """Wait until the save is published. Any thread may call this.
 
         Raises:
-            SaveFailed: It failed; on every rank.
-            TimeoutError: It has not ended within ``timeout`` seconds. It goes on.
+            SaveFailed: The save failed; on every rank.
+            TimeoutError: The save has not ended within ``timeout`` seconds. It continues.
             CheckpointError: A callback of this save, or a subscriber of its events, calls this.
         """
         self.refuse_in_callback("wait for it")
@@ -131,10 +134,10 @@ class SaveHandle:
             raise error
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Wait until the save has ended, and raise nothing.
+        """Wait until the save has ended. Raise nothing.
 
         Returns:
-            Whether it has ended; False after ``timeout`` seconds.
+            True if the save has ended; False after ``timeout`` seconds.
         """
         return self._done.wait(timeout)
 
@@ -142,13 +145,13 @@ class SaveHandle:
         """Call ``callback`` on this rank when the checkpoint is published; never if the save fails or is skipped.
 
         Callbacks run in the order in which they were added, in the thread that saves, after the subscribers of
-        :mod:`dcp_plugin.events` and before :meth:`done`: who waits for the save waits for them. What one raises is
-        logged; the checkpoint is complete. They cannot wait for the save nor begin another one. If the checkpoint is
-        published already, ``callback`` runs here and now, and the caller gets what it raises.
+        :mod:`dcp_plugin.events` and before :meth:`done`. So a wait for the save waits for its callbacks. The error of a
+        callback is logged; the checkpoint is complete. A callback cannot wait for the save or begin another save. If
+        the checkpoint is already published, ``callback`` runs in this call, which raises its error.
 
         Args:
-            callback: Gets the :class:`~dcp_plugin.events.SaveFinished` of this save.
-            first: Call it before all that were added earlier.
+            callback: Called with the :class:`~dcp_plugin.events.SaveFinished` of this save.
+            first: Call it before the callbacks that were added earlier.
         """
         add = self._callbacks.appendleft if first else self._callbacks.append
         add(callback)
@@ -157,14 +160,17 @@ class SaveHandle:
                 waiting(self.finished)
 
     def _take_callbacks(self) -> Iterator[Callable[[events.SaveFinished], object]]:
-        """Each callback once, also if two threads take them. Without a lock: a signal handler may wait for the save
-        while the thread that it has interrupted would hold it, and a forked process would find it locked."""
+        """Yield each callback once, even if two threads iterate.
+
+        This uses no lock: a signal handler may wait for the save while the interrupted thread holds the lock, and a
+        forked process would inherit a locked lock.
+        """
         with suppress(IndexError):
             while True:
                 yield self._callbacks.popleft()
 
     def refuse_in_callback(self, what: str) -> None:
-        """Raise CheckpointError in a callback that this save waits for."""
+        """Raise CheckpointError if this is called in a callback of the save in flight."""
         if events.is_telling() and not self.done():
             raise CheckpointError(
                 f"cannot {what} while {self.path} is being saved: this is a subscriber of events, and a save waits "
@@ -172,28 +178,28 @@ class SaveHandle:
             )
 
     def take_error(self) -> Exception | None:
-        """The error of an ended save, for a caller that will raise it; None if it was taken before."""
+        """Return the error of an ended save, for a caller that will raise it; None after the first call."""
         if self._error is None or self._error_was_raised:
             return None
         self._error_was_raised = True
         return self._error
 
     def set_staged(self) -> None:
-        """The state is copied."""
+        """Mark the state as copied."""
         self._staged.set()
 
     def set_handed_over(self) -> None:
-        """A keeper has all that it needs."""
+        """Mark the save as handed over to a keeper."""
         self._handed_over.set()
 
     def set_local(self, error: Exception | None = None) -> None:
-        """The save is complete locally, or will not be."""
+        """Mark the save as complete locally, or with ``error`` as failed there."""
         if not self._local.is_set():
             self._local_error = error
             self._local.set()
 
     def set_published(self, event: events.SaveFinished) -> None:
-        """The checkpoint is published: run the callbacks, then end the save."""
+        """Mark the checkpoint as published: run the callbacks, then end the save."""
         self.finished = event
         try:
             events.call_each(self._take_callbacks(), event)
@@ -202,17 +208,20 @@ class SaveHandle:
         self._end()
 
     def set_failed(self, error: Exception) -> None:
-        """The save has failed, on every rank."""
+        """Mark the save as failed. Called on every rank."""
         self._error = error
         self._end()
 
     def set_skipped(self) -> None:
-        """There is no such save."""
+        """Mark the save as skipped."""
         self.skipped = True
         self._end()
 
     def set_left_to_parent(self) -> None:
-        """In a forked process: only the parent ends this save. The events may have been locked at the fork."""
+        """Mark the save as failed in a forked process: only the parent ends it.
+
+        The thread events are new, because they may have been locked at the fork.
+        """
         self._staged, self._done, self._local = threading.Event(), threading.Event(), threading.Event()
         self._handed_over = threading.Event()
         self.set_failed(
@@ -231,39 +240,39 @@ class SaveHandle:
 
 
 class SaveQueue:
-    """The asynchronous saves of one checkpointer that nobody has waited for, oldest first."""
+    """Asynchronous saves of a checkpointer that no caller has waited for, oldest first."""
 
     def __init__(self) -> None:
         self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
         self._process = os.getpid()
-        self.warns_at_exit = True  # whether this rank warns at the end of a program that does not wait
+        self.warns_at_exit = True  # True if this rank warns at the end of a program that does not wait
 
     def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:
-        """A copy has no saves in flight."""
+        """Pickle as an empty queue: a copy has no saves in flight."""
         return SaveQueue, ()
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether this process was forked from the one that made the checkpointer."""
+        """True in a process that was forked from the one that made the checkpointer."""
         return self._process != os.getpid()
 
     @property
     def handles(self) -> list[SaveHandle]:
-        """Every save that nobody has waited for."""
+        """Every save that no caller has waited for."""
         return [handle for handle, _ in self._saves]
 
     @property
     def in_flight(self) -> list[SaveHandle]:
-        """Every save that has not ended, with the one that a call is about to begin."""
+        """Every save that has not ended, and the save that a call is about to begin."""
         beginning = self._beginning
         saves = self.handles if beginning is None or beginning in self.handles else [*self.handles, beginning]
         return [handle for handle in saves if not handle.done()]
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in flight that a restart would not find yet."""
+        """True while a save is in flight that a restart would not find yet."""
         return any(not handle.recoverable() for handle in self.in_flight)
 
     def wait_recoverable(self) -> None:
@@ -273,11 +282,11 @@ class SaveQueue:
 
     @contextmanager
     def call(self, what: str) -> Iterator[None]:
-        """While active, the calling thread has the checkpointer for itself.
+        """Reserve the checkpointer for the calling thread.
 
         Raises:
-            CheckpointError: Another thread has it; or the caller is a subscriber that a save in flight waits for; or
-                the process was forked from the one that made the checkpointer.
+            CheckpointError: Another thread is in a call; or the caller is a subscriber of a save in flight; or the
+                process was forked from the one that made the checkpointer.
         """
         if self.is_inherited:
             raise CheckpointError(
@@ -299,10 +308,10 @@ class SaveQueue:
 
     @contextmanager
     def beginning(self, handle: SaveHandle) -> Iterator[None]:
-        """The call that saves. What it raises ends the save, unless that is in flight already.
+        """Enclose a call that saves. An error of the call ends the save, unless the save is already in flight.
 
         Raises:
-            CheckpointError: As :meth:`call`; or it comes from within another save of the same thread.
+            CheckpointError: As :meth:`call`; or the same thread is in another call that saves.
         """
         with self.call(f"save {handle.path}"):
             if self._beginning is not None:
@@ -327,19 +336,20 @@ class SaveQueue:
         write: Callable[[T], events.SaveFinished],
         in_keeper: bool = False,
     ) -> None:
-        """Run ``copy`` and, when the saves before have ended, ``write`` with what it returned, in a thread.
+        """Run ``copy`` in a thread and, when the earlier saves have ended, ``write`` with its result.
 
-        ``copy`` ends with :meth:`SaveHandle.set_staged`. A failure of it is a part of what it returns: ``write``
-        raises it together with all ranks. ``in_keeper``: once it is handed over, it goes on without this process.
+        ``copy`` ends with :meth:`SaveHandle.set_staged`. Its result includes its failure, so that ``write`` raises the
+        failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
 
-        If this raises, Ctrl-C for one, either the save is among :attr:`handles` and goes on, or neither runs.
+        If this call raises, on Ctrl-C for example, the save is either among :attr:`handles` and continues, or neither
+        function runs.
         """
         before = self._saves[-1][0] if self._saves else None
-        decided = threading.Lock()  # taken by the thread when it runs, or here after an error: by whichever is first
+        decided = threading.Lock()  # the thread or, after an error, start() acquires it: the first decides
         returning = threading.Event()
 
         def run() -> None:
-            returning.wait(0.1)  # else this takes the interpreter's lock while start() waits for a sign of life
+            returning.wait(0.1)  # else the thread takes the GIL while thread.start() waits for it
             if not decided.acquire(blocking=False):
                 return
             try:
@@ -348,14 +358,14 @@ class SaveQueue:
                 if before is not None:
                     before.wait_turn()
                 handle.set_published(write(staged))
-            except BaseException as error:  # nobody else would end what others wait for
+            except BaseException as error:  # otherwise callers would wait forever
                 failure = _as_exception(error, handle.path)
                 logger.error("the background save of %s failed: %s", handle.path, failure)
                 logger.debug("the background save failed here:", exc_info=failure)
                 _without_our_frames(failure)
                 handle.set_failed(failure)
 
-        thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # what is to wait is in wait_at_exit
+        thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # wait_at_exit() waits
         _wait_when_the_program_ends()
         try:
             self._saves.append((handle, thread))
@@ -369,15 +379,15 @@ class SaveQueue:
             returning.set()
 
     def wait_for_all_but(self, count: int) -> list[SaveHandle]:
-        """Wait for the oldest saves until ``count`` are left; for all of them if one of those failed.
+        """Wait for the oldest saves until ``count`` remain; for all saves if one of them failed.
 
         Returns:
-            What was waited for, the same on every rank.
+            The saves that have ended, the same on every rank.
         """
         ended: list[SaveHandle] = []
         while len(self._saves) > count:
             handle, thread = self._saves[0]
-            handle.wait_done()  # a join that Ctrl-C has interrupted takes the thread for ended from then on
+            handle.wait_done()  # after a join that Ctrl-C interrupts, a thread counts as ended
             thread.join()
             self._saves.popleft()
             ended.append(handle)
@@ -388,26 +398,26 @@ class SaveQueue:
         return ended
 
     def let_go_of_ended(self) -> None:
-        """Forget the saves that have ended well. Those that failed stay until somebody waits for them."""
+        """Drop the saves that succeeded. Failed saves stay until a caller waits for them."""
         ended = [(handle, thread) for handle, thread in self._saves if handle.done() and handle.exception() is None]
-        for one in ended:
-            one[1].join()
-            self._saves.remove(one)
+        for save in ended:
+            save[1].join()
+            self._saves.remove(save)
         if not self._saves:
             _unattended.discard(self)
 
     def leave_to_the_parent(self) -> None:
-        """In a forked process: nobody here ends these saves, so waiting for one would never return."""
+        """End the saves in a forked process, in which no thread would end them and a wait would never return."""
         for handle in self.handles:
             if not handle.done():
                 handle.set_left_to_parent()
         self._saves.clear()
 
     def wait_at_exit(self) -> None:
-        """The program ends, and nobody has waited for the saves in flight.
+        """Wait for the saves in flight at the end of a program that has not waited for them.
 
-        If it ends by an error, another rank may have died, and this one is to be started again soon: it does not wait
-        for what keepers do without it.
+        After an error another rank may have died, and the launcher will restart this rank soon. So the wait then ends
+        when keepers have taken over the saves.
         """
         if hasattr(sys, "last_value"):
             for handle in self.handles:
@@ -429,7 +439,7 @@ class SaveQueue:
 
 
 def _as_exception(error: BaseException, path: Where) -> Exception:
-    """The error itself; SaveFailed for what is no ``Exception``, Ctrl-C for one."""
+    """Return ``error``; SaveFailed in place of an error that is no ``Exception``, such as Ctrl-C."""
     if isinstance(error, Exception):
         return error
     failure = SaveFailed(f"cannot save {path}: the writer thread raised {type(error).__name__} ({error})")
@@ -438,8 +448,11 @@ def _as_exception(error: BaseException, path: Where) -> Exception:
 
 
 def _without_our_frames(failure: Exception) -> None:
-    """Drop the frames of the thread from errors whose message tells all, so that a traceback shows where they are
-    raised to the caller. The innermost frame of an OSError stays, and so do all frames of another cause."""
+    """Drop the frames of the thread from errors with a sufficient message.
+
+    So a traceback shows the line at which the caller gets the error. The innermost frame of an OSError stays, and so do
+    all frames of another cause.
+    """
     error: BaseException | None = failure
     while isinstance(error, (CheckpointError, OSError)):
         innermost = error.__traceback__ if isinstance(error, OSError) else None
@@ -450,17 +463,17 @@ def _without_our_frames(failure: Exception) -> None:
 
 
 def _let_training_go_first() -> None:
-    """This thread, and those it starts, no longer push a running thread off its core when a write has ended.
+    """Schedule this thread, and the threads that it starts, so that they do not preempt a running thread.
 
-    A lower priority would do more harm than good: where all cores are busy, a thread that rarely runs keeps the
-    interpreter's lock while it does not, and the training waits for that.
+    Without this the thread would preempt the training after each write. A lower priority would do more harm: on busy
+    cores a thread that rarely runs keeps the GIL while it does not run, and the training waits for the GIL.
     """
     with suppress(AttributeError, OSError):  # not on Linux, or not permitted
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def first_untold(ended: list[SaveHandle]) -> Exception | None:
-    """The first error that nobody has been told of, with those of later saves as notes; the caller raises it."""
+    """Return the first error that no caller has got, with later errors as notes. The caller raises it."""
     first: Exception | None = None
     for handle in ended:
         error = handle.take_error()
@@ -470,7 +483,7 @@ def first_untold(ended: list[SaveHandle]) -> Exception | None:
     return first
 
 
-_unattended: set[SaveQueue] = set()  # those with saves that nobody has waited for yet
+_unattended: set[SaveQueue] = set()  # queues with saves that no caller has waited for
 
 
 def _leave_all_to_the_parent() -> None:
