@@ -1,4 +1,4 @@
-"""The training of train.py as a loop of one's own with Accelerate: the same model, text and settings.
+"""The training of train.py as an explicit loop with Accelerate: the same model, text and settings.
 
     python examples/accelerate_train.py                       # one process
     torchrun --standalone --nproc-per-node 2 examples/accelerate_train.py strategy=fsdp2
@@ -25,7 +25,7 @@ from dcp_plugin.accelerate import attach
 
 
 class Progress:
-    """What the loop itself has to remember."""
+    """Counters of the loop."""
 
     step = 0
 
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def prepare(cfg: DictConfig, accelerator: Accelerator, gpt: GPT) -> tuple:
-    """The prepared model and optimizer. Accelerate's own FSDP needs a GPU; what you shard yourself runs anywhere."""
+    """Return the prepared model and optimizer. Accelerate's FSDP needs a GPU; an explicit fully_shard does not."""
     ranks, shards = accelerator.num_processes, cfg.strategy.name in ("fsdp2", "hsdp")
     if cfg.strategy.name == "single" and ranks > 1:
         raise SystemExit(f"strategy=single is for one process, not {ranks}: take strategy=ddp or fsdp2.")
@@ -98,7 +98,7 @@ def prepare(cfg: DictConfig, accelerator: Accelerator, gpt: GPT) -> tuple:
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         gpt = shard(gpt.to(accelerator.device), mesh if replicas > 1 else mesh["shard"])
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
-    # evaluation_mode: it is wrapped already, Accelerate need not put DDP around it
+    # evaluation_mode: the model is sharded, and Accelerate must not wrap it in DDP
     model = accelerator.prepare_model(gpt, device_placement=not shards, evaluation_mode=shards)
     return model.train(), accelerator.prepare_optimizer(optimizer, device_placement=not shards)
 

@@ -1,11 +1,11 @@
-"""The loss curve of several lives, for a terminal and as a picture."""
+"""Loss curve of several lives, for a terminal and as a picture."""
 
 from pathlib import Path
 
 import matplotlib as mpl
 import plotext
 
-mpl.use("Agg")  # a file, no window
+mpl.use("Agg")  # write a file, open no window
 
 from matplotlib import pyplot
 
@@ -13,7 +13,7 @@ Losses = dict[int, float]  # step -> loss
 
 
 def in_terminal(lives: list[Losses], width: int, *, colour: bool) -> str:
-    """Each life is drawn with its number, so that the curve can be read without colours too."""
+    """Return the curve as text. The digit of a life marks its points, so the curve is readable without colours."""
     figure = plotext.figure.plot_size(width, 20).theme("simple")
     for number, losses in enumerate(lives, start=1):
         figure.draw(figure.signal(list(losses), list(losses.values()), marker=str(number)))
@@ -25,7 +25,9 @@ def in_terminal(lives: list[Losses], width: int, *, colour: bool) -> str:
 def as_png(file: Path, lives: dict[str, Losses], killed_at: int) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (name, losses) in enumerate(lives.items()):
-        width = 2 + 3 * (len(lives) - 1 - number)  # where a life repeats steps, the earlier one shows around it
+        width = 2 + 3 * (
+            len(lives) - 1 - number
+        )  # where lives repeat steps, the wider line of the earlier life stays visible
         axes.plot(list(losses), list(losses.values()), label=name, linewidth=width)
     axes.axvline(killed_at, color="black", linestyle=":", label="SIGKILL in the middle of a save")
     axes.set(xlabel="step", ylabel="loss")

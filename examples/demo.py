@@ -1,4 +1,4 @@
-"""`make demo`: one training, three lives. It is killed in the middle of a save and resumes on other hardware.
+"""`make demo`: one training, three lives. It is killed during a save, and resumes on other hardware.
 
 Runs examples/train.py three times in processes of their own, looks at what is on disk in between, and holds
 the library to what examples/witness.py saw: every tensor that came back must be, byte for byte, what had been
@@ -37,12 +37,12 @@ console = Console(highlight=False, width=min(110, Console().width) if sys.stdout
 
 
 class BrokenPromise(Exception):
-    """Something is not as this demonstration says."""
+    """Difference between the demonstration's output and its claims."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """One start of examples/train.py, until its end."""
+    """Start of examples/train.py, until the end of the process."""
 
     number: int
     ranks: int
@@ -54,7 +54,7 @@ class Life:
         return RUN / f"life-{self.number}.log"
 
     def live(self) -> int:
-        """Train until the process ends, showing the newest loss meanwhile. Returns the exit status."""
+        """Train until the process ends, and show the newest loss. Return the exit status."""
         began = time.monotonic()
         with self.log.open("w") as log, console.status("starting ...") as status:
             process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=self.environment())
@@ -64,7 +64,7 @@ class Life:
                     if losses := self.losses():
                         status.update(f"step {max(losses)}, loss {losses[max(losses)]:.2f}")
             finally:
-                process.terminate()  # torchrun takes its ranks along
+                process.terminate()  # torchrun ends its ranks
                 process.wait()
         losses = self.losses()
         if not losses:
@@ -93,7 +93,7 @@ class Life:
 
     def broke(self, promise: str) -> NoReturn:
         lines = self.log.read_text(errors="replace").splitlines()
-        of_ranks = [*takewhile(lambda line: "failed (exitcode: " not in line, lines)]  # the rest is torchrun's
+        of_ranks = [*takewhile(lambda line: "failed (exitcode: " not in line, lines)]  # torchrun prints the other lines
         raise BrokenPromise("\n".join([f"Life {self.number} {promise}. From {self.log}:", "", *of_ranks[-40:]]))
 
 
@@ -160,7 +160,7 @@ Row = tuple[str, str, Text]
 
 
 def describe(state: dcp.CheckpointState) -> Row:
-    """A checkpoint's name, size and condition; a committed one is verified."""
+    """Return the name, size and condition of a checkpoint. Verify a committed checkpoint."""
     name = str(state.path).removeprefix(f"{CHECKPOINTS}/")
     if not state.committed:
         return name, "", Text(f"torn: {state.reason}", "red")
@@ -185,7 +185,7 @@ def committed_steps(states: list[dcp.CheckpointState]) -> list[int]:
 
 
 def compare(life: Life, step: int) -> int:
-    """How many tensors were restored; each must be what the witness saw when `step` was saved."""
+    """Return the number of restored tensors; each must equal the tensor that the witness saw in the save of `step`."""
     saved, restored = (RUN / "witness" / f"{event}-{step:06d}.json" for event in ("saved", "restored"))
     if not restored.exists():
         life.broke(f"should have resumed from step {step}")
@@ -199,7 +199,7 @@ def compare(life: Life, step: int) -> int:
 
 
 def same_losses(first: Life, second: Life) -> str:
-    """Dropout makes a small difference (other ranks, other noise); other text would make a large one."""
+    """Check the losses. Dropout makes a small difference (other ranks, other noise); other text, a large one."""
     before, after = first.losses(), second.losses()
     gap = max(abs(before[step] - after[step]) for step in range(41, 61))
     if gap > 0.05:

@@ -1,4 +1,4 @@
-"""The training of train.py as a loop of one's own over Lightning Fabric: the same model, text and settings.
+"""The training of train.py as an explicit loop over Lightning Fabric: the same model, text and settings.
 
     python examples/fabric_train.py                           # one process
     torchrun --standalone --nproc-per-node 2 examples/fabric_train.py strategy=fsdp2
@@ -70,11 +70,11 @@ def main(cfg: DictConfig) -> None:
                 break
         else:
             loader.sampler.set_epoch(loader.sampler.epoch + 1)
-    checkpoints.wait()  # Fabric does not say when a training ends
+    checkpoints.wait()  # Fabric has no hook for the end of a training
 
 
 class Position:
-    """Where in the text the training is: a number of global batches, which is right on any number of ranks.
+    """Position of the training in the text: a number of global batches, which is valid on any number of ranks.
 
     A dataloader whose position is each rank's own goes into the state as it is.
     """
@@ -88,7 +88,7 @@ class Position:
     def load_state_dict(self, state: dict) -> None:
         self.loader.sampler.set_epoch(state["epoch"])
         self.loader.load_state_dict(state["batches"])
-        self.loader.state_dict()  # makes the iterator, which draws, now: random numbers are restored after this
+        self.loader.state_dict()  # creates the iterator, which draws random numbers, before their state is restored
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

@@ -1,4 +1,4 @@
-"""Fine-tune the GPT that train.py has trained: LoRA on its attention, everything else frozen.
+"""Fine-tune the GPT that train.py has trained: LoRA on its attention, all other parameters frozen.
 
     python examples/finetune.py init_from=outputs/train/checkpoints/step-002000.ckpt
     torchrun --standalone --nproc-per-node 2 examples/finetune.py strategy=fsdp2 init_from=...
@@ -25,7 +25,7 @@ from dcp_plugin.lightning import DCPCheckpointIO
 
 
 class LoRA(nn.Linear):
-    """A linear layer with a trained low-rank part; its own weights have the names that they had before."""
+    """Linear layer with a trained low-rank part. The names of its own weights do not change."""
 
     def __init__(self, like: nn.Linear, rank: int) -> None:
         super().__init__(like.in_features, like.out_features)
@@ -52,7 +52,7 @@ class LitLoRA(LitGPT):
 
 @hydra.main(version_base=None, config_path="../configs", config_name="finetune")
 def main(cfg: DictConfig) -> None:
-    if cfg.init_from is None:  # `???` would not say it: what train.yaml has stays in its place
+    if cfg.init_from is None:  # `???` has no effect here: the value of train.yaml would stay
         raise SystemExit("init_from=PATH is missing: the checkpoint of the model that is fine-tuned.")
     L.seed_everything(cfg.seed, verbose=False)
     trainer = L.Trainer(
@@ -83,7 +83,7 @@ def main(cfg: DictConfig) -> None:
         logger=CSVLogger(cfg.run_dir, name="logs", flush_logs_every_n_steps=cfg.log_every),
         log_every_n_steps=cfg.log_every,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # StdlibText brings its own
+        use_distributed_sampler=False,  # StdlibText has its own
     )
     settings = OmegaConf.to_container(cfg, resolve=True)
     model = LitLoRA(

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, and how it is trained. Nothing in this file knows about checkpoints."""
+"""A small GPT over bytes, and its training. This file does not use checkpoints."""
 
 import math
 
@@ -13,7 +13,7 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on its own normed copy of the stream."""
+    """Attention and MLP, each applied to a normalised copy of the stream."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class GPT(nn.Module):
 
 
 def shard(gpt: GPT, mesh: DeviceMesh) -> GPT:
-    """FSDP2; on a 2-D mesh (replicas, shards) HSDP."""
+    """Shard the model by FSDP2; on a 2-D mesh (replicas, shards) by HSDP."""
     for block in gpt.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(gpt, mesh=mesh)
 
 
 class LitGPT(L.LightningModule):
-    """`replicate` matters to ModelParallelStrategy only: 1 is FSDP2, more is HSDP with that many replicas."""
+    """Lightning module of the GPT. `replicate` is for ModelParallelStrategy: 1 is FSDP2, N > 1 HSDP with N replicas."""
 
     def __init__(self, *, model: dict, optim: dict, steps: int, seed: int, replicate: int = 1) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class LitGPT(L.LightningModule):
 
 
 def warmup_then_cosine(step: int, warmup: int, steps: int) -> float:
-    """The factor of the learning rate. Its length is a setting, so a run may be resumed with more steps."""
+    """Factor of the learning rate. Its length is a setting, so a run can resume with more steps."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -24,7 +24,7 @@ from dcp_plugin.transformers import DCPTrainerMixin
 
 
 class MyTrainer(DCPTrainerMixin, Trainer):
-    """All it takes."""
+    """Trainer of transformers that saves and resumes with dcp_plugin; the only addition."""
 
 
 class Bytes(Dataset[dict]):
@@ -77,7 +77,7 @@ def build_model(*, dim: int, depth: int, heads: int, context: int, dropout: floa
 
 
 def choose_strategy(cfg: DictConfig) -> dict:
-    """What TrainingArguments need for it. How many ranks there are, torchrun says."""
+    """Return the TrainingArguments for a kind of parallelism. torchrun sets the number of ranks."""
     match cfg.strategy.name:
         case "single" if cfg.devices * cfg.nodes > 1:
             raise SystemExit("strategy=single is for one process: take strategy=ddp or fsdp2.")

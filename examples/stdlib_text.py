@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source code of its own Python standard library.
+"""Real text on every machine: the source code of its Python standard library.
 
 The rule: the text of global batch k depends on the seed, the epoch and k, never on the number of ranks. So
 a run that is resumed on another number of ranks goes on with the text that would have come next: its position
@@ -21,7 +21,7 @@ SKIPPED = {"site-packages", "test", "tests", "encodings", "pydoc_data"}  # the l
 
 @cache
 def stdlib_source(max_bytes: int) -> Tensor:
-    """The first `max_bytes` of the standard library's modules, in the order of their paths."""
+    """Return the first `max_bytes` of the standard library's modules, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (file.relative_to(root) for file in root.rglob("*.py"))
     text = bytearray()
@@ -34,7 +34,7 @@ def stdlib_source(max_bytes: int) -> Tensor:
 
 
 class Windows(Dataset[Tensor]):
-    """Text cut into windows of `context` bytes, each with the byte that follows it. Read in whole batches."""
+    """Windows of `context` bytes of a text, each with the byte after it. Reads return complete batches."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.windows = text.unfold(0, context + 1, context)
@@ -47,7 +47,7 @@ class Windows(Dataset[Tensor]):
 
 
 class ShareOfBatches(Sampler[list[int]]):
-    """One rank's share of every global batch. Lightning tells the epoch."""
+    """One rank's share of every global batch. Lightning sets the epoch."""
 
     def __init__(self, windows: int, batch_size: int, rank: int, ranks: int, seed: int) -> None:
         if batch_size % ranks:
@@ -85,7 +85,7 @@ class StdlibText(L.LightningDataModule):
         sampler = ShareOfBatches(len(windows), self.batch_size, rank, ranks, self.seed)
         return StatefulDataLoader(windows, batch_size=None, sampler=sampler)
 
-    # Lightning keeps the state of the loader too, but that is for the number of ranks it was saved with.
+    # Lightning saves the state of the loader too, but that state is valid only for the same number of ranks.
 
     def state_dict(self) -> dict:
         return {"position": self.loader.state_dict() if self.loader else self.position}

@@ -1,4 +1,4 @@
-"""Train a small GPT on the source code of Python's standard library, with checkpoints that survive anything.
+"""Train a small GPT on the source code of Python's standard library, with checkpoints that survive any crash.
 
     python examples/train.py                                  # one process
     torchrun --standalone --nproc-per-node 2 examples/train.py strategy=fsdp2
@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
         log_every_n_steps=cfg.log_every,
         enable_checkpointing=cfg.checkpoint.enabled,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # StdlibText brings its own
+        use_distributed_sampler=False,  # StdlibText has its own
     )
     settings = OmegaConf.to_container(cfg, resolve=True)
     model = LitGPT(

@@ -1,4 +1,4 @@
-"""Lightning callbacks of the demonstration: one that remembers what was saved, two that end a life.
+"""Lightning callbacks of the demonstration: a record of saves and restores, and two that end a life.
 
 The witness does not trust the library it watches: it asks the live model and optimizer for their whole
 tensors, when a checkpoint is written and again after one was restored, and keeps a SHA-256 of each in a file
@@ -21,7 +21,7 @@ from dcp_plugin import events
 
 
 class Witness(L.Callback):
-    """Writes `saved-STEP.json` with every save and `restored-STEP.json` after every restore."""
+    """Callback that writes `saved-STEP.json` with every save and `restored-STEP.json` after every restore."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -52,7 +52,7 @@ def live_tensors(trainer: L.Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it on this rank, gathered from the others where it is sharded (so every rank has to ask)."""
+    """Return the complete tensor on this rank. For a sharded tensor this is collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
@@ -64,7 +64,7 @@ def digest(tensor: Tensor) -> dict[str, str | int]:
 
 
 class PowerCut(L.Callback):
-    """SIGKILL, which no process can catch, when half of the checkpoint of `step` is written."""
+    """Callback that sends SIGKILL, which no process can catch, when half of the checkpoint of `step` is written."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -82,7 +82,7 @@ class PowerCut(L.Callback):
 
 
 class StopAt(L.Callback):
-    """Ends the training after `step`, as a queue's time limit would."""
+    """Callback that ends the training after `step`, as the time limit of a job queue does."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,6 +1,6 @@
-"""Hydra loads this at each start, from the namespace package in which it looks for plugins.
+"""Plugin that Hydra loads at each start, from the namespace package of its plugins.
 
-Torch is not imported: ``dcp_plugin.conf``, in which Hydra looks for the groups, brings a few small modules of ours.
+This module does not import torch: ``dcp_plugin.conf``, the package of the groups, imports only small modules.
 """
 
 import importlib
@@ -11,12 +11,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class DcpPluginGroups(SearchPathPlugin):
-    """The groups ``dcp_plugin/…`` in the search path of every application."""
+    """Plugin that adds the groups ``dcp_plugin/…`` to the search path of every application."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         try:
             importlib.import_module("dcp_plugin.conf")
-        except Exception as error:  # Hydra would end with it, also where an application asks for none of the groups
+        except Exception as error:  # otherwise Hydra fails, even for an application without these groups
             warnings.warn(f"there are no groups dcp_plugin/…: dcp_plugin cannot be imported: {error!r}", stacklevel=1)
         else:
             search_path.append(provider="dcp-plugin", path="pkg://dcp_plugin.conf")

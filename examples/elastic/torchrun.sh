@@ -1,11 +1,11 @@
 #!/bin/bash
-# A rank that dies is replaced by torchrun, and with --nnodes=1:2 the training goes on without a node that is lost.
+# torchrun replaces a rank that dies, and with --nnodes=1:2 the training continues without a lost node.
 #
 #   ROOT=run examples/elastic/torchrun.sh                                          on one machine
 #   ROOT=/shared/run NNODES=1:2 HEAD=node1:29400 examples/elastic/torchrun.sh --replicas 1      on each of two
 set -euo pipefail
 
-# Without it a restart may meet what the life before left in torchrun's store: "Gloo connectFullMesh failed", NCCL
+# Without it a restart may read keys of the previous life in torchrun's store: "Gloo connectFullMesh failed", NCCL
 # "Connection refused", or a hang. torch 2.13 keeps that store from one restart to the next.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 

@@ -1,4 +1,4 @@
-"""A training that goes on from its newest checkpoint, however it was ended, under torchrun, SLURM or Kubernetes.
+"""A training that resumes from its newest checkpoint after any end, under torchrun, SLURM or Kubernetes.
 
     python examples/elastic/train.py --root run
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --root run
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of the batch of a step, which is the same whatever ran before, and on however many ranks."""
+    """Return this rank's share of the batch of a step, which is the same in every life and on any number of ranks."""
     inputs = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step))[rank::ranks]
     return inputs, inputs[:, :8].argmax(dim=1)
 

@@ -1,4 +1,4 @@
-"""The loop of diffusers' train_text_to_image.py: a UNet given texts, trained to predict noise, with Accelerate.
+"""The loop of diffusers' train_text_to_image.py: a UNet learns to predict noise from texts, with Accelerate.
 
 The line that is added is `attach(accelerator, ...)`; `accelerator.save_state` stands where it does in their script, and
 `resume_or_init` is what they have under `--resume_from_checkpoint`. The UNet is a tiny one from a config, and latents

@@ -1,4 +1,4 @@
-"""`TorchTrainer` of Ray Train: a worker that dies is started again by Ray, and goes on from the newest checkpoint.
+"""`TorchTrainer` of Ray Train: Ray restarts a worker that dies, and the worker resumes from the newest checkpoint.
 
 The lines that are added are `resume_or_init` in place of `train.get_checkpoint()` and a `torch.load`, and `save` in
 place of `torch.save`. All workers save together into the run's directory, `storage_path/name`: with `NO_UPLOAD` Ray

@@ -1,4 +1,4 @@
-"""torchtitan's `CheckpointManager`, whose checkpoints go through `ShardedWriter` and `ShardedReader`.
+"""torchtitan's `CheckpointManager` with checkpoints written and read by `ShardedWriter` and `ShardedReader`.
 
 The lines that are added are the class `Manager`: it saves at once, whatever `async_mode` says, and takes no Hugging
 Face files. When to save, what, where and what to delete stays with torchtitan, and so do its optimizers and its
@@ -34,7 +34,7 @@ class Manager(CheckpointManager):  # added
 
 
 class Progress:
-    """The train state and, as the data follow from it, the dataloader's."""
+    """Train state, and state of the dataloader, because the data depend on it."""
 
     step = 0
 

@@ -1,4 +1,4 @@
-"""`SFTTrainer` of TRL: a small random model, a tokenizer made in code, texts that are in this file; nothing from a hub.
+"""`SFTTrainer` of TRL: a small random model, a tokenizer and texts from this file, no download.
 
 The line that is added is `class MyTrainer(DCPTrainerMixin, SFTTrainer)`, and `MyTrainer` where `SFTTrainer` stood.
 
