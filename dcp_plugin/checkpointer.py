@@ -28,11 +28,11 @@ from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs import launches
-from dcp_plugin.runs.damage import setting_aside
+from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.pace import Pace
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
+from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
@@ -82,7 +82,7 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
         self._source = source_of(self.config)
-        self.pace = Pace(self.config, lambda: self._queue.is_saving)
+        self.save_timing = SaveTiming(self.config, lambda: self._queue.is_saving)
         """Measurement of steps and of the cost of saves, for integrations."""
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -149,7 +149,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         handle = SaveHandle(as_path(path, self.config.storage_options), step)
-        handle.on_published(self.pace.published)
+        handle.on_published(self.save_timing.published)
         call = Call.save(handle.path, step)
         with self._queue.beginning(handle), together(call):
             if self.config.finish_on_sigterm:
@@ -165,7 +165,7 @@ class Checkpointer:
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
             self._writer.submit(handle, request, live, ranks)
-            self.pace.paused(time.monotonic() - began, saving=True)
+            self.save_timing.paused(time.monotonic() - began, saving=True)
         return handle
 
     def load(
@@ -318,8 +318,8 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
-            self.pace.paused(time.monotonic() - began, saving=False)
-            Attempt(None, first_untold(ended)).get()
+            self.save_timing.paused(time.monotonic() - began, saving=False)
+            Attempt(None, first_unreported(ended)).get()
 
     def wait_until_kept(self) -> None:
         """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete
@@ -374,11 +374,11 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self.pace.due(step, self._groups.front)
+        return self.save_timing.due(step, self._groups.front)
 
     def step_ended(self) -> None:
         """Measure a step for :meth:`proposed_interval`, in a loop that does not call :meth:`due`."""
-        self.pace.step_ended()
+        self.save_timing.step_ended()
 
     def proposed_interval(self) -> SaveInterval | None:
         """Return the cheapest interval between saves, based on current measurements; None before the first save.
@@ -386,7 +386,7 @@ class Checkpointer:
         Call this on rank 0: each rank measures only itself, and only rank 0 knows of earlier failures. :meth:`due`
         measures steps; without it, the cost of a save is the duration of its call.
         """
-        return self.pace.proposal
+        return self.save_timing.proposal
 
     @property
     def ranks(self) -> Ranks:
@@ -425,7 +425,7 @@ class Checkpointer:
                     from dcp_plugin.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
-                self.pace.ended(clean)
+                self.save_timing.ended(clean)
                 self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()
@@ -446,7 +446,7 @@ def _load(
         location = as_path(path, checkpointer.config.storage_options)
         launches.refuse_another_rank(location, ranks.launch)
         opening = _open(checkpointer, location, ranks) if shown is None else nullcontext(shown)
-        with collector_paused(), setting_aside(ranks, location, mode is LoadMode.RESTORE), opening as files:
+        with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
             loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)
             report = loading.run(state)
         checkpointer._saving.loaded(state, report, loading.opened, ranks)

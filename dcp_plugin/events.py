@@ -172,7 +172,7 @@ def emit(event: Event, json_lines: str | None = None) -> None:
 def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
     """Call all callbacks with ``event``, even if one raises, and then raise the first error.
 
-    During the calls, :func:`is_telling` is true in this thread.
+    During the calls, :func:`is_in_subscriber` is true in this thread.
 
     Raises:
         CheckpointError: A callback raised SystemExit or a similar exception outside of the main thread. The original
@@ -180,7 +180,7 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
             unchanged, for example after Ctrl-C.
     """
     failure: Exception | None = None
-    outside, _here.telling = is_telling(), True
+    outside, _here.in_subscriber = is_in_subscriber(), True
     try:
         for callback in callbacks:
             try:
@@ -194,14 +194,14 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
                 failure_here.__cause__ = error
                 failure = failure or failure_here
     finally:
-        _here.telling = outside
+        _here.in_subscriber = outside
     if failure is not None:
         raise failure
 
 
-def is_telling() -> bool:
+def is_in_subscriber() -> bool:
     """Return whether this thread is running a subscriber or a callback of a save."""
-    return getattr(_here, "telling", False)
+    return getattr(_here, "in_subscriber", False)
 
 
 NOTE_SECONDS = 10.0

@@ -53,7 +53,7 @@ def meet(timeout: float) -> None:
     assert world is not None, "there is a default process group"
     number = _held[world] = _held.get(world, 0) + 1
     meeting = _Meeting(default_store(), f"dcp_plugin/meeting/{number}", dist.get_rank(), dist.get_world_size(), timeout)
-    grace = lambda: _GRACE if meeting.has_come else 0.0  # noqa: E731
+    grace = lambda: _GRACE if meeting.is_present else 0.0  # noqa: E731
     within_timeout(meeting.attend, timeout, grace)
 
 
@@ -108,7 +108,7 @@ class _Meeting:
         self._store, self._key, self._size, self._timeout = store, key, size, timeout
         self._call = current_call("save or load")  # set here, since the thread that runs attend() has no current call
         self.rank = rank
-        self.has_come = False
+        self.is_present = False
         """True if the store has answered this rank."""
 
     def attend(self) -> None:
@@ -121,7 +121,7 @@ class _Meeting:
         store, end = self._store, f"{self._key}/end"
         store.set(self._name_of(self.rank), "here")
         come = store.add(f"{self._key}/come", 1)
-        self.has_come = True
+        self.is_present = True
         if come > self._size:  # the store is older than this process group and has counts of earlier meetings
             return
         if come == self._size:

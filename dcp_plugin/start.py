@@ -13,7 +13,7 @@ from dcp_plugin.media import medium_of
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.records import LoadReport
-from dcp_plugin.runs.catalog import parts_beside
+from dcp_plugin.runs.catalog import sibling_parts
 from dcp_plugin.runs.launches import refuse_other_ranks
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.published import read_summary
@@ -98,7 +98,7 @@ def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, s
     try:
         return checkpointer.restore(state, path, strict=strict)
     except CheckpointMismatch as error:
-        if len(parts := parts_beside(path)) > 1:
+        if len(parts := sibling_parts(path)) > 1:
             error.add_note(
                 f"{path} is one of {len(parts)} parts of {path.parent}, each a checkpoint of its own: "
                 f"{', '.join(part.name for part in parts)}. Load each into what it was saved from: "

@@ -228,7 +228,7 @@ KNOW_THE_KIND_OF_A_PATH = {
     "runs/scan.py",
     "storage/batches.py",
     "storage/open_foreign.py",
-    "storage/passing.py",
+    "storage/stream_copy.py",
     "storage/read_items.py",
     "storage/reader.py",
     "tools/copy.py",

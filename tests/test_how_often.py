@@ -22,7 +22,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.runs import figures, history, interval
 from dcp_plugin.runs.history import RunHistory
 from dcp_plugin.runs.interval import PRIOR_SECONDS, Failures, SaveCost, cheapest_seconds, propose
-from dcp_plugin.saving.pace import CostMeter
+from dcp_plugin.saving.save_timing import CostMeter
 from tests import launch
 from tests.launch import on_ranks
 from tests.places import names_in
@@ -203,7 +203,7 @@ class Clock:
     def __init__(self, checkpointer: dcp.Checkpointer) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.now, self._pace = 1000.0 * rank, 1.0 + rank
-        checkpointer.pace.clock = lambda: self.now
+        checkpointer.save_timing.clock = lambda: self.now
 
     def after(self, seconds: float) -> None:
         self.now += seconds * self._pace
@@ -236,14 +236,14 @@ def test_all_ranks_save_at_the_same_steps_by_the_clock_of_rank_0(tmp_path: Path,
 def test_few_steps_meet_and_slower_steps_are_noticed(tmp_path: Path) -> None:
     checkpointer = dcp.Checkpointer(save_interval=50.0)
     meetings = 0
-    decide = checkpointer.pace._decide
+    decide = checkpointer.save_timing._decide
 
     def counted() -> tuple[bool, int]:
         nonlocal meetings
         meetings += 1
         return decide()
 
-    checkpointer.pace._decide = counted  # type: ignore[method-assign]
+    checkpointer.save_timing._decide = counted  # type: ignore[method-assign]
     due = _steps_that_were_due(checkpointer, tmp_path, lambda step: 1.0 if step <= 110 else 2.0)
     gaps = [later - before for before, later in itertools.pairwise(due)]
     assert gaps[0] == pytest.approx(50, abs=1)
@@ -330,7 +330,9 @@ def test_ranks_at_different_steps_are_told(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         checkpointer.due(7)
     else:
-        with pytest.raises(CheckpointMismatch, match="rank 0 asks whether to save after step 7, and rank 1 after 8"):
+        with pytest.raises(
+            CheckpointMismatch, match="rank 0 asks whether to save after step 7, but rank 1 after step 8"
+        ):
             checkpointer.due(8)
     checkpointer.close()
 

@@ -112,7 +112,7 @@ class _Kept:
         a local tier, other nodes would have no part of the checkpoint."""
         if self.alone is None:
             self.alone = FrameworkCheckpointer(self.config.without_local_tier(), solo=True)
-            self.alone.pace = self.checkpointer.pace
+            self.alone.save_timing = self.checkpointer.save_timing
         return self.alone
 
     def finish_alone(self) -> None:

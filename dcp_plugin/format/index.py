@@ -154,7 +154,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         Stock stores no such keys. It takes a checkpoint that has them for a checkpoint of torch 2.3, and looks for the
         keys that this version made.
         """
-        self.beside: dict[str, str] = {}
+        self.extra_files: dict[str, str] = {}
         """Extra files next to the data files, and the text that :mod:`~dcp_plugin.storage.extra_files` compares for
         each."""
         self.planner_data: tuple[Any, ...] = ()
@@ -287,7 +287,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
-        both.left_out, both.beside, both.where = self.left_out, self.beside, self.where
+        both.left_out, both.extra_files, both.where = self.left_out, self.extra_files, self.where
         both.empty = [*self.empty, *other.empty]
         return both
 
@@ -375,7 +375,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             CheckpointCorrupt: A check failed; the message names file and key.
         """
         columns, self.where = self.columns, where
-        for name in (*self.files, *self.beside):
+        for name in (*self.files, *self.extra_files):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{where}: the index names {name!r}, which is outside the checkpoint")
         file = columns["file"]

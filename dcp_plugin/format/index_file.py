@@ -59,8 +59,8 @@ def encode(index: CheckpointIndex) -> bytes:
         more["left_out"] = json.dumps(index.left_out).encode()
     if index.empty:
         more["empty"] = json.dumps(list(index.empty)).encode()
-    if index.beside:
-        more["beside"] = json.dumps(index.beside).encode()
+    if index.extra_files:
+        more["beside"] = json.dumps(index.extra_files).encode()
     if index.planner_data:
         more["planner_data"] = values.encode(index.planner_data[0])
     columns = {name: np.frombuffer(data, np.uint8) for name, data in more.items()}
@@ -158,7 +158,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files, smallest_block)
     index.left_out, index.empty, index.planner_data = left_out, empty, planner_data
-    index.beside = {str(name): str(comparison) for name, comparison in beside.items()}
+    index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
     return index
 
 

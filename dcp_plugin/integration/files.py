@@ -27,7 +27,7 @@ from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.media.packed import uncommitted_reason as uncommitted_reason
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.storage.extra_files import told_of
+from dcp_plugin.storage.extra_files import comparison_of
 from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.published import in_one_view
 from dcp_plugin.storage.published import read_summary as read_summary
@@ -193,8 +193,8 @@ def _is_packed(path: Path) -> bool:
 
 def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
     """Select for each file a node that has it as it was saved. Raises CheckpointCorrupt if no node has."""
-    for name, saved in open_files(path, files, complete=False).index.beside.items():
-        while wanted(name) and told_of(files, name) != saved:
+    for name, saved in open_files(path, files, complete=False).index.extra_files.items():
+        while wanted(name) and comparison_of(files, name) != saved:
             with files.open(name) as file:
                 file.peek(1)  # selects the node
                 if not files.distrust(file):

@@ -335,8 +335,8 @@ class Coordinator:
         head = save.head
         sizes = {name: size for part in save.parts.values() for name, size in part.files.items()}
         index = self._index(save, sizes)
-        index.beside = {name: told for part in save.parts.values() for name, told in part.attached.items()}
-        attached = {name.partition("/")[0] for name in index.beside}
+        index.extra_files = {name: told for part in save.parts.values() for name, told in part.attached.items()}
+        attached = {name.partition("/")[0] for name in index.extra_files}
         now = self._last_time = max(time.time(), self._last_time + 0.001)
         files, summary = compose(
             save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, now

@@ -542,7 +542,7 @@ class Part:
     files: dict[str, int]
     """Data file -> its size in bytes."""
     attached: dict[str, str]
-    """What lies beside them, as :func:`dcp_plugin.storage.extra_files.told_beside` tells it."""
+    """Comparisons of extra files, see :func:`dcp_plugin.storage.extra_files.comparisons_below`."""
     attached_sizes: dict[str, int]
     seconds: float
 

@@ -131,7 +131,7 @@ class KeeperWriter:
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:
             handle.wait_turn()
-        self._queue.let_go_of_ended()
+        self._queue.drop_succeeded()
         take_off_hooks()
         return self._groups.main()
 
@@ -374,7 +374,7 @@ class KeptSaves:
             handle.set_local(SaveFailed(f"{text}: {found.error or 'it went straight to its path'}"))
             return None
         seconds = time.monotonic() - request.began
-        self._pipeline.tell(events.SavedLocally(request.path, request.step, seconds, self.client.rank))
+        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank))
         handle.set_local()
         return seconds
 
@@ -398,7 +398,7 @@ class KeptSaves:
             tier="durable" if end.published else "local",
             local_seconds=local,
         )
-        self._pipeline.tell(event)
+        self._pipeline.emit(event)
         return event
 
     def bring_newest(self) -> None:
@@ -417,7 +417,7 @@ class KeptSaves:
         if end.error is not None and not end.published:
             raise end.error
         handle.finished = replace(handle.finished, tier="durable")
-        self._pipeline.tell(handle.finished)
+        self._pipeline.emit(handle.finished)
 
     def close(self) -> None:
         """Give back the host copies, and leave the keeper. Nothing in a forked process, which has neither."""

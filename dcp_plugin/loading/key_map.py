@@ -283,7 +283,7 @@ class KeyMaps:
         self._followed: dict[nn.Module | None, tuple[str, Prefixes]] = {}
         self._overlapping = OverlappingNames(())
 
-    def tell_apart(self, adapters: Iterable[StateAdapter]) -> None:
+    def distinguish(self, adapters: Iterable[StateAdapter]) -> None:
         """Record which objects have overlapping names. Collective if one of these contains FSDP1."""
         self._overlapping = OverlappingNames(adapters)
 

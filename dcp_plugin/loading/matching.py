@@ -154,7 +154,7 @@ class Matching:
     def run(self, adapters: list[StateAdapter]) -> None:
         """Match this rank's objects. Collective if a module contains FSDP1."""
         self._adapters, self._names_here = adapters, [adapter.name for adapter in adapters]
-        self._key_maps.tell_apart(adapters)
+        self._key_maps.distinguish(adapters)
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and self._is_plain(adapter):
                 self._take_plain(adapter)

@@ -168,7 +168,7 @@ def step_in_name(path: Where) -> int | None:
     return int(match[1]) if match else None
 
 
-def parts_beside(path: Where) -> list[Where]:
+def sibling_parts(path: Where) -> list[Where]:
     """Return the parts of a checkpoint that was saved in several calls: ``checkpoint-100/model``, ``…/optimizer``.
 
     A part is a checkpoint without a step, directly below a folder with a step in its name.

@@ -45,7 +45,7 @@ def note_chosen(path: PathLike, by_framework: bool = True) -> None:
 
 
 @contextmanager
-def setting_aside(ranks: Ranks, path: PathLike, restores: bool) -> Iterator[None]:
+def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator[None]:
     """Quarantine a damaged checkpoint if the enclosed load is that of an automatic resume. Collective.
 
     Some frameworks cannot continue with an older checkpoint after a failed load, but their next start does. A resume

@@ -37,7 +37,7 @@ _CONFIGURATION = "configuration.hydra"
 _MOST_OF_CONFIGURATION = 1 << 24
 
 
-def keep_apart(root: PathLike, resume: str | PathLike, storage_options: StorageOptions | None = None) -> None:
+def refuse_other_jobs(root: PathLike, resume: str | PathLike, storage_options: StorageOptions | None = None) -> None:
     """Record that this job of a sweep has its checkpoints below ``root``. Without a sweep, do nothing.
 
     Raises:

@@ -103,7 +103,7 @@ class StartOptions:
             tools: Other tools: the integration resumes from their checkpoints, too.
             without: Checkpoints to ignore, because they are damaged.
         """
-        hydra_jobs.keep_apart(root, self.resume, self.storage_options)
+        hydra_jobs.refuse_other_jobs(root, self.resume, self.storage_options)
         checkpoint = self._find(root, tools, without)
         hydra_jobs.compare(root, self.resume, checkpoint, self.storage_options)
         return checkpoint

@@ -89,7 +89,7 @@ class _Frozen:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RankReport:
     """Report of one rank to rank 0.
 
     It has the numbers of the ``exclude`` globs that have matched a key of its state, the keys if a glob may match none,
@@ -109,7 +109,7 @@ class KeySelection:
         self.provenance = Provenance(config)
         self._globs_checked = not config.exclude
         self._matched: set[int] = set()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without the keys that the configuration excludes."""
@@ -133,17 +133,20 @@ class KeySelection:
             return LeftOut({})
         decided = ranks.combine(
             f"decide what to leave out of {path}",
-            lambda: pack(self._told(state.get())),
-            lambda told: self._decide(list(map(unpack, told)), path),
+            lambda: pack(self._report(state.get())),
+            lambda reports: self._decide(list(map(unpack, reports)), path),
         )
         self._globs_checked = True
         return decided
 
-    def _told(self, state: Flat) -> _Told:
+    def _report(self, state: Flat) -> _RankReport:
+        """Return the report of this rank."""
         frozen = self.provenance.of_frozen(state) if self._config.trainable_only else {}
-        return _Told(frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen)
+        return _RankReport(
+            frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen
+        )
 
-    def _decide(self, reports: list[_Told], path: Where) -> LeftOut:
+    def _decide(self, reports: list[_RankReport], path: Where) -> LeftOut:
         """Decide on rank 0 from the reports of all ranks."""
         if not self._globs_checked:
             self._refuse_idle_globs(reports)
@@ -161,7 +164,7 @@ class KeySelection:
             self._warn(f"frozen parameters that are not as in {base.path} are saved: {some(list(changed), 5)}")
         return LeftOut({key: base_key for key, base_key in keys.items() if key not in changed}, base)
 
-    def _refuse_idle_globs(self, reports: list[_Told]) -> None:
+    def _refuse_idle_globs(self, reports: list[_RankReport]) -> None:
         matched = frozenset[int]().union(*(report.globs for report in reports))
         globs = [glob for number, glob in enumerate(self._config.exclude) if number not in matched]
         if globs:
@@ -216,8 +219,8 @@ class KeySelection:
 
     def _warn(self, text: str) -> None:
         """Log a warning once."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("%s", text)
 
 

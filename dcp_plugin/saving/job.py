@@ -280,7 +280,7 @@ class SavePipeline:
             bytes_reused=written.bytes_reused,
             record=_record(publication, staged.get().metrics, published.parts) if published else None,
         )
-        self.tell(event)
+        self.emit(event)
         return event
 
     def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
@@ -417,10 +417,10 @@ class SavePipeline:
                     f"{error} The checkpoint {request.path} was published before that, and is complete."
                 )
             record = _record(publication, {}) if rank == 0 else None
-        self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
+        self.emit(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)
 
-    def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
+    def emit(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
         """Emit the event that a save has ended. An error of a subscriber does not fail the save."""
         try:
             events.emit(event, self._config.events)

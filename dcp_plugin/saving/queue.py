@@ -171,7 +171,7 @@ class SaveHandle:
 
     def refuse_in_callback(self, what: str) -> None:
         """Raise CheckpointError if this is called in a callback of the save in flight."""
-        if events.is_telling() and not self.done():
+        if events.is_in_subscriber() and not self.done():
             raise CheckpointError(
                 f"cannot {what} while {self.path} is being saved: this is a subscriber of events, and a save waits "
                 f"for its subscribers. Do it in the training thread, or in another thread."
@@ -397,7 +397,7 @@ class SaveQueue:
             _unattended.discard(self)
         return ended
 
-    def let_go_of_ended(self) -> None:
+    def drop_succeeded(self) -> None:
         """Drop the saves that succeeded. Failed saves stay until a caller waits for them."""
         ended = [(handle, thread) for handle, thread in self._saves if handle.done() and handle.exception() is None]
         for save in ended:
@@ -406,7 +406,7 @@ class SaveQueue:
         if not self._saves:
             _unattended.discard(self)
 
-    def leave_to_the_parent(self) -> None:
+    def end_in_fork(self) -> None:
         """End the saves in a forked process, in which no thread would end them and a wait would never return."""
         for handle in self.handles:
             if not handle.done():
@@ -472,7 +472,7 @@ def _let_training_go_first() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def first_untold(ended: list[SaveHandle]) -> Exception | None:
+def first_unreported(ended: list[SaveHandle]) -> Exception | None:
     """Return the first error that no caller has got, with later errors as notes. The caller raises it."""
     first: Exception | None = None
     for handle in ended:
@@ -486,13 +486,13 @@ def first_untold(ended: list[SaveHandle]) -> Exception | None:
 _unattended: set[SaveQueue] = set()  # queues with saves that no caller has waited for
 
 
-def _leave_all_to_the_parent() -> None:
+def _end_all_in_fork() -> None:
     for queue in tuple(_unattended):
-        queue.leave_to_the_parent()
+        queue.end_in_fork()
     _unattended.clear()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_the_parent)
+os.register_at_fork(after_in_child=_end_all_in_fork)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SaveRequest, StagedState
 from dcp_plugin.saving.job import HostCopy, SavePipeline, raise_as_failed_save
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
 from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool
@@ -147,7 +147,7 @@ class CallingThread:
         """
         ended = self._queue.wait_for_all_but(self._may_go_on if begins_save else 0)
         take_off_hooks()
-        unreported = first_untold(ended)
+        unreported = first_unreported(ended)
         last_group = self._groups.known
         try:
             ranks = last_group if self._queue.handles and last_group is not None else self._groups.main()

@@ -18,7 +18,7 @@ MOST_HASHED = 64 << 20
 BYTES = " bytes"
 
 
-def told_beside(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
+def comparisons_below(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
     """Return a comparison for each extra file of a save in flight, by name. Raises OSError.
 
     The comparison is the file's XXH3-128, or the size of a file that would take long to hash. Links and entries that
@@ -28,9 +28,9 @@ def told_beside(medium: Medium, directory: Where, below: str = "") -> dict[str, 
     for entry in medium.entries(directory):
         name = below + entry.path.name
         if entry.is_folder:
-            comparisons |= told_beside(medium, entry.path, f"{name}/")
+            comparisons |= comparisons_below(medium, entry.path, f"{name}/")
         elif entry.is_file and (below or not name.endswith(DATA_SUFFIX)):
-            comparisons[name] = told_of(medium.open(directory), entry.path.name)
+            comparisons[name] = comparison_of(medium.open(directory), entry.path.name)
     return comparisons
 
 
@@ -38,13 +38,13 @@ def hash_of(data: bytes) -> str:
     return xxh3_128(data).hexdigest()
 
 
-def sizes_only(beside: Mapping[str, str]) -> list[str]:
+def sizes_only(comparisons: Mapping[str, str]) -> list[str]:
     """Return the files of which only the size is compared."""
-    return [name for name, comparison in beside.items() if comparison.endswith(BYTES)]
+    return [name for name, comparison in comparisons.items() if comparison.endswith(BYTES)]
 
 
-def told_of(files: Files, name: str) -> str:
-    """Return the comparison of one file, as in :func:`told_beside`."""
+def comparison_of(files: Files, name: str) -> str:
+    """Return the comparison of one file, as in :func:`comparisons_below`."""
     with files.open(name) as file:
         size = files.size(name)
         return hash_of(file.read()) if size <= MOST_HASHED else f"{size}{BYTES}"

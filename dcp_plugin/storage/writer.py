@@ -243,7 +243,7 @@ class Publication:
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
         saved = self._reservation.time or time or later_than_beside(self.medium, self.path)
-        index.beside = self._told_beside() if attached else {}
+        index.extra_files = self._comparisons() if attached else {}
         files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
         try:
             self.medium.publish(self._reservation, files)
@@ -252,9 +252,9 @@ class Publication:
         self._reservation, self.published = None, True
         return summary
 
-    def _told_beside(self) -> dict[str, str]:
+    def _comparisons(self) -> dict[str, str]:
         try:
-            return extra_files.told_beside(self.medium, self.reserve())
+            return extra_files.comparisons_below(self.medium, self.reserve())
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
@@ -283,8 +283,8 @@ def compose(
 
     Args:
         path: Path of the checkpoint, for errors.
-        index: The index of all data files. ``index.beside`` has the comparisons of ``attached``; those of views are
-            added.
+        index: The index of all data files. ``index.extra_files`` has the comparisons of ``attached``; those of
+            views are added.
         attached: The names of extra files and folders next to the data files.
         saved: Time of the save, in seconds since the epoch.
 
@@ -292,7 +292,7 @@ def compose(
         UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
     """
     views = dcp_metadata.encoded_views(facts.views, index, meta)
-    index.beside |= {name: extra_files.hash_of(data) for name, data in views.items()}
+    index.extra_files |= {name: extra_files.hash_of(data) for name, data in views.items()}
     try:
         encoded = index_file.encode(index)
     except UnsafeCheckpoint as error:

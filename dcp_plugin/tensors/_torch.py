@@ -77,7 +77,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
     if hasattr(value, "__create_chunk_list__"):
         return _of_protocol(value, tuple(value.shape), value.dtype)
     if all(hasattr(value, name) for name in _CHECKPOINTABLE):
-        return _of_chunks(tuple(value.global_shape), value.dtype, _told_by_fields(value))
+        return _of_chunks(tuple(value.global_shape), value.dtype, _chunks_from_fields(value))
     return _of_full(value, any_rank)
 
 
@@ -131,7 +131,7 @@ def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = Non
     return _of_chunks(shape, dtype, chunks, origin)
 
 
-def _told_by_fields(value: Any) -> list[LocalChunk]:
+def _chunks_from_fields(value: Any) -> list[LocalChunk]:
     """Return the chunks of a ``CheckpointableTensor``, as views that leave out its padding.
 
     Raises:

@@ -77,8 +77,8 @@ def require_memory(tensor: torch.Tensor) -> None:
     """
     if is_dense_memory(tensor):
         return
-    if not _is_there(tensor):
-        raise CheckpointMismatch(_what_instead(tensor))
+    if not _is_in_memory(tensor):
+        raise CheckpointMismatch(_reason_without_memory(tensor))
     if not tensor.is_quantized:
         _require_storable(tensor.dtype)
 
@@ -106,8 +106,8 @@ def is_dense_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _is_there(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are in memory. If not, :func:`_what_instead` returns the reason."""
+def _is_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are in memory. If not, :func:`_reason_without_memory` returns the reason."""
     try:
         storage = tensor.untyped_storage()
         if type(tensor) not in EXACTLY_TENSORS and storage.device.type == "meta":
@@ -122,7 +122,8 @@ def _is_there(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _what_instead(tensor: torch.Tensor) -> str:
+def _reason_without_memory(tensor: torch.Tensor) -> str:
+    """Return the reason why a tensor has no elements in memory, with the way out."""
     if nn.parameter.is_lazy(tensor):
         return "a parameter of a lazy module that has no shape yet: run a batch through it first"
     if tensor.is_nested:

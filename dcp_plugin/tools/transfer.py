@@ -38,7 +38,8 @@ from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.extra_files import hash_of
 from dcp_plugin.storage.open import check_files, completed, open_alone
-from dcp_plugin.storage.passing import (
+from dcp_plugin.storage.published import gone_or_damaged
+from dcp_plugin.storage.stream_copy import (
     PIECE,
     Look,
     LookAtHash,
@@ -49,7 +50,6 @@ from dcp_plugin.storage.passing import (
     check_between,
     look_at,
 )
-from dcp_plugin.storage.published import gone_or_damaged
 
 _WORTH_NOTING = 1 << 20
 """Size in bytes from which on a complete file is recorded. Copying a smaller file again is as fast."""
@@ -163,7 +163,7 @@ def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stor
     outside = {name for name in names if files.leads_elsewhere(name)}
     if opened is not None and opened.summary is not None:
         check_files(opened, opened.index.files)
-        own_names = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.beside}
+        own_names = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.extra_files}
         if wrong := sorted(outside & own_names):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")
     elif opened is not None:  # files with tensors of another tool may be links
@@ -385,7 +385,7 @@ class Transfer:
             name = f"{folder}/{METADATA}"
             if name in self.source.sizes and summary.save_id:
                 data = read(files, name)
-                beside = self.source.opened.index.beside if self.source.opened else {}
+                beside = self.source.opened.index.extra_files if self.source.opened else {}
                 if beside.get(name, hash_of(data)) not in (hash_of(data), f"{len(data)} bytes"):
                     raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
                 if summary.save_id.encode() in data:
@@ -398,7 +398,7 @@ class Transfer:
         files, summary = self.source.files, self.source.summary
         index = index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
         index.rename_files(self._new_names.__getitem__)
-        index.beside |= {name: hash_of(data) for name, data in views.items() if name in index.beside}
+        index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
         return index_file.encode_alike(index)
 
     def _base_there(self) -> dict[str, str] | None:

@@ -13,9 +13,9 @@ from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
 from dcp_plugin.storage.extra_files import sizes_only
 from dcp_plugin.storage.open_foreign import weights_in
-from dcp_plugin.storage.passing import check_rest
 from dcp_plugin.storage.read_items import in_windows
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.stream_copy import verify_unread
 from dcp_plugin.types import VerifyReport
 
 
@@ -119,6 +119,6 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
             done += sum(place.length for _, place in window)
             if progress is not None:
                 progress(done, nbytes)
-        errors += check_rest(reader.opened, pool)
-    unverified += sizes_only(reader.index.beside)
+        errors += verify_unread(reader.opened, pool)
+    unverified += sizes_only(reader.index.extra_files)
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint's files whose bytes are verified while they are copied, and checks of all other bytes.
+"""Stream copies of a checkpoint's files, verified during the copy, and checks of the bytes between items.
 
 The bytes arrive in order and in pieces. Several pieces are read ahead while one is written, so memory is bounded, and
 neither side waits for the other.
@@ -29,7 +29,7 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, RunningCrc, block_size, directory_at, frame_in
 from dcp_plugin.media import NewFile, RangedFile, Readable
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.extra_files import BYTES, told_of
+from dcp_plugin.storage.extra_files import BYTES, comparison_of
 from dcp_plugin.tensors.host_memory import BLOCK
 
 PIECE = 4 << 20
@@ -156,7 +156,7 @@ def look_at(index: CheckpointIndex, name: str, where: str) -> Look | None:
     """Return the check of a file of a checkpoint of ours; None if only its size can be compared."""
     if name in index.files:
         return LookAtItems(index, index.file_names.index(name), where)
-    comparison = index.beside.get(name, BYTES)
+    comparison = index.extra_files.get(name, BYTES)
     return None if comparison.endswith(BYTES) else LookAtHash(comparison, f"{where}/{name}")
 
 
@@ -249,21 +249,21 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
         done += count
 
 
-def check_rest(opened: OpenCheckpoint, pool: Executor) -> list[str]:
-    """Return the faults in the bytes that belong to no item. In the files of a base, only items are checked."""
+def verify_unread(opened: OpenCheckpoint, pool: Executor) -> list[str]:
+    """Return the faults in the bytes outside of items, and in extra files. The files of a base are not checked."""
     if opened.summary is None:
         return []
     elsewhere = f"{opened.base.files.where}/" if opened.base else "\0"
     own = [number for number, name in enumerate(opened.index.file_names) if not name.startswith(elsewhere)]
     between = pool.map(lambda number: check_between(opened.files, opened.index, number), own)
-    return [*filter(None, between), *_check_beside(opened.files, opened.index.beside)]
+    return [*filter(None, between), *_verify_extra_files(opened.files, opened.index.extra_files)]
 
 
-def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
+def _verify_extra_files(files: Readable, comparisons: Mapping[str, str]) -> Iterator[str]:
     """Yield the faults in the extra files."""
-    for name, expected in beside.items():
+    for name, expected in comparisons.items():
         try:
-            if told_of(files, name) != expected or files.leads_elsewhere(name):
+            if comparison_of(files, name) != expected or files.leads_elsewhere(name):
                 yield f"{files.where}/{name} is not what was saved with the checkpoint"
         except OSError as error:
             yield f"{files.where}/{name} cannot be read: {error.strerror}"

@@ -105,7 +105,7 @@ class CostMeter:
         )
 
 
-class Pace:
+class SaveTiming:
     """Decides when a checkpointer's saves are due.
 
     Args:
