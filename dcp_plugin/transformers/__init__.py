@@ -1,8 +1,8 @@
-"""``transformers.Trainer``: ``class MyTrainer(DCPTrainerMixin, Trainer)``.
+"""The integration for ``transformers.Trainer``: ``class MyTrainer(DCPTrainerMixin, Trainer)``.
 
-Enters: a Trainer and the moments of its training. Leaves: ``checkpoint-N`` directories, and the training continued
-from one. The rule: the Trainer decides when to save and which checkpoint is best; this package saves and loads.
-:mod:`dcp_plugin.accelerate` has the name too.
+Enters: a Trainer and the calls of its training loop. Leaves: ``checkpoint-N`` directories, and a training that
+continues from such a directory. The rule: the Trainer decides when to save and which checkpoint is best; this package
+saves and loads. :mod:`dcp_plugin.accelerate` exports the mixin too.
 """
 
 from dcp_plugin.transformers.mixin import DCPTrainerMixin

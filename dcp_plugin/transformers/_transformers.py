@@ -1,8 +1,8 @@
-"""The one place for private names of transformers and PEFT, each with the reason why no public one does.
+"""The only module that uses private names of transformers and PEFT; each use gives the reason.
 
 The methods that :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides are private too, since the Trainer
 has no public hook for them: ``OVERRIDDEN`` lists them, with their parameters.
-``tests/transformers_trainer/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
+``tests/transformers_trainer/test_canaries.py`` fails loudly when such a name moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.tensors._torch import DTensor, is_tensor
 
 StockTrainer = Trainer
-"""The Trainer of transformers itself: scripts put their own into the place of ``transformers.Trainer``."""
+"""The Trainer of transformers itself: scripts may replace ``transformers.Trainer`` by their own class."""
 
 OVERRIDDEN = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -47,12 +47,16 @@ OVERRIDDEN = {
     "_load_best_model": (),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
 }
-"""The methods of Trainer that the mixin takes over, with their parameters."""
+"""Methods of Trainer that the mixin overrides, with their parameters."""
 
 
 def refuse_unsupported(trainer: Trainer) -> None:
-    """Raise CheckpointError for backends with state and formats of their own, and where Accelerate has silently
-    replaced the requested way of training."""
+    """Refuse backends with a state and formats of their own, and a training whose requested way Accelerate has silently
+    replaced.
+
+    Raises:
+        CheckpointError: The training is refused.
+    """
     backends = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": is_torch_xla_available(),
@@ -73,10 +77,10 @@ def refuse_unsupported(trainer: Trainer) -> None:
 
 @contextmanager
 def accepting_sharded_models(values: Iterable[Any]) -> Iterator[None]:
-    """While a Trainer is made, have it take a model that ``from_pretrained(distributed_config=...)`` has sharded.
+    """Have a Trainer under construction accept a model that ``from_pretrained(distributed_config=...)`` has sharded.
 
-    It refuses one unless ``save_only_model`` is set, since its own checkpoints cannot have such an optimizer. Those of
-    this package can, and the constructor has no other setting for it.
+    The Trainer refuses such a model unless ``save_only_model`` is set, since its own checkpoints cannot store the
+    optimizer. This package can store it, and the constructor has no other setting that permits the model.
 
     Args:
         values: The arguments of the constructor.
@@ -96,18 +100,19 @@ def accepting_sharded_models(values: Iterable[Any]) -> Iterator[None]:
 
 def is_sharded_at_load(trainer: Trainer) -> bool:
     """Return whether ``from_pretrained(distributed_config=...)`` has sharded the model, unknown to Accelerate."""
-    return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))  # older ones shard no model
+    # An older Trainer lacks the attribute, and takes no sharded model.
+    return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))
 
 
 def unwrapped(trainer: Trainer) -> nn.Module:
-    """Return the model as the user has made it."""
+    """Return the user's model, without the wrappers of Accelerate."""
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     return model
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether this is a PEFT model: adapters, and a base that other checkpoints have. The public names for this
-    are in PEFT, which need not be installed."""
+    """Return whether this is a PEFT model: adapters on a base that other checkpoints have. The public names for this
+    check are in PEFT, which need not be installed."""
     is_peft_model: Callable[[nn.Module], bool] = _is_peft_model
     return is_peft_model(model)
 
@@ -125,12 +130,12 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def is_overridden(method: Any) -> bool:
-    """Return whether a method of a Trainer is not that of ``transformers.Trainer``: a subclass's, or an instance's."""
+    """Return whether a subclass or the instance overrides a method of ``transformers.Trainer``."""
     return getattr(method, "__module__", None) != StockTrainer.__module__
 
 
 def saves_model_itself(trainer: Trainer, mixin: Any) -> bool:
-    """Return whether a subclass, before or behind the mixin, overrides how the model is saved."""
+    """Return whether a subclass, before or after the mixin, overrides the methods that save the model."""
     replaced = getattr(trainer.save_model, "__func__", None) is not vars(mixin)["save_model"]
     return replaced or is_overridden(super(mixin, trainer).save_model) or is_overridden(trainer._save)
 
@@ -141,7 +146,7 @@ def push(trainer: Trainer, directory: str) -> None:
 
 
 def code_between_steps(trainer: Trainer) -> list[str]:
-    """Return the callbacks and methods of users that run between two steps of the optimizer, where they may write
+    """Return the names of the users' callbacks and methods that run between two steps of the optimizer. They may write
     weights: averages, or those for an evaluation."""
     callbacks = [type(callback) for callback in trainer.callback_handler.callbacks]
     methods = ("evaluate", "evaluation_loop", "prediction_step", "training_step")
@@ -162,14 +167,14 @@ USES_FOLDER: dict[str, Callable[[Any], Any]] = {
     "TrackioCallback": lambda callback: False,
     "WandbCallback": lambda callback: callback._log_model == "checkpoint",
 }
-"""Condition on which ``on_save`` of each class of transformers uses the checkpoint's folder: its upload is on."""
+"""Condition under which ``on_save`` of each class of transformers uses the checkpoint's folder: its upload is on."""
 
 
 def users_of_folder(trainer: Trainer, mixin: Any) -> list[str]:
     """Return the names of the code that may use a checkpoint's folder as soon as the Trainer has saved it.
 
-    These are callbacks with an ``on_save`` of the user's or of an integration that uploads the folder, and a
-    ``_save_checkpoint`` that a subclass of the mixin has.
+    This code is an ``on_save`` of the user's callbacks or of integrations that upload the folder, and a
+    ``_save_checkpoint`` of a subclass of the mixin.
     """
     names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks if _uses_folder(callback)]
     replaced = getattr(trainer._save_checkpoint, "__func__", None) is not vars(mixin)["_save_checkpoint"]
@@ -190,9 +195,9 @@ def saves_shards(trainer: Trainer) -> bool:
 
 
 def describe_model(trainer: Trainer, directory: str) -> None:
-    """Write the files of a model without its weights: configurations, the tokenizer, the training arguments. Call it
-    on the ranks that write."""
-    if is_sharded_at_load(trainer):  # whose ``save_pretrained`` would gather the weights, on all ranks
+    """Write the files of a model without its weights: configurations, the tokenizer, the training arguments. Called on
+    the ranks that write."""
+    if is_sharded_at_load(trainer):  # ``save_pretrained`` would gather the weights, on all ranks
         model: Any = unwrapped(trainer)
         os.makedirs(directory, exist_ok=True)
         model.config.save_pretrained(directory)
@@ -200,8 +205,8 @@ def describe_model(trainer: Trainer, directory: str) -> None:
             model.generation_config.save_pretrained(directory)
         _describe_training(trainer, directory)
         return
-    # ``_save`` of the Trainer rather than its parts, which are not to be had alone.
-    with _without_progress_bar():  # of weights, of which there are none here
+    # The parts of the Trainer's ``_save`` cannot be called alone.
+    with _without_progress_bar():  # the bar counts weights, and none are written here
         StockTrainer._save(trainer, directory, state_dict={})
     for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
         if os.path.exists(empty := os.path.join(directory, name)):
@@ -209,10 +214,10 @@ def describe_model(trainer: Trainer, directory: str) -> None:
 
 
 def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
-    """Write the files of a sharded PEFT model, with its adapters: they are small, and PEFT reads them alone.
+    """Write the files of a sharded PEFT model, and its adapters: they are small, and PEFT reads them alone.
 
     Args:
-        adapters: Full tensors of the adapters; None if PEFT itself has to gather them.
+        adapters: Full tensors of the adapters; None to write the files without them.
     """
     if adapters is not None:
         trainer._save(directory, state_dict=adapters)
@@ -224,11 +229,11 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
 
 
 def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
-    """Make stock Trainer fail to resume from a checkpoint: it would silently load the weights that it finds in the
-    folder, and start with a new optimizer and schedule.
+    """Make stock Trainer fail to resume from a checkpoint. It would silently load the weights in the folder, and start
+    with a new optimizer and schedule.
 
-    It loads an optimizer if it finds a schedule and a folder with "optimizer" in its name, and raises for want of
-    ``optimizer.pt`` or, under FSDP, of ``optimizer_0``.
+    Stock Trainer loads an optimizer if it finds a schedule and a folder with "optimizer" in its name. It then raises,
+    because ``optimizer.pt`` or, under FSDP, ``optimizer_0`` is missing.
     """
     schedule: Any = trainer.lr_scheduler
     torch.save(schedule.state_dict(), os.path.join(directory, SCHEDULER_NAME))
@@ -245,9 +250,9 @@ def _describe_training(trainer: Trainer, directory: str) -> None:
 
 
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
-    """Return the adapters as a module of its own: the same parameters and buffers under the same names.
+    """Return the adapters as a separate module with the same parameters and buffers under the same names.
 
-    Adapters are the tensors that PEFT itself would save, and all others that are trained.
+    The adapters are the tensors that PEFT itself would save, and all other trained parameters.
     """
     tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
     kept = _kept_by_peft(peft_model, tensors)
@@ -262,10 +267,10 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
 
 
 def full_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
-    """Return the full tensors of the adapters of a sharded PEFT model, by name; on rank 0 at least. Collective.
+    """Return the full tensors of the adapters of a sharded PEFT model by name, at least on rank 0. Collective.
 
-    None for prompts, which PEFT does not take out of a state dict, and under FSDP1, where PEFT asks the modules for
-    their state on one rank alone, and waits for the others.
+    Return None for prompts, which PEFT does not select from a state dict, and under FSDP1, where PEFT asks the modules
+    for their state on one rank alone, and would wait for the others.
     """
     peft_model: Any = unwrapped(trainer)
     prompts = any(config.is_prompt_learning for config in peft_model.peft_config.values())
@@ -289,14 +294,14 @@ def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]
 
 
 def _full_tensor(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a full tensor. Offloaded shards go to the device first, where the ranks can communicate."""
+    """Return a full tensor on the CPU. Offloaded shards go to the device first, where the ranks can communicate."""
     if isinstance(value, DTensor):
         return value.detach().to(device).full_tensor().cpu()  # type: ignore[attr-defined, no-any-return]
     return value.detach().cpu()  # type: ignore[no-any-return]
 
 
 def _place(root: nn.Module, key: str) -> nn.Module:
-    """Return the module of a key; make it, with all above it, if it does not exist."""
+    """Return the module that owns a key. Make it, and the modules above, if they do not exist."""
     for name in key.split(".")[:-1]:
         if name not in dict(root.named_children()):
             root.add_module(name, nn.Module())

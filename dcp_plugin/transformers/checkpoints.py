@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: their state, from the live objects and back into them, and their directories.
+"""Checkpoints of a Trainer: their state, saved from the objects and loaded into them, and their directories.
 
 | name                       | value                                                                               |
 |----------------------------|-------------------------------------------------------------------------------------|
@@ -10,8 +10,8 @@
 | ``extra.trainer_state``    | the text of ``trainer_state.json``, so that its bytes have a checksum too           |
 | ``extra.samples_per_step`` | over all ranks and accumulated batches; compared at a resume                        |
 
-The second half is about the ``checkpoint-N`` directories: which one to resume from, and which to delete. Both kinds
-count, those of this package and those that stock transformers has written.
+The second half chooses among the ``checkpoint-N`` directories: the directory to resume from, and those to delete. It
+considers directories of this package and of stock transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_s
 
 
 def model_of(trainer: Trainer) -> nn.Module:
-    """Return the module that is stored: the wrapped model, whose wrapper distributes it, or its adapters."""
+    """Return the module to store: the model in the wrapper that distributes it, or the model's adapters."""
     wrapped: Any = trainer.model_wrapped
     model: nn.Module = wrapped.module if isinstance(wrapped, nn.DataParallel) else wrapped
     if is_adapted(unwrapped(trainer)) and not contains_fsdp1(model):  # FSDP1 mixes base and adapters in its parameters
@@ -93,7 +93,7 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
 
 
 class ToLoad:
-    """The state of a trainer to load into, and the objects that take it when it is read.
+    """Targets of a load into a trainer, and the objects that take the loaded values afterwards.
 
     Args:
         names: The names in the checkpoint, see :class:`Found`.
@@ -112,14 +112,14 @@ class ToLoad:
         self.state.update({name: {} for name in wanted if name in names})
 
     def finish(self) -> None:
-        """Fill the schedule and the scaler."""
+        """Load the values that were read into the schedule and the scaler."""
         objects: dict[str, Any] = {SCHEDULER: self._trainer.lr_scheduler, SCALER: scaler_of(self._trainer)}
         for name, target in objects.items():
             if target is not None and (saved := self.state.get(f"{EXTRA}.{name}")):
                 target.load_state_dict(saved)
 
     def continue_streams(self) -> None:
-        """Set this rank's random generators, at the moment in the loop at which the checkpoint was made."""
+        """Set this rank's random generators, when the loop has reached the point of the checkpoint."""
         self.streams_continue = True
         if self.streams.name is not None:
             self.streams.restore(self.state[f"{EXTRA}.{self.streams.name}"])
@@ -152,10 +152,10 @@ _STOCK_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*",
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to resume from."""
+    """Checkpoint to resume from."""
 
     path: Where
-    stock: bool = True  # transformers alone has written it
+    stock: bool = True  # True if transformers wrote it without this package
     names: frozenset[str] = frozenset()
     """The names in the checkpoint: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
     world_size: int | None = None
@@ -167,7 +167,7 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     """Return the complete checkpoint of the highest step in a Trainer's output directory.
 
     Args:
-        local: Checkpoints that only nodes have.
+        local: Checkpoints that only the local tier of nodes has.
 
     Returns:
         The checkpoint; or only its path, if it is one of ``local``.
@@ -180,13 +180,13 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     steps = [step for step, path in _candidates(Path(root)) if not path.name.endswith(".aside")]
     if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
         return newest_local.path
-    newest_there, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
+    newest_usable, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
-    if newest_there is not None:
-        return newest_there
+    if newest_usable is not None:
+        return newest_usable
     torn = f" Passed over: {'; '.join(map(str, refused))}." if refused else ""
-    # Begins like stock's message, for programs that compare it.
+    # The message begins like stock's, for programs that compare it.
     raise CheckpointNotFound(
         f"No valid checkpoint found in output directory ({root}): resume_from_checkpoint=True, but there is no "
         f"complete checkpoint.{torn}"
@@ -194,7 +194,7 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
 
 
 def named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -> Found:
-    """Return :func:`examine` of a path from the user, with a way out in the error."""
+    """Return :func:`examine` of a path from the user. Its errors advise how to resume."""
     try:
         return examine(path, config, files)
     except (CheckpointNotFound, CheckpointIncomplete) as error:
@@ -242,9 +242,9 @@ def _local(path: Where) -> Path:
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
-    """Return the numbers that the Trainer has logged at this step, losses of an evaluation among them; not its speed.
+    """Return the numbers that the Trainer has logged at this step, such as an evaluation's loss, but not its speed.
 
-    An evaluation of an earlier step is not of the state that is saved now.
+    An evaluation at an earlier step does not describe the state that is saved now.
     """
     logged: dict[str, Any] = {}
     for entry in reversed(state.log_history):
@@ -265,8 +265,8 @@ def rotate(
     limit: int | None,
     delete: Callable[[Where], None] = retention.remove,
 ) -> None:
-    """Delete the oldest checkpoints until ``limit`` remain; torn ones first, never the newest or the best. Damaged
-    ones in quarantine, and those that cannot be read, stay and do not count.
+    """Delete the oldest checkpoints until ``limit`` remain: incomplete checkpoints first, never the newest or the best.
+    Quarantined and unreadable checkpoints stay and do not count.
 
     Args:
         newest: Path of a complete checkpoint.
@@ -277,7 +277,7 @@ def rotate(
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
     ages: dict[Path, tuple[bool, float]] = {}
     for path in present:
-        with suppress(OSError, CheckpointUnreadable):  # cannot be read: stays, and does not count
+        with suppress(OSError, CheckpointUnreadable):  # an unreadable checkpoint stays, and does not count
             if path not in protected and not is_quarantined(path):
                 ages[path] = _is_complete(path), path.stat().st_mtime
     oldest_first = sorted(ages, key=ages.__getitem__)
@@ -285,7 +285,7 @@ def rotate(
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the checkpoints with their steps, among them those that an interrupted overwrite has moved aside."""
+    """Yield the checkpoints with their steps, including checkpoints that an interrupted overwrite has renamed."""
     yield from catalog.numbered(root, _PREFIX)
     for state in catalog.list_checkpoints(root):
         path, step = state.path, state.step
@@ -299,8 +299,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def _incomplete_reason(path: Path) -> str:
-    """Return why a directory is no complete checkpoint of stock transformers; an empty string if it is. Rank 0 writes
-    the Trainer's state last."""
+    """Return the reason why a directory is not a complete checkpoint of stock transformers; an empty string if it is.
+    Rank 0 writes the Trainer's state last."""
     if not path.is_dir():
         return "it does not exist"
     if not (path / TRAINER_STATE_NAME).exists():

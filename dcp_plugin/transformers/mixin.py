@@ -1,14 +1,14 @@
-"""``class MyTrainer(DCPTrainerMixin, Trainer)``: the Trainer's checkpoints go through the core, on all ranks.
+"""``class MyTrainer(DCPTrainerMixin, Trainer)`` saves and loads the Trainer's checkpoints by the core, on all ranks.
 
 The Trainer has no hook for this, so the mixin overrides the methods in which it saves and loads. The Trainer still
 decides when to save, which checkpoint is best, and where in the data to continue. :class:`TrainerAdapter` does the
-work. The moments, in their order:
+work. The methods are called in this order:
 
-- ``train`` finds the checkpoint to resume from, on rank 0. ``_prepare_for_training`` wraps model and optimizer; then
-  all is loaded at once. The loop calls ``_load_rng_state`` at the point of the save.
-- ``_save_checkpoint`` lets the Trainer write its small files into a scratch directory, and saves them with model and
-  optimizer as one checkpoint. Rotation and push wait until that is published.
-- ``_finalize_training`` and the end of ``train``, whichever way it ends, wait for the save in flight.
+- ``train`` finds the checkpoint to resume from, on rank 0. ``_prepare_for_training`` wraps model and optimizer, then
+  loads all state at once. The loop calls ``_load_rng_state`` when it reaches the point of the save.
+- ``_save_checkpoint`` has the Trainer write its small files into a scratch directory, and saves them with model and
+  optimizer as one checkpoint. Rotation and push wait until the checkpoint is published.
+- ``_finalize_training`` and the end of ``train``, even by an exception, wait for the save in flight.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _unless(busy: str, name: str) -> Any:
     """Return a method of the Trainer that does nothing while the core does its work.
 
     Args:
-        busy: The attribute of :class:`TrainerAdapter` that is not None meanwhile.
+        busy: The attribute of :class:`TrainerAdapter` that is not None during this work.
         name: Name of the method.
     """
 
@@ -93,11 +93,11 @@ class DCPTrainerMixin(Trainer):
     """Sharded, crash-safe checkpoints for any ``Trainer``, put before it: ``class Mine(DCPTrainerMixin, Trainer)``.
 
     Args:
-        checkpoint_config: Settings of saves and loads; by default the class attribute of that name.
+        checkpoint_config: Settings of saves and loads; by default the class attribute of the same name.
 
     Raises:
         CheckpointError: The training runs on a backend that is not supported.
-        ValueError: ``keep_last``, in whose place is ``save_total_limit``; or ``output_dir`` is a URL.
+        ValueError: ``keep_last`` is set, which ``save_total_limit`` replaces; or ``output_dir`` is a URL.
 
     Example:
         >>> from transformers import Trainer
@@ -108,10 +108,10 @@ class DCPTrainerMixin(Trainer):
     """
 
     checkpoint_config = CheckpointConfig()
-    """The settings unless the constructor gets others."""
+    """Settings of a trainer whose constructor gets none."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse the mixin behind the Trainer, where it would silently do nothing."""
+        """Refuse a mixin after the Trainer in the bases, where it would silently do nothing."""
         super().__init_subclass__(**kwargs)
         if StockTrainer in cls.__mro__[: cls.__mro__.index(DCPTrainerMixin)]:
             raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
@@ -135,19 +135,20 @@ class DCPTrainerMixin(Trainer):
             self.add_callback(SaveWhenDue(self._dcp))
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, as ``Trainer.train``. ``resume_from_checkpoint=True`` takes the newest complete checkpoint. If a load
-        finds damage, this raises, and the next start takes the checkpoint before. A URL of a checkpoint of this
-        package is accepted too; new checkpoints go to ``output_dir``.
+        """Train as ``Trainer.train`` does. ``resume_from_checkpoint=True`` takes the newest complete checkpoint.
+
+        If a load finds damage, this method raises, and the next start takes the previous checkpoint. A URL of a
+        checkpoint of this package is accepted too; new checkpoints go to ``output_dir``.
 
         Raises:
-            ValueError: A URL of something that transformers has saved without this package.
+            ValueError: The URL is of a checkpoint that transformers saved without this package.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: No complete checkpoint can be resumed from.
-            SaveFailed: A save in the background failed; raised once.
+            SaveFailed: A save in the background failed. The error is raised once.
         """
         with self._dcp:
             return super().train(self._dcp.find(resume_from_checkpoint), *args, **kwargs)
 
-    # Save. Between entering and leaving _save_checkpoint, all that the Trainer writes goes into a scratch directory.
+    # Save. During _save_checkpoint the Trainer writes all its files into a scratch directory.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._dcp.save(super()._get_output_dir(trial), partial(super()._save_checkpoint, model, trial))
@@ -197,13 +198,13 @@ class DCPTrainerMixin(Trainer):
             super()._load_best_model()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._dcp.finish()  # the best checkpoint may be on its way, and others are deleted now
+        self._dcp.finish()  # the save of the best checkpoint may be in flight, and others are deleted now
         finalize: Callable[..., Any] = super()._finalize_training
         return finalize(*args, **kwargs)
 
 
 class SaveWhenDue(TrainerCallback):
-    """A callback that has the Trainer save by ``save_interval``, in addition to ``save_strategy``."""
+    """Callback that has the Trainer save by ``save_interval``, in addition to ``save_strategy``."""
 
     def __init__(self, adapter: TrainerAdapter) -> None:
         self._adapter = adapter
@@ -219,8 +220,8 @@ class SaveWhenDue(TrainerCallback):
 class TrainerAdapter(BaseAttachment):
     """Saves and loads of one trainer, called by :class:`DCPTrainerMixin`.
 
-    The trainer refers to it, and it refers to the trainer weakly, so that a trainer that is dropped is freed at once,
-    with its model and optimizer.
+    The trainer refers to this object, which refers to the trainer weakly. A trainer without other references is
+    therefore freed at once, with its model and optimizer.
     """
 
     def __init__(self, trainer: DCPTrainerMixin) -> None:
@@ -228,9 +229,9 @@ class TrainerAdapter(BaseAttachment):
         self._reference = weakref.ref(trainer)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
-        self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made
+        self.scratch: str | None = None  # directory of the Trainer's small files while a checkpoint is made
         self._small_files = ExitStack()
-        """Keeps a local copy of files of an object store, in which the Trainer finds its position."""
+        """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
         self._has_named_writers = False
@@ -259,7 +260,7 @@ class TrainerAdapter(BaseAttachment):
             self._small_files.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
-        """Return the path for the Trainer to resume from, or None. Rank 0 decides for all."""
+        """Return the path from which the Trainer resumes, or None. Rank 0 decides for all ranks."""
         if resume is None or resume is False:
             return None
         config, output_dir = self.config, str(self._trainer.args.output_dir)
@@ -291,7 +292,7 @@ class TrainerAdapter(BaseAttachment):
         return self.checkpointer.ranks.agree(f"read {found.path}", directory)
 
     def finish(self, close: bool = False) -> None:
-        """Wait for the save in flight, then push it to the hub if that is wanted; not if it failed."""
+        """Wait for the save in flight. If it succeeded and ``push_to_hub`` is set, push its checkpoint to the hub."""
         if close:
             self.close()
         else:
@@ -306,7 +307,7 @@ class TrainerAdapter(BaseAttachment):
         """Save the training as ``checkpoint-N`` in ``run_dir``.
 
         Args:
-            save_small_files: The Trainer's own save, which goes into the scratch directory.
+            save_small_files: The Trainer's own save, which writes into the scratch directory.
         """
         trainer = self._trainer
         if trainer.args.push_to_hub:
@@ -326,7 +327,7 @@ class TrainerAdapter(BaseAttachment):
                 self._note_best(final, staged)
                 if trainer.is_world_process_zero():
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
-            # Any may turn out to be the best, which is loaded at the end.
+            # Any checkpoint may turn out to be the best, which is loaded at the end.
             durable = bool(users) or trainer.args.metric_for_best_model is not None
             files, metrics = self._files(staged), checkpoints.logged_now(trainer.state)
             handle = self.checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
@@ -336,7 +337,7 @@ class TrainerAdapter(BaseAttachment):
             best, delete = trainer.state.best_model_checkpoint, self.checkpointer.remove
 
             def rotate(event: SaveFinished) -> None:
-                if event.tier == "durable":  # local_keep says how many stay on the nodes alone
+                if event.tier == "durable":  # local_keep limits checkpoints on nodes alone
                     checkpoints.rotate(run_dir, final, best, limit, delete)
 
             handle.on_published(rotate)
@@ -358,34 +359,34 @@ class TrainerAdapter(BaseAttachment):
             if not adapted and (sharded or not own) and trainer.args.should_save:
                 describe_model(trainer, output_dir)
             if own or (adapted and not trainer.is_fsdp_enabled):
-                os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
+                os.makedirs(output_dir, exist_ok=True)  # rank 0 may have made it
                 save_model()
-            if adapted and trainer.is_fsdp_enabled and (sharded or not own):  # without the base
+            if adapted and trainer.is_fsdp_enabled and (sharded or not own):  # write the adapters without the base
                 adapters = full_adapters(trainer)
                 if trainer.args.should_save:
                     describe_adapters(trainer, output_dir, adapters)
 
     def refuse_stock_resume(self, output_dir: str) -> None:
-        """Make stock Trainer raise where it would find weights in the checkpoint's folder, but no optimizer."""
+        """Make a resume by stock Trainer fail if the checkpoint's folder has weights, but no optimizer."""
         with self._failing_together():
             has_weights = is_adapted(unwrapped(self._trainer)) or self._has_own_files()
             if has_weights and self._trainer.args.should_save:
                 refuse_stock_resume(self._trainer, output_dir)
 
     def _has_own_files(self) -> bool:
-        """Return whether a subclass overrides how the model is saved. Then it saves the model, at its own cost."""
+        """Return whether a subclass overrides the methods that save the model, and therefore saves it as well."""
         return saves_model_itself(self._trainer, DCPTrainerMixin)
 
     def _start_staging(self, name: str, cleanup: ExitStack) -> Path:
-        """Send all later writes of the Trainer to a scratch directory, and return the checkpoint's folder in it."""
-        self.scratch = os.devnull  # where nothing can be written
+        """Have the Trainer write into a scratch directory from now on, and return the checkpoint's folder in it."""
+        self.scratch = os.devnull  # if no directory can be made, the Trainer's writes fail
         cleanup.callback(setattr, self, "scratch", None)
         with self._failing_together():
             self.scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
         return Path(self.scratch, name)
 
     def _files(self, staged: Path) -> Callable[[Path], None]:
-        """Return a function that puts the small files into the checkpoint, or raises the failure so far."""
+        """Return a function that copies the small files into the checkpoint, or raises an earlier failure."""
         failure, self._failure = self._failure, None
 
         def add(directory: Path) -> None:
@@ -400,16 +401,16 @@ class TrainerAdapter(BaseAttachment):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Keep a failure of this rank until all ranks raise it: in between, the Trainer has ranks wait for each other,
-        and a rank that had raised would be missing."""
+        """Store a failure of this rank until all ranks raise it. Before that, the Trainer has ranks wait for each
+        other, and a rank that had raised would be missing."""
         try:
             yield
         except Exception as error:
             self._failure = self._failure or error
 
     def _note_best(self, final: str, staged: Path) -> None:
-        """Set the path of the best checkpoint, for which the Trainer looks in the scratch directory: this one, or an
-        earlier one that was evaluated after its save."""
+        """Set the path of the best checkpoint, which the Trainer would look for in the scratch directory. It is the
+        current checkpoint, or an earlier checkpoint that was evaluated after its save."""
         state = self._trainer.state
         if not state.best_global_step:
             return
@@ -440,7 +441,7 @@ class TrainerAdapter(BaseAttachment):
         )
 
     def _wait_for_folder(self, handle: SaveHandle, users: list[str]) -> None:
-        """Wait until the folder is there for the code that uses it."""
+        """Wait until the folder exists, for the code that uses it."""
         began = time.monotonic()
         handle.wait_done()
         if not self._has_logged_wait and self._trainer.is_world_process_zero():
@@ -454,7 +455,7 @@ class TrainerAdapter(BaseAttachment):
     # Load
 
     def load(self) -> None:
-        """Load the checkpoint of :meth:`find`, when model and optimizer are wrapped."""
+        """Load the checkpoint of :meth:`find`, after the Trainer has wrapped model and optimizer."""
         if self.found is None:
             return
         self.loaded = ToLoad(self._trainer, self.found.names)
@@ -464,7 +465,7 @@ class TrainerAdapter(BaseAttachment):
             self._warn_of_differences(self.found, self.loaded.streams)
 
     def load_best_model(self) -> bool:
-        """Load the best model; return False, and load nothing, if stock transformers has saved it."""
+        """Load the best model. If stock transformers has saved it, return False and load nothing."""
         best, config = self._trainer.state.best_model_checkpoint, self.config
         assert best is not None
         with self.checkpointer.shown(best) as files:
@@ -478,8 +479,8 @@ class TrainerAdapter(BaseAttachment):
     def get_batches(self, get: Callable[[], Any]) -> Any:
         """Return the result of ``get``, and warn if it draws random numbers before the streams are restored.
 
-        In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
-        draws from the streams, the batches and all later draws differ from those of an uninterrupted training.
+        In the middle of an epoch, the Trainer restores the random streams after it has fetched these batches. If the
+        data itself draws from the streams, the batches and later draws differ from those of an uninterrupted training.
         """
         if self.loaded is None or self.loaded.streams_continue:
             return get()
@@ -522,6 +523,6 @@ class TrainerAdapter(BaseAttachment):
 
 
 def _copy_what_is_new(source: str, target: str) -> None:
-    """Copy a file of another rank than 0, unless rank 0 has written it too."""
+    """Copy a file of a rank other than 0, unless rank 0 has written it too."""
     if not os.path.exists(target):
         shutil.copy2(source, target)
