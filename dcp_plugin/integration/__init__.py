@@ -2,8 +2,8 @@
 
 Enters: a framework's objects and their settings. Leaves: the names under which they are stored
 (:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, positions of samplers, and :class:`Saver`, the
-base of everything that saves and loads for an object of a framework. The rule: what one framework saved, any other can
-load.
+base of all classes that save and load for an object of a framework. The rule: any framework can load a checkpoint of
+any other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dcp_plugin.runs.interval import SaveInterval
 
 
 class FrameworkCheckpointer(Checkpointer):
-    """The Checkpointer of a framework in which the values of rank 0 count by rule."""
+    """Checkpointer of a framework that stores the values of rank 0 by rule."""
 
     _compares_ranks = False
 
 
 class Saver(ABC):
-    """The settings and the Checkpointer of one object of a framework.
+    """Settings and Checkpointer of one object of a framework.
 
     Args:
         config: Settings of saves and loads; the framework's own, or the defaults, if None.
@@ -45,7 +45,7 @@ class Saver(ABC):
         return self._config
 
     def _find_config(self) -> CheckpointConfig:
-        """Return the settings for an object that was given none."""
+        """Return the settings for an object whose user gave none."""
         return CheckpointConfig()
 
     @property
@@ -55,7 +55,7 @@ class Saver(ABC):
 
     @abstractmethod
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Give figures to the loggers of the framework, on the ranks that have loggers."""
+        """Log figures with the loggers of the framework, on the ranks that have loggers."""
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -69,7 +69,7 @@ class Saver(ABC):
         return as_path(path, self.config.storage_options)
 
     def due(self, step: int) -> bool:
-        """Return whether to save now, by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
+        """Return whether a save is due by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
 
         When a save is due, the loggers get the figures of its interval: ``checkpoint/proposed_interval_seconds``.
         """
@@ -86,34 +86,34 @@ class Saver(ABC):
         """Wait until no save is in flight.
 
         Raises:
-            SaveFailed: A save failed; on every rank that has called it, and once.
+            SaveFailed: A save failed; raised once, on every rank that took part in the save.
         """
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
     def close(self) -> None:
-        """Wait, and free what saving needed. Saving again is possible.
+        """Wait for the save in flight, and free the resources of saving. Later saves are possible.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: A save failed, as in :meth:`wait`.
         """
         if self._checkpointer is not None:
             self._checkpointer.close()
 
 
 class BaseAttachment(Saver):
-    """Until :meth:`detach`, a framework's object saves and loads through the core.
+    """Attachment by which a framework's object saves and loads through the core, until :meth:`detach`.
 
-    Leaving its ``with`` block detaches. If the block raises, a failure of the save in flight is a note on
-    that exception and does not replace it.
+    The end of its ``with`` block detaches. If the block raises, a failure of the save in flight becomes a note on that
+    exception and does not replace it.
     """
 
     @abstractmethod
     def detach(self) -> None:
-        """Finish the save in flight, and have the framework save and load as it did before.
+        """Finish the save in flight, and have the framework save and load as before the attachment.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: A save failed, as in :meth:`wait`.
         """
 
     def __enter__(self) -> Self:

@@ -33,11 +33,11 @@ from dcp_plugin.storage.published import in_one_view
 from dcp_plugin.storage.published import read_summary as read_summary
 
 _AT_ONCE = 8 << 20
-"""Bytes that one request asks for."""
+"""Number of bytes that one request fetches."""
 
 
 def kind_of(path: Where) -> str:
-    """Return ``"folder"``, ``"file"``, or an empty string if nothing is at a path. Raises OSError."""
+    """Return the kind of a path: ``"folder"``, ``"file"``, or an empty string if it does not exist. Raises OSError."""
     return medium_of(path).kind(path)
 
 
@@ -47,7 +47,7 @@ def is_regular_file(path: Where) -> bool:
 
 
 def is_taken(path: Where) -> bool:
-    """Return whether a path has anything but files of a save in flight or of an interrupted one.
+    """Return whether a path exists and is more than the files of a save in flight or of an interrupted save.
 
     Raises:
         CheckpointError: The medium does not answer.
@@ -76,11 +76,11 @@ def names_in(path: Where) -> set[str]:
 
 
 def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
-    """Return whether a checkpoint is there and has a file.
+    """Return whether a checkpoint exists and has a file.
 
     Args:
-        name: With ``/`` between folders.
-        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+        name: Name of the file, with ``/`` between folders.
+        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
 
     Raises:
         CheckpointUnreadable: The file system fails to read.
@@ -91,7 +91,8 @@ def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
 
 
 def read_file(path: Where, name: str, files: SourceFiles | None = None) -> bytes:
-    """Return the bytes of a file of a checkpoint; none if the checkpoint lacks the file. Args and errors as above."""
+    """Return the bytes of a file of a checkpoint, empty if the checkpoint lacks the file. Arguments and errors are
+    those of :func:`has_file`."""
     with damage_in(path):
         source = files or unpacked(medium_of(path).open(path))
         return read(source, name) if exists(source, name) else b""
@@ -108,7 +109,7 @@ def is_quarantined(path: Where) -> bool:
 
 
 def saved_at(path: Where) -> float | None:
-    """Return when a checkpoint, or a file that is one, was saved; None if nothing is at the path."""
+    """Return the time at which a checkpoint directory or file was saved; None if the path does not exist."""
     if is_regular_file(path):
         return medium_of(path).open(path.parent).modified(path.name)
     summary: Summary | None = None
@@ -116,23 +117,23 @@ def saved_at(path: Where) -> float | None:
         summary = read_summary(path)
     if summary is not None:
         return summary.time
-    with suppress(OSError):  # stock has no summary
+    with suppress(OSError):  # a checkpoint of stock DCP has no summary
         return medium_of(path).open(path).modified(METADATA)
     return None
 
 
 def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map_location: Any = "cpu") -> Any:
-    """Load what ``torch.save`` wrote.
+    """Load a file of ``torch.save``.
 
-    A local file is mapped, so that ranks of one node share its memory.
+    A local file is mapped into memory, so that ranks of one node share its pages.
 
     Args:
-        weights_only: Whether to refuse values that only executing code from the file restores. None: torch's default,
-            which refuses.
-        if_trusted: The way out for a user who trusts the file, for the message.
+        weights_only: Refuse values that only executing code from the file restores. None takes torch's default, which
+            refuses them.
+        if_trusted: The call that a user who trusts the file can make instead, for the message.
 
     Raises:
-        UnsafeCheckpoint: The file holds such values.
+        UnsafeCheckpoint: The file has such values.
         CheckpointNotFound: The path is no regular file.
     """
     try:
@@ -159,15 +160,15 @@ def _refused(error: Exception) -> str:
 def local_copy(
     path: Where, wanted: Callable[[str], bool] = lambda name: True, files: SourceFiles | None = None
 ) -> Iterator[Path]:
-    """Yield a local directory with the files of a checkpoint, those of tensors left out, as long as the block runs.
+    """Yield a local directory with the files of a checkpoint, except those of tensors, for the duration of the block.
 
-    A checkpoint in a local directory is that directory. Files in an object store are fetched by this rank; files that
-    were copied from a store to a disk get their usual names. Files that only a source has are fetched from the source,
-    and compared with the checksums of the save.
+    For a checkpoint in a local directory it is that directory. From an object store, this rank fetches the files. Files
+    that were copied from a store to a disk get their usual names. Files that only a source has are fetched from the
+    source, and compared with the checksums of the save.
 
     Args:
-        wanted: Selects the files by their names in the checkpoint, with ``/`` between folders.
-        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+        wanted: Function that selects files by their names in the checkpoint, with ``/`` between folders.
+        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: The files cannot be fetched.
@@ -192,7 +193,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
-    """Select for each file a node that has it as it was saved. Raises CheckpointCorrupt if no node has."""
+    """Select for each file a node whose copy has the checksum of the save. Raises CheckpointCorrupt without any."""
     for name, saved in open_files(path, files, complete=False).index.extra_files.items():
         while wanted(name) and comparison_of(files, name) != saved:
             with files.open(name) as file:
@@ -211,7 +212,7 @@ def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool
 
 
 def _names(files: Readable, path: Where) -> list[str]:
-    """Return the names of the extra files, which frameworks and users have added."""
+    """Return the names of the extra files that frameworks and users have added."""
     medium = snapshot(path)
     folders = [path, path / f"{PACKED}{files.token}"] if isinstance(files, PackedFiles) else [path]
     return sorted({name for folder in folders for name, _ in files_below(medium, folder) if _is_extra(name)})

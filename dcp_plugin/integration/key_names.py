@@ -1,7 +1,8 @@
-"""The names that all integrations give to objects in a checkpoint, so that any other finds them.
+"""Names that all integrations give to objects in a checkpoint, so that every other integration finds them.
 
-``model`` and ``optim``; ``model_0``, ``model_1``, … and ``optim_0``, … when there are several; ``extra.<name>`` for
-everything else: schedulers, loops, samplers, and ``extra.rng.<rank>.streams`` for the random generators.
+The names are ``model`` and ``optim``, or ``model_0``, ``model_1``, … and ``optim_0``, … for several objects. All other
+state has names in ``extra.<name>``: schedulers, loops, samplers, and ``extra.rng.<rank>.streams`` for the random
+generators.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def among(name: str, names: Iterable[str]) -> list[str]:
 
 
 def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | None = None) -> dict[str, list[str]]:
-    """Return the keys of a checkpoint by name, without the name.
+    """Return the keys of a checkpoint by their first part, the name, and without it.
 
     Args:
-        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
     """
     info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect_files(checkpoint, files)
     keys: dict[str, list[str]] = {}
@@ -43,6 +44,6 @@ def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | Non
 
 
 def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
-    """Return :func:`dcp_plugin.inspect` of a checkpoint at its path, or of its files in a source."""
+    """Return the result of :func:`dcp_plugin.inspect` for a checkpoint at its path, or for its files in a source."""
     with ShardedReader(path, complete=False, files=files) as reader:
         return info_of(reader)

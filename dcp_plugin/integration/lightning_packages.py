@@ -1,18 +1,18 @@
-"""Lightning's two packages of equal content and different classes, and subclasses of the strategies of either.
+"""Lightning's two packages of equal content and different classes, and subclasses of their strategies.
 
-``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other one is ``pytorch_lightning`` with
-``lightning_fabric``. Which package is meant is read from the class of the object at hand, so that neither has to be
-installed and nothing is imported before a Trainer or a Fabric exists. Only names that users ask for before
-an object exists (``DCPCallback``) depend on the package that the program has imported.
+``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other package is ``pytorch_lightning`` with
+``lightning_fabric``. The class of the object at hand determines the package. Therefore neither package has to be
+installed, and neither is imported before a Trainer or a Fabric exists. The names that users need before an object
+exists (``DCPCallback``) depend on the package that the program has imported.
 
 A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
 instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
 
-On several ranks, Lightning 2.6 wraps the shuffling sampler of ``StatefulDataLoader(dataset, shuffle=True)`` in one
-that has no state: each time it is iterated it draws a new order from the inner sampler's generator. Resumed in the
+On several ranks, Lightning 2.6 wraps the shuffling sampler of ``StatefulDataLoader(dataset, shuffle=True)`` in a
+sampler without state, whose every iteration draws a new order from the inner sampler's generator. After a resume in the
 middle of an epoch, such a loader would silently skip the right number of samples of the wrong order.
-:class:`ResumableSampler` yields what Lightning's sampler yields, and has a position: it records the state of the
-generator that gave the order of this epoch.
+:class:`ResumableSampler` yields the same samples as Lightning's sampler, and has a position: it records the state of
+the generator that gave the order of this epoch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy", "X
 
 @dataclass(frozen=True)
 class Package:
-    """One of the two. Each brings its own Fabric, where ``CheckpointIO`` is."""
+    """One of Lightning's two packages. Each has its own Fabric, which defines ``CheckpointIO``."""
 
     name: str
     fabric_name: str
     classes: str
-    """Our module of classes that derive from its classes."""
+    """Our module of classes that derive from this package's classes."""
 
     @property
     def pytorch(self) -> Any:
@@ -72,7 +72,7 @@ PACKAGES = (LIGHTNING, PYTORCH_LIGHTNING)
 def home_of(cls: type) -> Package | None:
     """Return the package that defines a class."""
     module = f"{cls.__module__}."
-    return next((known for known in PACKAGES if module.startswith((f"{known.name}.", f"{known.fabric_name}."))), None)
+    return next((home for home in PACKAGES if module.startswith((f"{home.name}.", f"{home.fabric_name}."))), None)
 
 
 def package_of(cls: type) -> Package | None:
@@ -81,7 +81,7 @@ def package_of(cls: type) -> Package | None:
 
 
 def package_behind(value: object) -> Package:
-    """Return the package of a trainer, a strategy, a LightningModule."""
+    """Return the package of a trainer, a strategy or a LightningModule."""
     package = package_of(type(value))
     assert package is not None, f"{type(value)} is not Lightning's"
     return package
@@ -93,14 +93,15 @@ def has_base(cls: type, *names: str) -> bool:
 
 
 def has_fabric_base(cls: type, *names: str) -> bool:
-    """Return the same for classes of Fabric. Classes of ``lightning.pytorch`` may have the same name."""
+    """Return whether a class is, or derives from, a class of Fabric with one of these names. Classes of
+    ``lightning.pytorch`` may have the same names."""
     fabrics = tuple(f"{package.fabric_name}." for package in PACKAGES)
     return any(base.__name__ in names and f"{base.__module__}.".startswith(fabrics) for base in cls.__mro__)
 
 
 def inside_distributed_sampler(sampler: Any) -> Any:
-    """Return the user's sampler inside the wrapper of Lightning and Fabric on several ranks; None without a wrapper. No
-    public name leads to it."""
+    """Return the user's sampler inside the wrapper of Lightning and Fabric on several ranks; None without a wrapper.
+    The sampler has no public name."""
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
@@ -117,7 +118,7 @@ def installed() -> list[Package]:
     """Return the packages that are installed.
 
     Raises:
-        ImportError: None is installed.
+        ImportError: Neither package is installed.
     """
     packages = [package for package in PACKAGES if importlib.util.find_spec(package.name.partition(".")[0]) is not None]
     if not packages:
@@ -129,15 +130,15 @@ def installed() -> list[Package]:
 
 
 def in_use() -> Package:
-    """Return the package that the program has imported; ``lightning`` if both, the installed package if neither."""
+    """Return the package that the program has imported: ``lightning`` if both, the first installed one if neither."""
     return next((package for package in PACKAGES if package.name in sys.modules), installed()[0])
 
 
 class StrategyAdapter:
-    """The methods of a promoted strategy: those with :func:`override` replace the strategy's own.
+    """Methods of a promoted strategy: those marked by :func:`override` replace the strategy's own.
 
     Args:
-        strategy: The promoted strategy, whose ``dcp_adapter`` this is.
+        strategy: The promoted strategy, whose ``dcp_adapter`` is this object.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -145,7 +146,7 @@ class StrategyAdapter:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether the full model may be too large for a rank."""
+        """True if the full model may be too large for a rank."""
         return has_base(type(self.strategy), *SHARDED)
 
     @property
@@ -165,7 +166,7 @@ def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any
 
     Args:
         base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
-        adapter: Its marked methods become methods of the new class.
+        adapter: The class whose marked methods become methods of the new class.
         attributes: More attributes of the new class.
 
     Returns:
@@ -190,7 +191,7 @@ def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ResumableSampler(Sampler[int]):
-    """A sampler that ``generator`` orders when it is iterated; ``StatefulDataLoader`` saves its position."""
+    """Sampler that ``generator`` orders at each iteration; ``StatefulDataLoader`` saves its position."""
 
     def __init__(self, sampler: Any, generator: torch.Generator) -> None:
         self._sampler = sampler
@@ -224,14 +225,15 @@ class ResumableSampler(Sampler[int]):
 
 
 def made_by(dataloader: Any) -> str:
-    """Return the properties that have to be equal for a stateful dataloader to take a position: its sampler, which
-    Lightning and Fabric wrap on several ranks, and the number of workers. It fails without a reason otherwise."""
+    """Return the properties that must be equal for a stateful dataloader to take a position: its sampler, which
+    Lightning and Fabric wrap on several ranks, and the number of workers. If they differ, the loader fails without a
+    reason."""
     sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
     return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
 
 
 def make_resumable(dataloader: Any) -> None:
-    """Give a stateful dataloader a sampler with a position, where Lightning has put one without."""
+    """Give a stateful dataloader a sampler with a position, if Lightning has given it a sampler without."""
     batches = getattr(dataloader, "batch_sampler", None)
     generator = getattr(inside_distributed_sampler(getattr(batches, "sampler", None)), "generator", None)
     if hasattr(dataloader, "load_state_dict") and isinstance(generator, torch.Generator):
@@ -239,7 +241,7 @@ def make_resumable(dataloader: Any) -> None:
 
 
 def data_rank(owner: Any) -> tuple[int, int]:
-    """Return this rank's number among the ranks with different data, and the number of these.
+    """Return this rank's number among the ranks with different data, and the number of these ranks.
 
     Args:
         owner: The trainer or strategy that has ``distributed_sampler_kwargs``.

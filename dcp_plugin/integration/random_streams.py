@@ -1,7 +1,7 @@
-"""The random streams of every rank: into a checkpoint as ``extra.rng.<rank>.streams``, and back on any number of ranks.
+"""Random streams of every rank, saved as ``extra.rng.<rank>.streams`` and restored on any number of ranks.
 
-A rank continues the stream it was in when the checkpoint was made. A rank without a stream there (the world has grown)
-gets one derived from rank 0's state and its own number, so that two resumes of the same checkpoint on the same number
+A rank continues its stream from the time of the save. A rank without a stream in the checkpoint (the world has grown)
+derives a stream from rank 0's state and its own number, so that two resumes of the same checkpoint on the same number
 of ranks are the same training.
 
 Creating an iterator over a dataloader draws from the streams, so each framework package chooses when it restores them.
@@ -27,7 +27,7 @@ def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str,
     """Return the value of ``extra.rng`` on a rank: its own streams under its own number.
 
     Args:
-        device: The device with another generator to store, besides those of the CPU.
+        device: The device whose generator is stored in addition to those of the CPU.
         more: Further state of a framework.
     """
     return {str(rank): {"streams": capture(device), **more}}
@@ -35,7 +35,7 @@ def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str,
 
 @dataclass(frozen=True)
 class SavedStreams:
-    """The random streams in a checkpoint, as one rank of a run sees them that loads it."""
+    """Random streams in a checkpoint, for one rank of the run that loads them."""
 
     saved_on: frozenset[int]
     """The ranks whose streams are in the checkpoint."""
@@ -51,7 +51,7 @@ class SavedStreams:
 
     @property
     def source(self) -> int | None:
-        """The rank whose streams this rank reads: itself, else rank 0; None if the checkpoint has no streams."""
+        """The rank whose streams this rank reads: its own, else rank 0's; None if the checkpoint has neither."""
         return next((rank for rank in (self.rank, 0) if rank in self.saved_on), None)
 
     @property
@@ -61,11 +61,11 @@ class SavedStreams:
 
     @property
     def is_new_rank(self) -> bool:
-        """Whether the checkpoint, made by fewer ranks, has no streams of this rank."""
+        """True if the checkpoint, made by fewer ranks, has no streams of this rank."""
         return self.rank not in self.saved_on
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue this rank's streams, or start derived ones if it has none.
+        """Continue this rank's streams, or start derived streams if the checkpoint has none of this rank.
 
         Args:
             state: The value of :func:`of_rank` for the rank :attr:`source`.
@@ -102,7 +102,7 @@ def capture(device: torch.device) -> RngState:
 
 
 def restore(state: RngState, device: torch.device) -> None:
-    """Continue the streams of :func:`capture`. Seed the device if it is of another kind than at the save."""
+    """Continue the streams of :func:`capture`. Seed the device if its type differs from that at the save."""
     if device.type != "cpu" and device.type not in state:
         torch.get_device_module(device).manual_seed(_seed(state, "device"))
     elif device.type != "cpu":
@@ -119,7 +119,7 @@ def restore(state: RngState, device: torch.device) -> None:
 def derive(state_of_rank_0: RngState, rank: int) -> None:
     """Start streams for a rank without streams in the checkpoint."""
     seed = _seed(state_of_rank_0, f"rank {rank}")
-    torch.manual_seed(seed)  # every device too
+    torch.manual_seed(seed)  # also seeds every device
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""Values of framework checkpoints in the form in which they are stored: plain, and loaded without executing code."""
+"""Values of framework checkpoints in their stored form, which is plain and loads without executing code."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def plain(value: Any) -> Any:
 
 
 def refuse_unstorable(state: Mapping[str, Any], allow_pickle: tuple[str, ...]) -> None:
-    """Encode the values of a state, and write nothing.
+    """Check that the values of a state can be stored: encode them, and write nothing.
 
     Raises:
-        UnsafeCheckpoint: Names every value that only executing code would restore.
+        UnsafeCheckpoint: Only executing code would restore some values; the message names all of them.
     """
     leaves, _ = flatten(state)
     try:
