@@ -1,7 +1,7 @@
 """The integration for Lightning Fabric: ``attach(fabric)``.
 
 Enters: a Fabric and the state of ``fabric.save`` and ``fabric.load``. Leaves: checkpoints under the names of
-:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save and load, directly from and into the live objects.
+:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save directly from the objects and load directly into them.
 
 ``DCPSingleDeviceStrategy``, ``DCPDDPStrategy``, ``DCPFSDPStrategy`` and ``DCPModelParallelStrategy`` are those of
 ``lightning.fabric``; for ``lightning_fabric``: ``dcp_strategy_class(FSDPStrategy)``.
@@ -18,7 +18,7 @@ __all__ = ["Attachment", "attach", "dcp_strategy_class", *(f"DCP{name}" for name
 
 
 def __getattr__(name: str) -> Any:
-    """The strategies, when they are asked for: ``lightning`` need not be installed for ``lightning_fabric``."""
+    """Return a strategy class on demand: users of ``lightning_fabric`` need not install ``lightning``."""
     base = name.removeprefix("DCP")
     if base == name or base not in SUPPORTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

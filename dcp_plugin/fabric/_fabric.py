@@ -1,6 +1,6 @@
-"""The one place for private names of Lightning Fabric, each with its reason.
+"""The only module that uses private names of Lightning Fabric; each use gives its reason.
 
-``tests/fabric/test_canaries.py`` fails loudly when one of these moves or changes its meaning.
+``tests/fabric/test_canaries.py`` fails loudly when such a name moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def plugin_of(strategy: Any) -> Any:
 
 
 def unwrapped(fabric: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    """Return the modules that the strategy has made, without Fabric's wrapper, whose state dict under FSDP1 is not that
-    of the shards. ``fabric.load`` does the same; the function is not public."""
+    """Return the objects with the strategy's modules in place of Fabric's wrappers. Under FSDP1 a wrapper's state dict
+    does not have the shards. ``fabric.load`` does the same; the function is not public."""
     return dict(package_behind(fabric).fabric("wrappers")._unwrap_objects(objects))

@@ -1,6 +1,7 @@
-"""Loads of ``fabric.load``: checkpoints of every framework, and of Fabric without this package.
+"""Loads by ``fabric.load``: checkpoints of every framework, and of Fabric without this package.
 
-Rank 0 examines the checkpoint for all ranks, so that all ask the core for the same keys, or raise the same error.
+Rank 0 examines the checkpoint for all ranks, so that all ranks request the same keys of the core, or raise the same
+error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Contents:
 
     path: Where
     tops: list[str]
-    """The first segments of its keys, but for ``extra``."""
+    """The first segments of its keys, except ``extra``."""
     optimizers: list[str]
     """The first segments with the state of an optimizer."""
     sharded: list[str]
@@ -57,14 +58,14 @@ class Contents:
     names: dict[str, str]
     """The users' names of modules and optimizers, by ours."""
     made_by_fabric: bool
-    """Fabric itself saved it, without this package."""
+    """True if Fabric saved the checkpoint without this package."""
 
     @classmethod
     def of(cls, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
-        """Return the contents of a checkpoint, as this rank reads them.
+        """Return the contents of a checkpoint, read by this rank.
 
         Args:
-            files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+            files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
             wanted: Names in ``extra`` that may have dots.
         """
         with ShardedReader(path, complete=False, files=files) as reader:
@@ -104,13 +105,13 @@ def load(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """``fabric.load`` and ``fabric.load_raw`` of a directory. Collective.
+    """Load a directory, for ``fabric.load`` and ``fabric.load_raw``. Collective.
 
-    Random streams are restored with an optimizer: loading weights alone does not change them.
+    Random streams are restored together with an optimizer; a load of weights alone does not change them.
 
     Returns:
-        The values of the checkpoint that ``state`` does not name. Without models and optimizers if the strategy keeps
-        shards, which no rank could hold, as in Fabric; otherwise these are state dicts.
+        The values of the checkpoint that ``state`` does not name. Models and optimizers among them are state dicts. If
+        the strategy keeps shards, they are omitted as in Fabric, since they may be too large for a rank.
 
     Raises:
         NotInCheckpoint: A name of ``state`` is not in the checkpoint, if ``strict``.
@@ -147,12 +148,12 @@ def load(
 
 
 def _contents(adapter: FabricAdapter, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
-    """Return the contents as rank 0 reads them; on every rank."""
+    """Return on every rank the contents that rank 0 reads."""
     return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, wanted))
 
 
 def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
-    """Return the names in the checkpoint of the items of the state.
+    """Return for each item of the state its name in the checkpoint.
 
     Raises:
         NotInCheckpoint: The checkpoint lacks an item, if ``strict``.
@@ -176,7 +177,7 @@ def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str
 
 
 def _live_places(kind: str, live: Mapping[str, Any], contents: Contents) -> dict[str, str]:
-    """Return the names in the checkpoint of modules, or optimizers: by the user's names, else by their order."""
+    """Return for each module or optimizer its name in the checkpoint, by the user's name, else by the order."""
     places: dict[str, str] = {}
     by_order = among(kind, contents.tops)
     for user in live:
@@ -188,7 +189,7 @@ def _live_places(kind: str, live: Mapping[str, Any], contents: Contents) -> dict
     if len(unplaced) == len(unused):
         places.update(zip(unplaced, unused, strict=True))
     elif len(live) == 1 and not by_order:
-        places[unplaced[0]] = kind  # of another name: the core finds the only object of its kind, and logs it
+        places[unplaced[0]] = kind  # under another name, the core finds the only object of its kind, and logs the name
     return places
 
 
@@ -216,15 +217,15 @@ def _warn(adapter: FabricAdapter, contents: Contents, message: str) -> None:
 
 
 def _is_replaced(value: Any) -> bool:
-    """Return whether the checkpoint's value replaces a value of the state, as in Fabric for plain values; live and
-    sharded objects are filled in place."""
+    """Return whether the checkpoint's value replaces the value in the state, as Fabric does for plain values. Modules,
+    optimizers and sharded objects are filled in place."""
     if isinstance(value, Mapping):
         return all(_is_replaced(item) for item in value.values())
     return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
 
 
 def _remainder(adapter: FabricAdapter, contents: Contents, taken: set[str]) -> dict[str, str]:
-    """Return the names in the checkpoint of the remainder, by the names that the user gets."""
+    """Return the names of the remaining values in the checkpoint, by the names that the user gets."""
     tops = [top for top in contents.tops if top not in taken and not (adapter.keeps_shards and top in contents.sharded)]
     extras = {name: f"{EXTRA}.{name}" for name in contents.extras if name != RNG and f"{EXTRA}.{name}" not in taken}
     return {contents.names.get(top, top): top for top in tops} | extras
@@ -239,21 +240,21 @@ def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
-    """Return an optimizer's state dict as Fabric has it; any other value unchanged."""
+    """Return an optimizer's state dict in Fabric's nested layout; any other value unchanged."""
     if not is_optimizer or not isinstance(value, dict) or not any(map(_is_flat, value)):
         return value
     return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
 
 
 def _is_flat(key: Any) -> bool:
-    """Return whether a key is one of an optimizer in torch's layout: a layout of its own may have any keys."""
+    """Return whether a key belongs to torch's layout of an optimizer. Other layouts may have any keys."""
     return isinstance(key, str) and key.startswith(("state.", "param_groups."))
 
 
 def _load_made_by_fabric(
     adapter: FabricAdapter, path: Where, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load a sharded checkpoint of stock Fabric: tensors by the user's names, all else in a file."""
+    """Load a sharded checkpoint of stock Fabric: tensors under the user's names, and a file with all other values."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
     metadata: dict[str, Any] = adapter.checkpointer.ranks.from_zero(
         f"read {path}",
@@ -274,7 +275,7 @@ def _load_made_by_fabric(
 def _load_raw(
     adapter: FabricAdapter, path: Where, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
 ) -> None:
-    """Load one module or optimizer, from a checkpoint that has one."""
+    """Load a module or an optimizer from a checkpoint with a single object of this kind."""
     contents = _contents(adapter, path, files, [])
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in contents.sharded if top not in contents.optimizers])

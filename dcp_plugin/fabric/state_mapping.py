@@ -1,4 +1,4 @@
-"""Names of ``fabric.save(path, state)`` in a checkpoint, which every other framework's integration knows.
+"""Names of a Fabric state in a checkpoint, which every other framework's integration reads.
 
 | in the state                         | in the checkpoint                                                |
 |--------------------------------------|------------------------------------------------------------------|
@@ -9,13 +9,13 @@
 | (random streams of every rank)       | ``extra.rng.<rank>.streams``                                     |
 | (the user's names of all these)      | ``extra.fabric_names``                                           |
 
-A plain value, or an object with ``state_dict`` that is no dataloader, is saved as rank 0 has it.
+A plain value, or an object with ``state_dict`` that is not a dataloader, is saved with rank 0's value.
 
-Creating an iterator over a dataloader draws from the random generators, and the loop that does it is the user's,
-after the load. The load itself creates the iterator: ``StatefulDataLoader.state_dict()`` makes the one that the
-next ``for batch in loader`` takes, and the random streams are restored after that. Between two epochs that iterator
-is at its end, and the loop begins the next one in its ordinary way, with the same draws as without the interruption.
-All that is asked of the user: the loader is in the state, and ``fabric.load`` comes before the loop over it.
+Creating an iterator over a dataloader draws from the random generators, and the user's loop does so after the load.
+Therefore the load creates the iterator: ``StatefulDataLoader.state_dict()`` makes the iterator that the next ``for
+batch in loader`` takes, and the random streams are restored after that. Between two epochs this iterator is at its end,
+and the loop creates the next in its ordinary way, with the same draws as without the interruption. The user must put
+the loader into the state, and call ``fabric.load`` before the loop over it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ Filter = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class Callbacks:
-    """An object of the state that is made of two functions, which the core calls when all ranks take part."""
+    """Object of the state that consists of two functions, which the core calls when all ranks take part."""
 
     state_dict: Callable[[], dict[str, Any]] = dict
     load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
 
 
 class RandomStreams(Callbacks, CalledLast):
-    """The random streams of a rank, asked and restored after the dataloaders, which may draw from them."""
+    """Random streams of a rank, saved and restored after the dataloaders, which may draw from them."""
 
 
 def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_asked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with the modules that Fabric asks for their state: those inside of DDP, where that matters."""
+    """Return the state with the modules whose state Fabric saves: for a DDP module the module inside."""
     return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
 
 
@@ -81,7 +81,7 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     """Return the state under the names of the table above.
 
     Raises:
-        CheckpointMismatch: The user has a name of this package.
+        CheckpointMismatch: The state uses a name that this package reserves.
     """
     state = as_asked(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
@@ -109,15 +109,15 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
 
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
-    """Return the module that each optimizer of the state trains: of the state, or else of ``setup``; a joint module if
-    the optimizer trains several, or parameters of none (:mod:`dcp_plugin.state.names`).
+    """Return the module that each optimizer of the state trains: a module of the state, else of ``setup``. It is a
+    joint module if an optimizer trains several modules, or parameters of no module (:mod:`dcp_plugin.state.names`).
 
     Args:
-        loose: Whether an optimizer may have no parameter of a known module.
+        loose: Permit an optimizer without a parameter of a known module.
 
     Raises:
-        CheckpointMismatch: They must not, or shards are kept, and the module that they belong to was not set up by
-            this Fabric after ``attach``.
+        CheckpointMismatch: The module of an optimizer was not set up by this Fabric after ``attach``, and ``loose`` is
+            False or the strategy keeps shards.
     """
     optimizers = of_kind(Optimizer, state)
     return {name: _trained(adapter, name, optimizer, state, loose) for name, optimizer in optimizers.items()}
@@ -139,7 +139,7 @@ def _trained(
 
 
 def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
-    """Return the modules that name the parameters of optimizers, where these are not ``present`` in the state."""
+    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
     return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
 
 
@@ -173,7 +173,7 @@ def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
 
 
 def has_position(value: object) -> bool:
-    """Return whether this is a dataloader with a position, as torchdata's ``StatefulDataLoader``."""
+    """Return whether a value is a dataloader with a position, such as torchdata's ``StatefulDataLoader``."""
     return isinstance(value, DataLoader) and isinstance(value, Stateful)
 
 
@@ -188,10 +188,10 @@ def position_of(loader: Any) -> dict[str, Any]:
 
 
 def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, Any]) -> None:
-    """Have the next iteration over the loader continue at a :func:`position_of`, without drawing first.
+    """Have the next iteration over the loader continue at the result of :func:`position_of`, without drawing first.
 
     Args:
-        warn: Warns the user of a position that this loader cannot take.
+        warn: Function that warns the user of a position that this loader cannot take.
     """
     sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
     if sampler is not None and state["epoch"] is not None:
@@ -210,7 +210,7 @@ def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, An
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler that has ``set_epoch``, as torch's ``DistributedSampler``; None if the loader has none."""
+    """Return the loader's sampler with ``set_epoch``, such as torch's ``DistributedSampler``; None without any."""
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
             return sampler
@@ -218,8 +218,8 @@ def _sampler_with_epoch(loader: Any) -> Any:
 
 
 def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
-    """Count epochs from that of the checkpoint. Fabric calls ``set_epoch`` with the number of iterations of the loader
-    in this process, which would repeat the orders of the first epochs."""
+    """Have the sampler count epochs from that of the checkpoint. Fabric calls ``set_epoch`` with the number of the
+    loader's iterations in this process, which would repeat the orders of the first epochs."""
     set_epoch = type(sampler).set_epoch.__get__(sampler)
     offset: int | None = None
 

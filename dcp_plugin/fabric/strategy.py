@@ -1,12 +1,12 @@
-"""``attach(fabric)``: strategies that save and load with all ranks, directly from and into the live objects.
+"""``attach(fabric)`` has all ranks save directly from the user's objects, and load directly into them.
 
-Fabric takes no plugin for FSDP and ModelParallel, the strategies that need it most. :func:`attach` changes the
-class of an existing strategy to :func:`dcp_strategy_class` of it: a subclass whose methods for checkpoints
-forward to a :class:`FabricAdapter`. Those who build their strategies themselves (Hydra) make one of the promoted class:
+Fabric takes no plugin for FSDP and ModelParallel, the strategies that need it most. :func:`attach` replaces the class
+of an existing strategy by its :func:`dcp_strategy_class`: a subclass whose methods for checkpoints forward to a
+:class:`FabricAdapter`. Users who build their strategies themselves (Hydra) make an object of the promoted class:
 ``dcp_strategy_class(FSDPStrategy)(...)``.
 
-Fabric never tears a strategy down, so the user finishes the last background save: ``Attachment.wait()``, or the end of
-its ``with`` block. A program that ends without either waits until the save is on disk, and logs that.
+Fabric never tears a strategy down, so the user finishes the last background save, by ``Attachment.wait()`` or the end
+of its ``with`` block. A program that ends without either waits until the save is on disk, and logs the wait.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
     """Have ``fabric.save``, ``fabric.load`` and ``fabric.load_raw`` save and load with all ranks.
 
-    Call it right after making the Fabric, on all ranks. Attaching again returns the same object, with new settings if
-    there are any.
+    Call this function on all ranks, right after making the Fabric. A second call returns the same object, with new
+    settings if the call has any.
 
     To continue a training exactly, put the optimizer and a dataloader that knows its position (torchdata's
     ``StatefulDataLoader``) into the state, and call ``fabric.load`` before the loop over the data. The random streams
-    of all ranks are saved too, and restored with an optimizer; loading weights alone leaves them as they are.
+    of all ranks are saved too, and restored with an optimizer; a load of weights alone does not change them.
 
     Args:
         fabric: A Fabric of ``lightning`` or of ``lightning_fabric``, with any strategy for one device, DDP, FSDP or
@@ -55,8 +55,8 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
         manager.
 
     Raises:
-        CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
-        ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
+        CheckpointError: ``fabric`` is not a Fabric, or its strategy is not supported.
+        ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which Fabric would ignore.
 
     Example:
         >>> from lightning.fabric import Fabric
@@ -90,7 +90,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
 
 
 class Attachment(BaseAttachment):
-    """The saves and loads of one strategy. A context manager: ``with attach(fabric):``."""
+    """Saves and loads of one strategy. A context manager: ``with attach(fabric):``."""
 
     _kind = Checkpointer
 
@@ -99,7 +99,7 @@ class Attachment(BaseAttachment):
         self._strategy = strategy
         self._class_before = None if getattr(strategy, "promoted_by_dcp_plugin", False) else type(strategy)
         self.fabric: Any = None
-        """The Fabric that :func:`attach` was given; None for a strategy that its user has made."""
+        """The Fabric passed to :func:`attach`; None for a strategy that the user has made."""
 
     def _find_config(self) -> CheckpointConfig:
         """Return the settings of the plugin among ``Fabric(plugins=...)``, else the defaults.
@@ -121,7 +121,7 @@ class Attachment(BaseAttachment):
         return getattr(self._strategy, "world_size", 1)
 
     def log(self, figures: dict[str, float], step: int) -> None:
-        """Give figures to the Fabric's loggers, which take them on rank 0."""
+        """Log figures with the Fabric's loggers, which log on rank 0."""
         if self.fabric is not None and self.fabric.loggers:
             self.fabric.log_dict(figures, step)
 
@@ -135,12 +135,12 @@ class Attachment(BaseAttachment):
         partial: PartialLoad | None = None,
         strict: bool = True,
     ) -> Restart:
-        """``fabric.load`` of the run's own newest checkpoint; else its modules' weights from ``init_from``. Collective.
+        """Load the run's own newest checkpoint; without any, load the modules' weights from ``init_from``. Collective.
 
-        Call it when everything is set up, before the loop over the data.
+        Call this method after the setup of all objects, before the loop over the data.
 
         Args:
-            state: As for ``fabric.load``.
+            state: The state to load, as in ``fabric.load``.
             root: Directory of this run's checkpoints.
             resume, init_from, partial, strict: See :func:`dcp_plugin.resume_or_init`.
 
@@ -148,8 +148,8 @@ class Attachment(BaseAttachment):
             The start of the run, see :func:`dcp_plugin.resume_or_init`; without a report if it resumes.
 
         Raises:
-            CheckpointError: :func:`attach` was given no Fabric; or as :func:`dcp_plugin.resume_or_init`.
-            ValueError: As there.
+            CheckpointError: The attachment has no Fabric; see also :func:`dcp_plugin.resume_or_init`.
+            ValueError: See :func:`dcp_plugin.resume_or_init`.
         """
         options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         if self.fabric is None:
@@ -159,7 +159,7 @@ class Attachment(BaseAttachment):
         return options.start(
             self.checkpointer,
             unwrapped(self.fabric, modules_of(state)),
-            # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
+            # Fabric's own files are files of ``torch.save``, with the names of the state to load.
             lambda damaged: options.find(root, (OTHERS,), damaged),
             lambda path: self._load(path, state, strict),
         )
@@ -168,17 +168,21 @@ class Attachment(BaseAttachment):
         self.fabric.load(path, state, strict=strict)
 
     def detach(self) -> None:
-        """Finish, and have the Fabric save and load as it did before :func:`attach`.
+        """Have the Fabric save and load as before :func:`attach`, and wait for the save in flight.
 
         Raises:
-            SaveFailed: As :meth:`wait`.
+            SaveFailed: A save failed, as in :meth:`wait`.
         """
         self._strategy.__class__ = self._class_before or type(self._strategy)
         self.close()
 
 
 def refuse_init_from(strategy: Any) -> None:
-    """Raise ValueError for a plugin with ``init_from``: a Fabric has no ``fit`` that would use it."""
+    """Refuse a plugin with ``init_from``: a Fabric has no ``fit`` that would use it.
+
+    Raises:
+        ValueError: The plugin has an ``init_from``.
+    """
     if getattr(plugin_of(strategy), "init_from", None) is not None:
         raise ValueError(
             "DCPCheckpointIO(init_from=...) among Fabric(plugins=...): a Fabric takes only the settings of it, and "
@@ -208,7 +212,7 @@ class FabricAdapter(StrategyAdapter):
 
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
-        """Modules of ``setup``, in order: an optimizer that is loaded alone trains one of these."""
+        """Modules of ``setup``, in order; an optimizer that is loaded alone trains one of these modules."""
         return weakref.WeakValueDictionary()
 
     @override
@@ -248,7 +252,7 @@ class FabricAdapter(StrategyAdapter):
         path, ordered = self._as_on_rank_0(path, state)
         self.checkpointer.wait_until_kept()
         if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
-            # Fabric's own format, or plain torch: in Fabric's own way
+            # The stock strategy reads Fabric's own format, and files of plain torch.
             if self.keeps_shards:
                 local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
             remainder: dict[str, Any] = self.stock.load_checkpoint(
@@ -262,8 +266,8 @@ class FabricAdapter(StrategyAdapter):
         return remainder
 
     def _as_on_rank_0(self, path: PathLike, state: Any) -> tuple[Where, Any]:
-        """Return the path of rank 0, and a state mapping with its keys in the order of rank 0: models and optimizers
-        are numbered in this order."""
+        """Return rank 0's path, and a state mapping with its keys in rank 0's order, in which models and optimizers are
+        numbered."""
         order = list(state) if isinstance(state, dict) else []
         path, order = self.strategy.broadcast((path, order))
         ordered = {name: state[name] for name in order if name in state} | state if order else state
@@ -284,7 +288,7 @@ def dcp_strategy_class(base: type) -> type:
         The same class for the same ``base``; ``base`` itself if it is promoted already.
 
     Raises:
-        CheckpointError: The strategy keeps its state in a way of its own.
+        CheckpointError: The strategy is not supported: it stores its state in a way of its own.
 
     Example:
         >>> from lightning.fabric.strategies import FSDPStrategy
@@ -312,7 +316,7 @@ def _init(strategy: Any, *args: Any, checkpoint_config: CheckpointConfig | None 
 
 
 def _by_its_base(strategy: Any, protocol: Any) -> Any:
-    """Reduce a strategy for processes that ``fabric.launch`` starts: pickle cannot find its class by name."""
+    """Pickle a strategy for processes that ``fabric.launch`` starts. Pickle cannot find its class by name."""
     cls = type(strategy)
     return _bare, (cls.__mro__[1] if cls is strategy.promoted_class else cls,), strategy.__dict__
 
