@@ -419,6 +419,7 @@ class Checkpointer:
         clean = not isinstance(sys.exception(), Exception)  # an exception in handling is what ends the training
         with self._queue.call("close"):
             try:
+                self._queue.closes_at = time.monotonic() + self.config.timeout
                 self.wait()
             finally:
                 if self.config.finish_on_sigterm:

@@ -74,6 +74,10 @@ class SaveFinished:
     """``"local"``: the save is complete in ``local_dir``, and will not be copied to its path."""
     local_seconds: float | None = None
     """With ``local_dir``: time from the call until the save is complete there."""
+    copies: int = 0
+    """Number of other nodes that hold a copy of each node's part, with ``replicas``."""
+    degraded: str = ""
+    """What the configuration asks for and the save lacks, and why; empty if the save lacks nothing."""
     record: SaveRecord | None = field(default=None, repr=False, compare=False)
     """Further facts; None except on rank 0 of a save that this process writes without a keeper."""
 
@@ -92,6 +96,8 @@ class SavedLocally:
     seconds: float
     """Time since the call."""
     rank: int = 0
+    copies: int = 0
+    """Number of other nodes that hold a copy of each node's part; fewer than ``replicas`` asks for is a warning."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Sources: places other than its path where a checkpoint may be. The core knows the keeper only through this module.
 
 A load, the catalogue and the integrations first ask a :class:`Source`, and read from the path only the bytes that the
-source lacks. The package of the keeper registers its source and its writer here when it is imported. The configuration
-decides whether :func:`keeper_of` imports it, so a plain save and load import no part of the keeper.
+source lacks. The configuration decides whether :func:`keeper_of` imports the package of the keeper, so a plain save and
+load import no part of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from dcp_plugin.types import CheckpointState
 
 if TYPE_CHECKING:
     from dcp_plugin.ranks import Ranks
-
-_KEEPER = "dcp_plugin.keeper.registration"
 
 
 class SourceFiles(Readable, Protocol):
@@ -85,24 +83,15 @@ class Keeper:
     """Constructors that the package of the keeper provides."""
 
     source: Callable[[CheckpointConfig], Source]
+    # Makes a :class:`~dcp_plugin.saving.writers.Writer` over another one.
     writer: Callable[..., Any]
-    """Makes a :class:`~dcp_plugin.saving.writers.Writer` over another one."""
-
-
-_registered: list[Keeper] = []
-
-
-def register(keeper: Keeper) -> None:
-    """Make the keeper known to the core. Called by its package on import."""
-    _registered[:] = [keeper]
 
 
 def keeper_of(config: CheckpointConfig) -> Keeper | None:
     """Return the keeper that a configuration requires; None if this process writes its saves itself."""
     if not config.has_keeper:
         return None
-    importlib.import_module(_KEEPER)
-    return _registered[0]
+    return importlib.import_module("dcp_plugin.keeper.registration").KEEPER  # type: ignore[no-any-return]
 
 
 def source_of(config: CheckpointConfig) -> Source:

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
+from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
+from dcp_plugin.keeper import spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.local_checkpoints import new_token
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Spool
 from dcp_plugin.keeper.wire import Channel
+from tests import launch, programs
 from tests.compare import same_bytes
+from tests.launch import on_ranks
 from tests.limits import HANG
+
+launch.preload(__name__)
 
 _TRAINING = """
 import os, signal, sys, torch, dcp_plugin as dcp
@@ -110,6 +123,157 @@ def test_a_training_that_dies_while_it_hands_over_leaves_nothing_in_memory(tmp_p
     shutil.rmtree(spool.folder, ignore_errors=True)
 
 
+_HOLDER = """
+import fcntl, os, signal, sys
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.lockf(descriptor, fcntl.LOCK_EX)
+print("locked", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_stopped_holder_of_the_lock_is_named_and_the_save_goes_on_without_a_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Path(tempfile.mkdtemp(dir=spool._MEMORY))
+    monkeypatch.setattr(spool, "_MEMORY", memory)
+    monkeypatch.setattr(spool, "_LOCK_SECONDS", 0.1)
+    lock = spool.base_directory() / ".door" / "lock"
+    lock.parent.mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        checkpointer = dcp.Checkpointer(async_save=True, writer="process")
+        checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-1").wait()
+        checkpointer.close()
+    finally:
+        holder.kill()
+        holder.communicate()
+        shutil.rmtree(memory)
+    assert f"is held by process {holder.pid}, whose state is T (stopped)" in caplog.text
+    assert torch.equal(_weights(tmp_path / "run/step-1"), torch.arange(1000.0))
+
+
+def _keeper_of(root: Path, local: Path | None) -> int:
+    pid = Spool.of(root.resolve(), None if local is None else str(local)).pid()
+    assert pid is not None
+    return pid
+
+
+@contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    """A process that is stopped, and goes on afterwards until it has ended."""
+    watch = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    os.kill(pid, signal.SIGCONT)
+    select.select([watch], [], [], HANG)
+    os.close(watch)
+
+
+@pytest.mark.parametrize("tier", ["none", "local"])
+def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
+    tmp_path: Path, tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = tmp_path / "local" if tier == "local" else None
+    tiers = {"writer": "process"} if local is None else {"local_dir": str(local)}
+    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.0, timeout=5.0, **tiers)
+    state = {"weights": torch.arange(1000.0)}
+    checkpointer.save(state, tmp_path / "run/last", step=1).wait()
+    pid = _keeper_of(tmp_path / "run", local)
+    with _stopped(pid):
+        state["weights"] += 1
+        handle = checkpointer.save(state, tmp_path / "run/last", step=2)
+        state["weights"] += 1
+        handle.wait()
+        assert handle.finished is not None and handle.finished.tier == "durable"
+        assert f"does not answer: it is process {pid}, whose state is T (stopped)" in handle.finished.degraded
+        assert torch.equal(_weights(tmp_path / "run/last"), torch.arange(1000.0) + 1)
+        checkpointer.save(state, tmp_path / "run/last", step=3).wait()
+        checkpointer.close()
+        assert "run/last is saved without a keeper" in caplog.text
+        another = {"weights": torch.zeros(1000)}
+        assert dcp.resume_or_init(another, tmp_path / "run", timeout=5.0, **tiers).step == 3
+        assert same_bytes(another["weights"], torch.arange(1000.0) + 2)
+    assert dcp.inspect(tmp_path / "run/last").step == 3  # what the keeper still had did not replace it
+    assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/last"
+
+
+@on_ranks(2)
+def test_a_stopped_keeper_of_another_node_stops_no_rank(tmp_path: Path) -> None:
+    rank, root = dist.get_rank(), tmp_path / "run"
+    local = tmp_path / f"local-{rank}"
+    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0, timeout=5.0)
+    state = {"weights": torch.arange(1000.0)}
+    checkpointer.save(state, root / "step-1", step=1).wait()
+    pid = _keeper_of(root, local)
+    dist.barrier()
+    with _stopped(pid) if rank == 1 else nullcontext():
+        dist.barrier()
+        handle = checkpointer.save({"weights": torch.arange(1000.0) + 1}, root / "step-2", step=2)
+        handle.wait()
+        assert handle.finished is not None and "does not answer" in handle.finished.degraded
+        checkpointer.close()
+        dist.barrier()
+    assert torch.equal(_weights(root / "step-2"), torch.arange(1000.0) + 1)
+
+
+def test_fewer_copies_than_asked_for_are_a_warning_and_a_field_of_events(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[events.Event] = []
+    unsubscribe = events.subscribe(seen.append)
+    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(tmp_path / "local"), replicas=1, keeper_linger=0.0)
+    for step in (1, 2):
+        checkpointer.save({"n": step}, tmp_path / f"run/step-{step}", step=step).wait()
+    checkpointer.close()
+    unsubscribe()
+    text = "saves have 0 of the 1 copies that replicas asks for: the job has 1 node"
+    assert [event.copies for event in seen if isinstance(event, events.SavedLocally)] == [0, 0]
+    assert [event.degraded for event in seen if isinstance(event, events.SaveFinished)] == [text, text]
+    assert caplog.text.count(text) == 1
+
+
+def test_an_event_says_which_tier_a_save_has_missed_and_why(tmp_path: Path) -> None:
+    local, lines = tmp_path / "local", tmp_path / "events"
+    local.write_text("no folder")
+    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0, events=str(lines))
+    checkpointer.save({"n": 1}, tmp_path / "run/step-1", step=1).wait()
+    checkpointer.close()
+    (line,) = map(json.loads, lines.read_text().splitlines())
+    assert line["tier"] == "durable" and "is not kept in local_dir" in line["degraded"]
+
+
+_SECOND = """
+import sys, torch, dcp_plugin as dcp
+if __name__ == "__main__":
+    checkpointer = dcp.Checkpointer(async_save=True, local_dir=sys.argv[2], keeper_linger=0.0)
+    try:
+        checkpointer.save({"weights": torch.zeros(1000)}, f"{sys.argv[1]}/step-2", step=2).wait()
+    except dcp.SaveFailed as error:
+        print(error)
+"""
+
+
+def test_a_second_training_with_the_same_root_and_local_dir_is_refused(tmp_path: Path) -> None:
+    root, local = tmp_path / "run", tmp_path / "local"
+    (tmp_path / "second.py").write_text(_SECOND)
+    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0)
+    checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
+    second = programs.run(tmp_path / "second.py", root, local)
+    assert second.stdout.startswith(f"another training on {socket.gethostname()} (pid {os.getpid()}) saves to the same")
+    assert dcp.latest(root, local_dir=local) == root / "step-1"
+    checkpointer.close()
+    second = programs.run(tmp_path / "second.py", root, local)
+    assert (second.returncode, second.stdout) == (0, ""), second.stderr
+    assert dcp.latest(root) == root / "step-2"
+
+
 @dataclass
 class _HandedOver:
     """A save that no keeper has begun with: a copy of its spool."""
@@ -124,7 +288,7 @@ class _HandedOver:
 
     def as_saved_to(self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None) -> str:
         """Put it into the spool as another save."""
-        token = token or new_token()
+        token = token or new_token(time.time())
         job = Node(self.spool).job(self.token, 0)
         local = None if local_dir is None else str(local_dir)
         config = replace(job.config, local_dir=local, writer="process", timeout=5.0)
@@ -245,6 +409,22 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
     end = _ended(node, token)
     assert end.published and not end.local and "goes straight to its path" in said[0]
     assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
+
+
+def test_a_save_that_gives_way_to_newer_ones_says_that_its_path_lacks_it(
+    handed_over: _HandedOver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "the storage is down")
+
+    monkeypatch.setattr("dcp_plugin.storage.writer.Publication.reserve", fail)
+    tokens = [handed_over.as_saved_to(tmp_path / f"run/{number}", tmp_path / "local") for number in range(5)]
+    handed_over.alone()
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    end = _ended(node, tokens[0])
+    assert (end.published, end.local, end.error) == (False, True, None)
+    assert "is in local_dir, and was not brought to its path" in end.degraded
 
 
 def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(

@@ -10,6 +10,7 @@ import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.media.disk import commit
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import catalog
+from dcp_plugin.storage import writer
 from tests import launch
 from tests.forge import change_summary
 from tests.launch import on_ranks
@@ -423,6 +425,23 @@ def test_a_clock_that_was_set_back_neither_deletes_the_new_nor_prefers_the_old(t
     newest = _save(tmp_path / "step-3", 3, keep_last=1)
     assert names_in(tmp_path) == ["step-3"]
     assert dcp.latest(tmp_path) == newest
+
+
+def test_recorded_times_never_run_back_with_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1.7e9 + now[0]))
+    for step, seconds in enumerate([900, 500, 600], start=1):
+        now[0] = seconds
+        _save(tmp_path / f"step-{step}", step)
+        assert dcp.latest(tmp_path) == tmp_path / f"step-{step}"
+    by_stock = tmp_path / "stock"
+    with pytest.warns(UserWarning, match="single process"):
+        stock.save({"n": torch.zeros(1)}, checkpoint_id=str(by_stock))
+    os.utime(by_stock / ".metadata", (1.7e9 + 2000,) * 2)
+    assert dcp.latest(tmp_path) == by_stock
+    now[0] = 700
+    _save(tmp_path / "step-4", 4)
+    assert dcp.latest(tmp_path) == tmp_path / "step-4"
 
 
 def test_a_flat_state_of_many_keys_has_a_small_summary(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from dcp_plugin.keeper.inventory import Surveyor, make_run, path_of
 from dcp_plugin.keeper.local_checkpoints import NODE, LocalStep, LocalSteps, Record, is_inside
 from dcp_plugin.keeper.selection import DURABLE, OWN
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage import writer
 from dcp_plugin.storage.published import read_summary
 from tests import launch
 from tests.compare import assert_same as same
@@ -266,9 +269,61 @@ def test_the_newest_complete_saves_are_kept_and_debris_is_swept(tmp_path: Path) 
         LocalStep(folder, record).write()
     steps.make("t5")
     assert steps.keep(2, needed={"t1"}) == ["t0"]
-    steps.sweep(list)
+    steps.collect_garbage(list)
     assert [step.record.token for step in steps.all()] == ["t1", "t2", "t3", "t4"]  # t4: not complete, but newer
     assert not steps.folder_of("t5").exists()
+
+
+def test_a_link_in_place_of_the_directory_leads_no_deletion_out_of_it(tmp_path: Path) -> None:
+    home, root = tmp_path / "home", tmp_path / "run"
+    (home / "thesis").mkdir(parents=True)
+    (home / "thesis" / "chapter-1").write_text("words")
+    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / "local"), keeper_linger=0.0)
+    checkpointer.save(state_of(1), root / "step-1", step=1)
+    steps = LocalSteps(tmp_path / "local", path_of(root / "step-1").parent)
+    steps.folder.rename(tmp_path / "moved")
+    steps.folder.symlink_to(home)
+    checkpointer.save(state_of(2), root / "step-2", step=2)
+    steps.collect_garbage(list)
+    with pytest.raises(NotADirectoryError, match="it is a link"):
+        steps.remove("thesis")
+    checkpointer.close()
+    assert (home / "thesis" / "chapter-1").read_text() == "words"
+    assert [path.name for path in home.iterdir()] == ["thesis"]
+    assert dcp.latest(root) == root / "step-2"
+    assert steps.all() == [] and "it is a link" in steps.problems[0]
+
+
+def test_a_record_that_cannot_be_read_is_not_deleted_with_the_garbage(saved: Path, tmp_path: Path) -> None:
+    _of_an_older_format(folder_of(tmp_path / "local", saved))
+    steps = LocalSteps(tmp_path / "local", path_of(saved).parent)
+    steps.make("never-completed")
+    steps.collect_garbage(list)
+    assert len(list(steps.folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("names", ["a path for each", "one path"])
+def test_local_saves_after_a_clock_was_set_back_are_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    now, local, root = [0.0], tmp_path / "local", tmp_path / "run"
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1.7e9 + now[0]))
+    durable = 1 if names == "one path" else None
+    times = []
+    for step, (minutes, begins_anew) in enumerate([(900, True), (500, False), (600, True), (320, True)], start=1):
+        now[0] = 60.0 * minutes
+        if begins_anew:
+            checkpointer = dcp.Checkpointer(
+                async_save=True, local_dir=str(local), durable_every=durable, keeper_linger=60.0
+            )
+        path = root / ("last" if durable else f"step-{step}")
+        checkpointer.save({"n": step}, path, step=step).wait()
+        (newest,) = dcp.list_checkpoints(root, local_dir=local)[-1:]
+        assert (newest.path, newest.step) == (path, step)
+        times.append(newest.time)
+        if step != 1:
+            checkpointer.close()
+    assert times == sorted(set(times))
 
 
 # Two nodes
@@ -354,6 +409,25 @@ def test_who_does_not_know_the_key_is_told_nothing(served: tuple[wire.Server, by
         challenge = raw.recv(64)
         raw.sendall(b"x" * 72)
         assert len(challenge) == 32 and raw.recv(64) == b""
+
+
+def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: tuple[wire.Server, bytes]) -> None:
+    server, key = served
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    silent: list[socket.socket] = []
+    try:
+        silent += [socket.create_connection(server.address, 10) for _ in range(1100)]  # type: ignore[arg-type]
+        with wire.connect(server.address, key, 10) as channel:
+            channel.send(("", "file", 0, 5))
+            assert channel.receive() == (0, 5)
+        for one in silent[:1000]:
+            while one.recv(100):  # until the server has ended it
+                pass
+    finally:
+        for one in silent:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory, RankFailure, SaveFailed
+from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
 from dcp_plugin.keeper.inventory import node_of
-from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool
-from dcp_plugin.keeper.wire import Channel, connect, new_key
+from dcp_plugin.keeper.local_checkpoints import LocalSteps, time_of
+from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool, described
+from dcp_plugin.keeper.wire import Channel, KeeperLost, connect, new_key
+from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.saving.queue import SaveQueue
+from dcp_plugin.storage.published import newest_time
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -35,20 +41,25 @@ _START_SECONDS = 120.0
 _POLL = 30.0
 _ANSWER = 60.0
 _FORGET = 60.0
-
-_this_job = uuid.uuid4().hex
-"""Stands for the training that this process is rank 0 of."""
+_OF_A_SAVE = re.compile(r"[0-9a-f]{24}\.")
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks of a training know."""
+    """A training, as all its ranks know it."""
 
     name: str
     key: bytes
-    nodes: int
-    first: str
+    """Proves to other nodes that a keeper belongs to it."""
+    nodes: int = 1
+    first: str = ""
     """The node of rank 0."""
+    newest: float = 0.0
+    """The greatest recorded time that any node has seen, in seconds since the epoch."""
+
+
+_jobs: dict[int, _Job] = {}
+"""By process, the training that it belongs to. A process that saves alone, too, does so in the same training."""
 
 
 class KeeperClient:
@@ -65,42 +76,64 @@ class KeeperClient:
 
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
         self._config, self.rank, self._root = config, ranks.rank, resolved(root)
-        self._solo = ranks.size == 1
+        self._patience = min(_ANSWER, config.timeout)
+        """Seconds in which a keeper that is there has to answer."""
         self._closing = False
         self._last_news = 0
         self._attached: Channel | None = None
         self._info: dict[str, Any] | None = None
         self._is_attached = threading.Event()
-        self._failure: SaveFailed | None = None
+        self._failure: NoSharedMemory | None = None
+        """Why saves go on without the keeper now."""
         self._coordinator: Peer | None = None
         self._go: Go | None = None
         """On rank 0: the last save that was handed over."""
+        self._process = os.getpid()
+        self.queue = SaveQueue()
+        """The saves of the training, which says when it stops waiting for them."""
 
-        def prepare() -> str:
+        def enter() -> tuple[str, float]:
             self.spool = Spool.of(self._root, config.local_dir)
             self.spool.enter()
             self.spool.put("root", str(self._root).encode())
-            return node_of(Path(config.local_dir or self.spool.folder))
+            self._node = node_of(Path(config.local_dir or self.spool.folder))
+            return self._node, self._newest_time()
 
-        def met(nodes: list[str]) -> _Job:
-            return _Job(f"{_this_job}-{os.getpid()}", new_key(), len(set(nodes)), nodes[0])
-
-        self._node = ""
-
-        def tell() -> str:
-            self._node = prepare()
-            return self._node
+        def met(found: list[tuple[str, float]]) -> _Job:
+            nodes, times = zip(*found, strict=True)
+            mine = _jobs.get(self._process) or _Job(uuid.uuid4().hex, new_key())
+            return replace(mine, nodes=len(set(nodes)), first=nodes[0], newest=max(times))
 
         try:
-            self._job = ranks.combine(f"find the keepers for {root}", tell, met)
+            self._job = _jobs[self._process] = ranks.combine(f"find the keepers for {root}", enter, met)
+            ranks.agree(f"claim {root}", lambda: self.spool.claim(self._job.name))
         except BaseException:
             if hasattr(self, "spool"):
                 self.spool.leave()
             raise
         self.beside_rank_zero = self._job.first == self._node
-        self._process = os.getpid()
+        self.newest_time = self._job.newest
+        """The greatest recorded time of the run that this rank has seen, in seconds since the epoch."""
+        if self.rank == 0 and (behind := self.newest_time - time.time()) > 60:
+            logger.warning("the clock is %.0f s behind the newest save: recorded times go on from there", behind)
         self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
         self._thread.start()
+
+    def _newest_time(self) -> float:
+        """Return the greatest recorded time in the journal, in ``local_dir``, and on rank 0 at the path as well."""
+        times = [time_of(name) for name in self.spool.names("") if _OF_A_SAVE.match(name)]
+        if self._config.local_dir is not None:
+            saves = LocalSteps(Path(self._config.local_dir), self._root).all()
+            times += [save.record.time for save in saves]
+        if self.rank == 0:
+            thread = threading.Thread(target=self._look_at_path, args=(times,), name="dcp-times", daemon=True)
+            thread.start()
+            thread.join(self._patience)  # the path may hang
+        return max(times, default=0.0)
+
+    def _look_at_path(self, times: list[float]) -> None:
+        with suppress(OSError, CheckpointError):
+            times.append(newest_time(medium_of(self._root), self._root))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that the keeper sees. Raises NoSharedMemory."""
@@ -113,20 +146,17 @@ class KeeperClient:
         deaths = 0
         while not self._closing:
             try:
-                channel = self._open()
-                self._attached = channel
-                try:
-                    self._info = self._ask(channel, "attach", *self._who())
-                except SaveFailed as error:
-                    self._failure = error
-                    self._is_attached.set()
-                    return
+                self._attached = self._open()
+                self._attached.timeout(self._patience)
+                reached = (self._job.name, self._job.key) if self._job.nodes > 1 else None
+                self._info = self._ask(self._attached, "attach", self._config.keeper_linger, reached)
                 if self._info is None:
                     raise ConnectionAbortedError("it has just ended")
-                self._is_attached.set()
                 while not self._closing:
-                    channel.timeout(None)
-                    for number, text in self._ask(channel, "news", self._last_news, _POLL):
+                    self._failure = None
+                    self._is_attached.set()
+                    self._attached.timeout(_POLL + self._patience)
+                    for number, text in self._ask(self._attached, "news", self._last_news, _POLL):
                         self._last_news = number
                         if self.rank == 0 or self._job.nodes > 1:
                             logger.warning("keeper of rank %d: %s", self.rank, text)
@@ -134,6 +164,9 @@ class KeeperClient:
                 self._failure = error
                 self._is_attached.set()
                 return
+            except (TimeoutError, BlockingIOError):
+                self.pass_over(self.lost())
+                time.sleep(1.0)
             except Exception as error:
                 self._is_attached.clear()
                 if self._attached is not None:
@@ -145,12 +178,27 @@ class KeeperClient:
                 logger.warning("the keeper of rank %d has died (%s); another one goes on", self.rank, error)
                 time.sleep(min(5.0, 0.1 * 2 ** min(deaths, 10)))
 
+    def lost(self) -> KeeperLost:
+        """Return the error that names the keeper of this node, which does not answer."""
+        return KeeperLost(
+            f"the keeper of rank {self.rank} on {socket.gethostname()} does not answer: it is "
+            f"{described(self.spool.pid())}"
+        )
+
+    def pass_over(self, error: Exception) -> None:
+        """Let saves go on without the keeper, until it answers again."""
+        if self._failure is None:
+            logger.warning("%s; saves go on without it", error)
+        self._failure = NoSharedMemory(str(error))
+        self._is_attached.set()
+
+    def refuse_if_passed_over(self) -> None:
+        """Raise NoSharedMemory if saves go on without the keeper."""
+        if self._failure is not None:
+            raise NoSharedMemory(str(self._failure)) from self._failure
+
     def _is_closing(self) -> bool:
         return self._closing
-
-    def _who(self) -> tuple[Any, ...]:
-        name = "" if self._solo else self._job.name
-        return self.rank, name, os.getpid(), self._job.key, self._config.keeper_linger, self._job.nodes > 1
 
     def _open(self) -> Channel:
         """A connection to the keeper, which is started if there is none.
@@ -162,7 +210,9 @@ class KeeperClient:
         started: subprocess.Popen[bytes] | None = None
         while True:
             try:
-                return connect(self.spool.socket, b"", _ANSWER)
+                return connect(self.spool.socket, b"", self._patience)
+            except (TimeoutError, BlockingIOError):
+                raise
             except OSError as error:
                 if self._closing:
                     raise
@@ -189,32 +239,34 @@ class KeeperClient:
             wait: Seconds that the answer may take by what is asked for.
 
         Raises:
-            SaveFailed: It refuses, or no keeper answers within ``timeout`` seconds.
+            SaveFailed: It refuses.
+            KeeperLost: It does not answer.
         """
-        deadline = time.monotonic() + self._config.timeout + wait
+        deadline = time.monotonic() + _START_SECONDS + wait
         while True:
             self._ready()
             try:
-                with connect(self.spool.socket, b"", _ANSWER) as channel:
-                    channel.timeout(_ANSWER + wait)
+                with connect(self.spool.socket, b"", self._patience) as channel:
+                    channel.timeout(self._patience + wait)
                     return self._ask(channel, what, *args)
+            except (TimeoutError, BlockingIOError) as error:
+                raise self.lost() from error
             except (OSError, EOFError) as error:
                 if self._closing:
                     raise
                 if time.monotonic() > deadline:
-                    raise SaveFailed(f"the keeper of rank {self.rank} does not answer ({error})") from error
+                    raise self.lost() from error
                 time.sleep(0.1)
 
     def _ready(self) -> None:
         """Wait until the keeper is there.
 
         Raises:
-            SaveFailed: It does not come, or is another training's.
+            NoSharedMemory: It does not come.
         """
         if not self._is_attached.wait(_START_SECONDS):
-            raise SaveFailed(f"the keeper of rank {self.rank} does not answer: see {self.spool.folder}/start.log")
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure)) from self._failure
+            raise self.lost()
+        self.refuse_if_passed_over()
 
     @property
     def is_attached(self) -> bool:
@@ -237,8 +289,7 @@ class KeeperClient:
 
         def give() -> Peer:
             mine = job.get()
-            if self._failure is not None:
-                self._ready()
+            self.refuse_if_passed_over()
             try:
                 if attached is not None:
                     os.rename(attached, self.spool.folder / f"{token}.{self.rank}.files")
@@ -268,52 +319,74 @@ class KeeperClient:
     def _take_back(self, token: str) -> None:
         self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
 
+    def revoke(self, token: str, path: Where) -> Path:
+        """Withdraw a save from the keepers: none of them publishes it any more.
+
+        The path and ``local_dir`` may hang, so a thread with a deadline tells them. Raises OSError.
+
+        Returns:
+            The directory with the files of this rank beside the tensors.
+        """
+        self.spool.put(f"{token}.revoked", b"")
+        self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job")
+        thread = threading.Thread(target=self._void, args=(token, path), name="dcp-revoke", daemon=True)
+        thread.start()
+        thread.join(self._patience)
+        return self.spool.folder / f"{token}.{self.rank}.files"
+
+    def _void(self, token: str, path: Where) -> None:
+        try:
+            if self._config.local_dir is not None:
+                LocalSteps(Path(self._config.local_dir), self._root).remove(token)
+            if self.rank == 0 and (reserved := self.spool.get(f"{token}.reserved")) is not None:
+                medium_of(path).revoke(path, reserved.decode())
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: the save of a keeper that does not answer cannot be revoked: %s", path, error)
+
     def _poke(self, token: str) -> None:
         with suppress(OSError, EOFError, SaveFailed):
             self._call("go", token)  # a keeper that starts now finds it by itself
 
     def wait(self, token: str, stage: str, timeout: float | None = None) -> End | bool:
-        """As :meth:`dcp_plugin.keeper.node.Node.wait`.
+        """As :meth:`dcp_plugin.keeper.node.Node.wait`; without ``timeout`` until the training stops waiting.
 
         Raises:
-            SaveFailed: There is no keeper any more.
+            SaveFailed: The keeper does not answer.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        left = timeout
         while True:
-            left = _POLL if deadline is None else min(_POLL, max(0.0, deadline - time.monotonic()))
-            try:
-                found = cast(End | bool, self._call("wait", token, stage, left, wait=left))
-            except SaveFailed:
-                if self._failure is not None:  # the keeper is another training's, and would find it there some day
-                    self._take_back(token)
-                raise
-            if found is not False or (deadline is not None and time.monotonic() >= deadline):
+            if timeout is None and self.queue.closes_at is not None:
+                left = max(0.0, self.queue.closes_at - time.monotonic())
+            step = min(_POLL, self._config.timeout / 2, *(() if left is None else (left,)))
+            found = cast(End | bool, self._call("wait", token, stage, step, wait=step))
+            if left is not None:
+                left -= step  # and not the seconds in which a keeper was started in place of one that died
+            if found is not False or (left is not None and left <= 0):
                 return found
 
     def drain(self, token: str) -> bool:
         """Bring a save that ended locally to its path; whether it is there or will be."""
-        return cast(bool, self._call("drain_newest", token, self._coordinator, self._job.key))
+        return cast(
+            bool, self._call("drain_newest", token, self._coordinator, self._job.key, wait=self._config.timeout)
+        )
+
+    def copies(self, token: str) -> int:
+        """Return how many other nodes hold a copy of each node's part of a save that is complete locally."""
+        return cast(int, self._call("copies", token))
 
     def forget(self, path: Where) -> None:
         """Delete what this node has of the saves to a path; on rank 0, what all nodes have."""
         if self._config.local_dir is not None:
             self._call("forget", str(path), path.parent, self._config.local_dir, self._go, wait=_FORGET)
 
-    def close(self, all_over: bool = True) -> None:
-        """Leave the keeper.
-
-        Args:
-            all_over: The training has ended as it should: the keeper need not wait for it.
-        """
+    def close(self) -> None:
+        """Leave the keeper, which need not wait for this training any more."""
         if os.getpid() != self._process:
             return  # forked: the connection is the parent's, too
         self._closing = True
         if self._attached is not None:
             self._attached.close()
-        self._thread.join(_ANSWER)
-        if self._attached is not None:
-            with suppress(OSError, EOFError, SaveFailed), connect(self.spool.socket, b"", _ANSWER) as last:
-                self._ask(last, "detach", all_over)
+        self._thread.join(self._patience)
         self.spool.leave()
 
 
@@ -351,31 +424,42 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
     """Wait for keepers of the training before, which may be about to publish what it has handed over. Collective."""
 
     def wait() -> list[str]:
-        return [token for spool in Spool.below(resolved(root)) for token in _settle(spool, config)]
+        return [text for spool in Spool.below(resolved(root)) for text in _settle(spool, config)]
 
-    left = ranks.agree(f"wait for what was handed over before, in {root}", wait)
-    if left:
-        logger.warning("%s: %d saves that were handed over before are not written, and not waited for", root, len(left))
+    for text in ranks.agree(f"wait for what was handed over before, in {root}", wait):
+        logger.warning("%s: %s", root, text)
 
 
 def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
     """Wait until a keeper, started in place of one that died, has published the saves in its journal, or completed them
-    in ``local_dir``. The tokens of the others. A journal of another version of this package is left as it is."""
+    in ``local_dir``. A journal of another version of this package is left as it is.
+
+    Returns:
+        Why the others are not there, in words.
+    """
     try:
         spool.refuse_other_format()
     except NoSharedMemory as error:
-        logger.warning("%s", error)
-        return []
+        return [str(error)]
     unfinished = [name[:-3] for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
     if not unfinished and not spool.is_kept():
         return []
     start_keeper(spool, config.keeper_linger)
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
-            channel.timeout(config.timeout + _ANSWER)
-            return cast(list[str], KeeperClient._ask(channel, "settle", config.timeout))
-        if not spool.folder.exists():  # it has ended meanwhile
-            return []
-        time.sleep(0.05)
-    return unfinished
+    patience = min(_ANSWER, config.timeout)
+    start, deadline = time.monotonic() + _START_SECONDS, time.monotonic() + config.timeout
+    left = [f"{len(unfinished)} saves that were handed over before are not written"] if unfinished else []
+    while time.monotonic() < start:
+        try:
+            with connect(spool.socket, b"", patience) as channel:
+                channel.timeout(2 * patience)
+                while True:
+                    left = cast(list[str], KeeperClient._ask(channel, "settle", patience))
+                    if not left or time.monotonic() > deadline:
+                        return left
+        except (TimeoutError, BlockingIOError):
+            return [f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}", *left]
+        except (OSError, EOFError):
+            if not spool.folder.exists():  # it has ended meanwhile
+                return []
+            time.sleep(0.05)
+    return left

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,15 +28,16 @@ from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.keeper.inventory import make_run, path_of
-from dcp_plugin.keeper.local_checkpoints import Record
+from dcp_plugin.keeper.local_checkpoints import Record, shown, time_of
 from dcp_plugin.keeper.node import Node, retried
 from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
-from dcp_plugin.keeper.wire import connect
+from dcp_plugin.keeper.wire import BUSY, KeeperLost, connect
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.runs import bases, figures, retention
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.storage.writer import Facts, Publication, compose
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -46,6 +48,10 @@ _MOST_TRIES = 5
 """Keepers that may die with one save in flight before it is given up: it may be what kills them."""
 _WITHOUT_TRAINING = 30.0
 """Seconds for which another node is asked again when the training is dead: nobody will start its keeper anew."""
+_UNANSWERED = 60.0
+"""Seconds in which another keeper has to give a sign of life."""
+_SILENT = 2.0
+"""The same, for one that has missed that already."""
 
 
 @dataclass
@@ -64,6 +70,11 @@ class Save:
     local: bool = False
     local_at: float | None = None
     error: Exception | None = None
+    published_at: float = 0.0
+    """The recorded time of the checkpoint at its path; 0 if it is not there."""
+    copies: int = 0
+    degraded: list[str] = field(default_factory=list)
+    """What it lacks of what the configuration asks for, and why."""
     hopeless: bool = False
     """Whether several keepers have died with it."""
 
@@ -138,9 +149,11 @@ class Coordinator:
         """Complete locally and not durable."""
         self._runs: dict[tuple[str, bytes], str] = {}
         self._numbers: dict[str, int] = {}
-        self._last_time = 0.0
         self._newest_token, self._members = "", set[str]()
         """The nodes of the training, as its newest save has them: nobody waits for one that is not among them."""
+        self._warned: set[str] = set()
+        self._silent: set[str] = set()
+        """The nodes whose keepers have missed their deadlines, until they answer again."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._published = self._node.published()
@@ -245,18 +258,31 @@ class Coordinator:
         if peer.node == save.go.peers[0].node:
             return getattr(self._node, what)(save.token, *args)
 
-        def ask() -> Any:
-            with connect(peer.address, save.go.key, 10.0) as channel:
-                channel.timeout(None)
-                channel.send((what, (save.token, *args)))
-                return channel.receive()
+        heard = time.monotonic()
 
-        answer, value = retried(
-            ask,
-            lambda: self._patience(save) if peer.node in self._members else 0.0,
-            self._say,
-            f"to {what} {save.path} on {peer.host} (rank {peer.rank})",
-        )
+        def ask() -> Any:
+            nonlocal heard
+            with connect(peer.address, save.go.key, 10.0) as channel:
+                channel.timeout(_SILENT if peer.node in self._silent else min(_UNANSWERED, save.job.config.timeout))
+                channel.send((what, (save.token, *args)))
+                while (answer := channel.receive())[0] == BUSY:
+                    heard = time.monotonic()
+                return answer
+
+        def patience() -> float:
+            if peer.node not in self._members or peer.node in self._silent:
+                return 0.0
+            return self._patience(save) - (time.monotonic() - heard)
+
+        name = f"{save.path} on {peer.host} (rank {peer.rank})"
+        try:
+            answer, value = retried(ask, patience, self._say, f"to {what} {name}")
+        except (OSError, EOFError) as error:
+            if peer.node not in self._silent:
+                self._silent.add(peer.node)
+                self._say(f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})")
+            raise KeeperLost(f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})") from error
+        self._silent.discard(peer.node)
         if answer == "error":
             raise value
         return value
@@ -283,7 +309,7 @@ class Coordinator:
             except (OSError, CheckpointError) as error:
                 if save.job.config.durable_every is None:
                     raise
-                self._say(f"{save.path} is not kept in local_dir, but goes straight to its path: {error}")
+                self._degrade(save, f"{save.path} is not kept in local_dir, but goes straight to its path: {error}")
                 self._write_to_path(save)
                 return
             self._free(save)
@@ -305,7 +331,7 @@ class Coordinator:
         publication.save_id = head.save_id
         try:
             bases.refuse_to_replace_a_base(save.path)
-            directory = publication.reserve(head.among_other_files)
+            directory = self._reserve(save, publication)
             self._write_parts(save, directory)
             index = self._index(save, publication.file_sizes())
             self._publish(save, lambda: publication.publish(index, self._facts(save)))
@@ -315,19 +341,36 @@ class Coordinator:
         self._prune(save)
         self._end(save, End(published=True, local=False))
 
+    def _reserve(self, save: Save, publication: Publication) -> Where:
+        """Reserve at the path, and note the reservation, so that the ranks can revoke it.
+
+        In this order either the ranks find the note or this finds that the save is revoked.
+        """
+        directory = publication.reserve(save.head.among_other_files)
+        self._node.spool.put(f"{save.token}.reserved", directory.stem.encode())
+        self._node.refuse_revoked(save.token)
+        return directory
+
     def _write_parts(self, save: Save, directory: Where | None) -> None:
         """Have every node write its part, as :meth:`Node.write` does."""
         parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
         save.parts = {rank: part for told in parts for rank, part in told.items()}
 
-    def _publish(self, save: Save, publish: Callable[[], Any]) -> None:
-        """A save that went straight to its path may have overtaken an older one to the same."""
+    def _publish(self, save: Save, publish: Callable[[], Summary]) -> None:
+        """Publish a save, but never in place of a later one.
+
+        A save that went straight to its path may have overtaken this one. And while this keeper was stopped, the ranks
+        may have written later saves themselves.
+        """
         path = str(save.path)
+        self._node.refuse_revoked(save.token)
         with self._publishing:
-            if self._published.get(path, "") > save.token:
+            token, time = self._published.get(path, ("", 0.0))
+            if token > save.token or _newest_at(save.path, but=time) >= time_of(save.token):
                 raise SaveFailed(f"a newer save has been published at {path}, and is not replaced by an older one")
-            publish()
-            self._published[path] = save.token
+            summary = publish()
+            save.published_at = summary.time
+            self._published[path] = save.token, summary.time
 
     def _write_locally(self, save: Save) -> None:
         save.number = self._next_number(save)
@@ -337,7 +380,7 @@ class Coordinator:
         index = self._index(save, sizes)
         index.extra_files = {name: told for part in save.parts.values() for name, told in part.attached.items()}
         attached = {name.partition("/")[0] for name in index.extra_files}
-        now = self._last_time = max(time.time(), self._last_time + 0.001)
+        now = time_of(save.token)
         files, summary = compose(
             save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, now
         )
@@ -408,21 +451,26 @@ class Coordinator:
     # Replicate
 
     def _replicate(self, save: Save) -> None:
-        replicas = min(save.job.config.replicas, len(save.nodes) - 1)
+        asked, others = save.job.config.replicas, len(save.nodes) - 1
         try:
-            if replicas:
-                self._copy_around(save, replicas)
+            if asked > others:
+                nodes = f"{others + 1} node{'s' * bool(others)}"
+                text = f"saves have {others} of the {asked} copies that replicas asks for: the job has {nodes}"
+                self._degrade(save, text, once=True)
+            if asked and others:
+                self._copy_around(save, min(asked, others))
+                save.copies = min(asked, others)
         except Exception as error:
             save.error = SaveFailed(f"{save.path} has no copies on other nodes: {error}")
-            self._say(str(save.error))
+            self._degrade(save, str(save.error))
         try:
             needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
             run = self._run_of(save)
-            self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run))
+            self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run, save.copies))
             save.local, save.local_at = True, time.monotonic()
         except Exception as error:
             save.error = save.error or error
-            self._say(f"{save.path} is not complete locally: {error}")
+            self._degrade(save, f"{save.path} is not complete locally: {error}")
         every = save.job.config.durable_every
         drained = every is not None and (save.number % every == 0 or save.head.durable)
         only_local = not drained and save.error is None
@@ -464,7 +512,7 @@ class Coordinator:
         if not save.local:
             self._fail(save, SaveFailed(f"{save.path} was not brought to its path: {why}"))
             return
-        self._say(f"{save.path} is in local_dir, and was not brought to its path: {why}")
+        self._degrade(save, f"{save.path} is in local_dir, and was not brought to its path: {why}")
         self._end(save, End(published=False, local=True))
         self._drop(save)
 
@@ -501,14 +549,14 @@ class Coordinator:
             bases.refuse_to_replace_a_base(save.path)
             if not save.parts:  # a keeper before has written it
                 self._write_parts(save, None)
-            directory = publication.reserve(save.head.among_other_files)
+            directory = self._reserve(save, publication)
             renamed = directory.stem
             self._of_all(save, lambda node: self._drain_part(save, node, directory, renamed))
             index = self._index_of(save, renamed)
             self._publish(save, lambda: publication.publish(index, self._facts(save), record.time))
         except SaveFailed as error:
             publication.discard()
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError | EOFError):
                 raise error.__cause__ from None  # which may pass
             raise
         except BaseException:
@@ -525,8 +573,8 @@ class Coordinator:
                 args = holder.rank, save.names_of(node), directory, renamed
                 self._ask(save, holder, "drain", args)
                 return
-            except (OSError, EOFError):
-                if step == copies or holder.node in self._members:
+            except (OSError, KeeperLost):
+                if step == copies:
                     raise
 
     def _index_of(self, save: Save, renamed: str) -> CheckpointIndex:
@@ -541,6 +589,13 @@ class Coordinator:
         return index
 
     # The end
+
+    def _degrade(self, save: Save, text: str, once: bool = False) -> None:
+        """Note what a save lacks, and warn of it."""
+        save.degraded.append(text)
+        if not once or text not in self._warned:
+            self._warned.add(text)
+            self._say(text)
 
     def _prune(self, save: Save) -> None:
         policy = save.job.config.policy()
@@ -557,7 +612,15 @@ class Coordinator:
         self._end(save, End(published=False, local=save.local, error=error))
 
     def _end(self, save: Save, end: End) -> None:
-        end = replace(end, seconds=time.monotonic() - save.began, path=str(save.path), error=_plain(end.error))
+        end = replace(
+            end,
+            seconds=time.monotonic() - save.began,
+            path=str(save.path),
+            error=_plain(end.error),
+            time=save.published_at,
+            copies=save.copies,
+            degraded=shown("; ".join(save.degraded)),
+        )
         self._note(save, end)
         path = save.path if end.published else None
         try:
@@ -593,6 +656,8 @@ class Coordinator:
             write_seconds=end.seconds,
             tier="durable" if end.published else "local",
             local_seconds=save.local_at and save.local_at - save.job.began,
+            copies=end.copies,
+            degraded=end.degraded,
             record=events.SaveRecord(head.save_id, head.run, head.facts.metrics, figures.costs_of(parts)),
         )
         figures.note(event)
@@ -611,6 +676,16 @@ class Coordinator:
 
 def _plain(error: Exception | None) -> Exception | None:
     """As one that any process can read."""
-    if error is None or isinstance(error, CheckpointError):
-        return error if error is None else type(error)(str(error))
-    return SaveFailed(f"{type(error).__name__}: {error}")
+    if error is None:
+        return None
+    if isinstance(error, CheckpointError):
+        return type(error)(shown(str(error)))
+    return SaveFailed(f"{type(error).__name__}: {shown(str(error))}")
+
+
+def _newest_at(path: Where, but: float) -> float:
+    """Return the recorded time of the checkpoint at a path; 0 if there is none, or if it is ``but``."""
+    with suppress(CheckpointError):
+        summary = read_summary(path)
+        return 0.0 if summary is None or summary.time == but else summary.time
+    return 0.0

@@ -6,17 +6,22 @@ and ``.metadata`` (so that the folders of all nodes, put into one, are a standar
 beside, and, last, ``dcp_plugin.node``: the record of the save, see :class:`Record`. A copy of another node's part is
 just more files.
 
-A folder without a record is a save that was not completed; nobody takes anything from it, and the next save sweeps it.
+A folder without a record is a save that was not completed. No load reads it, and the next save deletes it. A folder
+whose record cannot be read stays: another version of this package may read it.
+
+Other users may write to ``local_dir``, and replace a directory by a link at any time. So ``<key>`` is opened once
+without following links, its owner and mode are checked, and everything below is reached through its descriptor.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-import threading
-import time
+import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -35,6 +40,8 @@ _MOST_RECORD = 64 << 20
 _DAMAGED = "dcp_plugin.node-damaged"
 _LEFT = ".left"
 """Behind the name of a folder that is being deleted."""
+_opened: dict[Path, posix.Folder] = {}
+"""By its name, each directory ``<key>`` that this process has opened. None is closed, since threads use its path."""
 
 
 @dataclass(frozen=True)
@@ -154,16 +161,14 @@ def key_of(root: Where | str) -> str:
     return hashlib.blake2b(str(root).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
-def new_token() -> str:
-    """Stands for a save; sorts by time."""
-    global _last_token
-    with _one_token:
-        _last_token = max(time.time_ns(), _last_token + 1)  # the clock may be set back
-        return f"{_last_token:016x}{uuid.uuid4().hex[:8]}"
+def new_token(time: float) -> str:
+    """Return a name for a save with this recorded time. Names sort by it."""
+    return f"{round(time * 1e9):016x}{uuid.uuid4().hex[:8]}"
 
 
-_last_token = 0
-_one_token = threading.Lock()
+def time_of(token: str) -> float:
+    """Return the recorded time of a save, in seconds since the epoch."""
+    return int(token[:16], 16) / 1e9
 
 
 @dataclass
@@ -187,7 +192,8 @@ class LocalSteps:
         return self.local_dir / WORKSPACE / (self.key or key_of(self.root))
 
     def folder_of(self, token: str) -> Path:
-        return self.folder / token
+        """Return the folder of a save, reached through the descriptor of its directory. Raises OSError."""
+        return _reached(self.folder) / token
 
     def make(self, token: str) -> Path:
         """A folder for a save, for this user alone. Raises OSError."""
@@ -196,8 +202,6 @@ class LocalSteps:
             with suppress(PermissionError):  # another user's
                 self.folder.parent.chmod(0o1777)  # others may use the same disk
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        if reason := _not_ours(self.folder):
-            raise PermissionError(f"{self.folder} {reason}")
         folder = self.folder_of(token)
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
@@ -215,7 +219,7 @@ class LocalSteps:
                 if record.token != folder.name:
                     raise ValueError("its record is of another save")
             except (OSError, ValueError) as error:
-                self.problems.append(f"{folder}: {error}")
+                self.problems.append(shown(f"{folder}: {error}"))
                 continue
             found.append(LocalStep(folder, record))
         return sorted(found, key=lambda step: (step.record.time, step.record.token))
@@ -229,19 +233,16 @@ class LocalSteps:
 
     def _folders(self) -> Iterator[Path]:
         try:
-            entries = sorted(os.scandir(self.folder), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(_reached(self.folder)), key=lambda entry: entry.name)
         except FileNotFoundError:
             return
         except OSError as error:
             self.problems.append(f"{self.folder}: {error.strerror}")
             return
-        if reason := _not_ours(self.folder):
-            self.problems.append(f"{self.folder} {reason}")
-            return
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_LEFT):
-                if reason := _not_ours(Path(entry.path)):
-                    self.problems.append(f"{entry.path} {reason}")
+                if reason := _distrust(entry.stat(follow_symlinks=False)):
+                    self.problems.append(shown(f"{entry.path} {reason}"))
                 else:
                     yield Path(entry.path)
 
@@ -263,26 +264,27 @@ class LocalSteps:
                 gone.append(token)
         return gone
 
-    def sweep(self, needed: Callable[[], Collection[str]]) -> None:
-        """Delete what saves that were not completed have left.
+    def collect_garbage(self, needed: Callable[[], Collection[str]]) -> None:
+        """Delete the files of saves that were not completed.
 
         Args:
-            needed: The tokens of those under way, asked for after a look at what is there: another may begin meanwhile.
+            needed: Returns the tokens of saves under way. Called after the folders are listed, since one may begin.
         """
         with suppress(OSError):
-            there = list(os.scandir(self.folder))
-            known = {*needed(), *(step.record.token for step in self.all())}
-            for entry in there:
-                if entry.name not in known and not _not_ours(Path(entry.path)):
+            entries = list(os.scandir(_reached(self.folder)))
+            under_way = needed()
+            for entry in entries:
+                is_garbage = entry.name not in under_way and not os.path.lexists(Path(entry.path, NODE))
+                if is_garbage and not _distrust(entry.stat(follow_symlinks=False)):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def remove(self, token: str) -> None:
-        """Delete what the node has of a save; from the first moment on it counts no more."""
-        folder = self.folder_of(token)
-        left = folder.with_name(f"{token}{_LEFT}")
+        """Delete this node's part of a save. From the first moment on, no load reads it."""
         with suppress(FileNotFoundError):
-            os.rename(folder, left)
-            shutil.rmtree(left, ignore_errors=True)
+            folder = self.folder_of(token)
+            garbage = folder.with_name(f"{token}{_LEFT}")
+            os.rename(folder, garbage)
+            shutil.rmtree(garbage, ignore_errors=True)
         with suppress(OSError):
             self.folder.rmdir()  # if it was the last
 
@@ -323,12 +325,35 @@ def _has_key(step: LocalStep, key: str) -> bool:
     return key_of(as_path(parent or "/")) == key
 
 
-def _not_ours(path: Path) -> str:
-    """Why something in a directory that others may write to is not to be believed; empty if it is."""
-    found = os.lstat(path)
-    if found.st_uid != os.geteuid():
-        return f"belongs to another user (uid {found.st_uid})"
-    return "" if os.path.isdir(path) and not os.path.islink(path) else "is no directory"
+def _distrust(status: os.stat_result) -> str:
+    """Return why a directory beside those of other users is not believed; empty if it is this user's alone."""
+    if status.st_uid != os.geteuid():
+        return f"belongs to another user (uid {status.st_uid})"
+    if status.st_mode & stat.S_IWOTH:
+        return "can be written by other users"
+    return ""
+
+
+def _reached(folder: Path) -> Path:
+    """Return a path to a directory that leads through a descriptor, and stays valid as long as this process.
+
+    Raises:
+        OSError: It is a link, or another user's, or is not there.
+    """
+    opened = _opened.get(folder)
+    if opened is None or not os.path.samestat(os.fstat(opened.descriptor), os.lstat(folder)):
+        opened = posix.Folder(folder)
+        if reason := _distrust(os.fstat(opened.descriptor)):
+            opened.close()
+            raise PermissionError(errno.EPERM, reason, str(folder))
+        _opened[folder] = opened
+    return Path(f"/proc/self/fd/{opened.descriptor}")
+
+
+def shown(text: str) -> str:
+    """Return a message with the names of directories in place of paths through their descriptors."""
+    names = {str(folder.descriptor): str(name) for name, folder in _opened.items()}
+    return re.sub(r"/proc/self/fd/(\d+)", lambda match: names.get(match[1], match[0]), text)
 
 
 def _read_bounded(path: Path) -> bytes | None:

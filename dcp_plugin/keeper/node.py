@@ -54,6 +54,7 @@ class _Known:
 
     written: bool = False
     local: bool = False
+    copies: int = 0
     end: End | None = None
 
 
@@ -98,6 +99,11 @@ class Node:
         job: RankJob = pickle.loads(data)
         return job
 
+    def refuse_revoked(self, token: str) -> None:
+        """Raise SaveFailed if the ranks write the save themselves, since a keeper has missed its deadline."""
+        if self.spool.get(f"{token}.revoked") is not None:
+            raise SaveFailed(f"the save {token} was revoked: the ranks have not waited for it any longer")
+
     def known(self, token: str) -> _Known:
         with self._changed:
             if token not in self._known:
@@ -105,6 +111,7 @@ class Node:
                 if (data := self.spool.get(f"{token}.end")) is not None:
                     one.end = pickle.loads(data)
                     one.written = one.local = True
+                    one.copies = one.end.copies
             return self._known[token]
 
     def wait(self, token: str, stage: str, seconds: float) -> End | bool:
@@ -147,16 +154,15 @@ class Node:
         with self._changed:
             return self._busy.setdefault((token, what), threading.Lock())
 
-    def published(self) -> dict[str, str]:
-        """By path, the newest save there, of those whose end is known."""
-        ended = {name.removesuffix(".end"): name for name in self.spool.names(".end")}
-        found: dict[str, str] = {}
-        for token, name in ended.items():
+    def published(self) -> dict[str, tuple[str, float]]:
+        """Return by path the token and the recorded time of the newest save there, of those whose end is known."""
+        newest: dict[str, tuple[str, float]] = {}
+        for name in self.spool.names(".end"):
             with suppress(Exception):  # of another version
                 end: End = pickle.loads(self.spool.get(name) or b"")
                 if end.published:
-                    found[end.path] = token
-        return found
+                    newest[end.path] = name.removesuffix(".end"), end.time
+        return newest
 
     # What the coordinator asks for
 
@@ -186,6 +192,7 @@ class Node:
             noted, part = pickle.loads(data)
             if noted == str(directory or ""):
                 return part  # type: ignore[no-any-return]
+        self.refuse_revoked(token)
         job, began = self.job(token, rank), time.monotonic()
         if self.spool.get(f"{token}.free") is not None:
             raise SaveFailed(f"{job.path} cannot be written once more: its host copy is in use for another save")
@@ -210,7 +217,7 @@ class Node:
         beside = self.spool.folder / f"{token}.{rank}.files"
         attached: dict[str, str] = {}
         if beside.is_dir():
-            add_files(medium, to.directory, lambda target: _copy_tree(beside, target))
+            add_files(medium, to.directory, lambda target: copy_tree(beside, target))
             attached = extra_files.comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
@@ -242,6 +249,7 @@ class Node:
         Raises:
             OSError: The disk refuses.
         """
+        self.refuse_revoked(token)
         job = self.job(token, ranks[0])
         steps = self.steps(job)
         folder = steps.make(token)
@@ -298,7 +306,9 @@ class Node:
         target = steps.folder_of(token) / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if _has(target, size) or (same_as is not None and _linked(steps.folder / "/".join(same_as), target, size)):
+            if _has(target, size) or (
+                same_as is not None and _linked(steps.folder_of(same_as[0]) / same_as[1], target, size)
+            ):
                 channel.send(("ok", False))
                 return
             half = target.with_name(f".{uuid.uuid4().hex}.half")  # the same may be on its way a second time
@@ -317,10 +327,11 @@ class Node:
             raise
         channel.send(("ok", False))
 
-    def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str) -> None:
+    def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str, copies: int) -> None:
         """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed.
 
         Args:
+            copies: How many other nodes have a copy of each node's part.
             run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, as far as it is known by now.
         """
         job = self.job(token, ranks[0])
@@ -330,12 +341,12 @@ class Node:
         step.mark_complete(run)
         gone = steps.keep(job.config.local_keep, {*needed, token})
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
-        steps.sweep(lambda: {*needed, *self.in_flight()})
+        steps.collect_garbage(lambda: {*needed, *self.in_flight()})
         for name in self.spool.names(".job"):  # of those that have ended locally, and could have been drained yet
             older = name.split(".")[0]
             if older < token and older not in needed and self.known(older).end is not None:
                 self.spool.drop(name, f"{name.removesuffix('.job')}.part")
-        self._tell(token, written=True, local=True)
+        self._tell(token, written=True, local=True, copies=copies)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
         """Copy files of this node's part to the durable storage; link those that are there already.
@@ -392,7 +403,7 @@ class Node:
             self.spool.drop(f"{token}.{rank}.files")
             if end.published or not end.local or end.error is not None:  # else it may be brought to its path yet
                 self.spool.drop(f"{token}.{rank}.part", *([f"{token}.{rank}.job"] if rank else []))
-        self.spool.drop(f"{token}.free", f"{token}.tries")
+        self.spool.drop(*(f"{token}.{name}" for name in ("free", "tries", "reserved", "revoked")))
         with self._changed:
             for what in [what for what in self._busy if what[0] == token]:
                 del self._busy[what]
@@ -476,7 +487,7 @@ def _copy_file(source: Path, medium: Medium, directory: Where, name: str, pace: 
             raise error.error from None
 
 
-def _copy_tree(source: Path, target: Path) -> None:
+def copy_tree(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True, symlinks=True)
 
 

@@ -13,28 +13,31 @@ import json
 import logging
 import os
 import pickle
-import select
 import shutil
 import signal
 import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.local_checkpoints import shown
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Peer, Spool
-from dcp_plugin.keeper.wire import Address, Channel, Server, connect, own_address
+from dcp_plugin.keeper.wire import BEAT, BUSY, Address, Channel, Server, connect, own_address
 
 logger = logging.getLogger("dcp_plugin.keeper")
 
 _TICK = 0.5
+_NEIGHBOUR = 10.0
+"""Seconds in which another keeper has to answer."""
 _MOST_NEWS = 1000
 _MOST_LOG = 1 << 20
 _MOST_KEYS = 8
@@ -42,25 +45,6 @@ _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
 _ASKED = {"write", "free", "take", "replicate", "complete", "drain", "end", "forget", "reopen", "drain_newest"}
 """What other keepers may ask a :class:`~dcp_plugin.keeper.node.Node` for."""
-
-
-@dataclass(frozen=True)
-class _Client:
-    """A rank that is connected."""
-
-    rank: int
-    job: str
-    pid: int
-    process: int | None
-    """What tells when it dies, also if processes that it has forked hold the connection open; None: it cannot be seen
-    from here."""
-
-    def has_died(self) -> bool:
-        if self.process is None:
-            return False
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        return bool(poll.poll(0))
 
 
 @dataclass
@@ -82,9 +66,12 @@ class Keeper:
 
     def __init__(self, spool: Spool, linger: float) -> None:
         self.spool, self._linger = spool, linger
-        self._clients: dict[Channel, _Client] = {}
+        self._clients: list[str] = []
         self._alone_since = time.monotonic()
-        self._told_goodbye = False
+        self._has_crashed = True
+        """Whether the training may come back: it has not ended as it should."""
+        self._settling: set[str] = set()
+        """The saves that a restart has waited for."""
         self._to_end = False
         self._ended = False
         self._lock = threading.Lock()
@@ -101,6 +88,7 @@ class Keeper:
 
     def say(self, text: str) -> None:
         """Tell the ranks, and the log."""
+        text = shown(text)
         logger.warning("%s", text)
         with self._has_news:
             number = self._news[-1][0] + 1 if self._news else 1
@@ -123,7 +111,7 @@ class Keeper:
         if self._tcp is not None:
             self._tcp.close()
         if self._gone is not None:
-            if self._told_goodbye:
+            if not self._has_crashed:
                 self.node.leave_memory()
             shutil.rmtree(self._gone, ignore_errors=True)
         logging.shutdown()
@@ -142,15 +130,16 @@ class Keeper:
             self._look_around()
         except Exception:  # a disk that is full, for one: it must not end what others wait for
             logger.exception("a look around has failed")
+        alone = time.monotonic() - self._alone_since
+        if self._clients or self.coordinator.busy or self.node.in_flight():
+            return False
+        if self._has_crashed and not self._to_end and alone <= self._linger:
+            return False
         with self._lock:
-            if self._clients:
-                return False
-            alone = time.monotonic() - self._alone_since
-            if self.coordinator.busy or self.node.in_flight():
-                return False
-            if not (self._told_goodbye or self._to_end or alone > self._linger):
-                return False
-            self._gone = self.spool.take_away()
+            try:
+                self._gone = self.spool.take_away()
+            except (OSError, NoSharedMemory):
+                logger.exception("%s cannot be removed now", self.spool.folder)
             self._ended = self._gone is not None
             return self._ended
 
@@ -160,14 +149,15 @@ class Keeper:
         return True
 
     def _look_around(self) -> None:
-        with self._lock:
-            dead = [channel for channel, client in self._clients.items() if client.has_died()]
-        for channel in dead:
-            channel.close()  # which ends the thread that serves it
+        self._clients, has_death = self.spool.clients()
+        if self._clients:
+            self._alone_since = time.monotonic()
+            self._has_crashed = False
+        self._has_crashed |= has_death
         self.coordinator.begin()
         in_flight = self.node.in_flight()
         self._give_up_left(in_flight)
-        self.spool.tidy_up({self._of(token).client for token in in_flight})
+        self.spool.drop_host_copies({self._of(token).client for token in in_flight})
 
     def _give_up_left(self, in_flight: list[str]) -> None:
         """End what nobody will ask for any more: the training has died before all had handed over, or the node that
@@ -199,41 +189,26 @@ class Keeper:
 
     def _serve_rank(self, channel: Channel) -> None:
         channel.timeout(None)
-        try:
-            while True:
-                what, args = channel.receive()
-                try:
-                    answer: Any = ("ok", getattr(self, f"_on_{what}")(channel, *args))
-                except Exception as error:
-                    answer = ("error", _as_failure(error))
-                channel.send(answer)
-        finally:
-            with self._lock:
-                client = self._clients.pop(channel, None)
-                if client is not None and not self._clients:
-                    self._alone_since = time.monotonic()
-            if client is not None and client.process is not None:
-                os.close(client.process)
+        while True:
+            what, args = channel.receive()
+            try:
+                answer: Any = ("ok", getattr(self, f"_on_{what}")(channel, *args))
+            except Exception as error:
+                answer = ("error", _as_failure(error))
+            channel.send(answer)
 
-    def _on_attach(
-        self, channel: Channel, rank: int, job: str, pid: int, key: bytes, linger: float, reachable: bool
-    ) -> dict[str, Any] | None:
-        """A rank of a training is there, until the connection ends. None: this keeper has just ended."""
+    def _on_attach(self, channel: Channel, linger: float, job: tuple[str, bytes] | None) -> dict[str, Any] | None:
+        """Serve a rank until the connection ends. None: this keeper has just ended.
+
+        Args:
+            job: The name and the key of a training that has several nodes.
+        """
         with self._lock:
             if self._ended:
                 return None
-            alive = [one for there, one in self._clients.items() if not (one.has_died() or there.is_closed())]
-            # Not of one that was killed just now, nor of a process that saves alone.
-            pids = sorted(one.pid for one in alive if one.job not in (job, ""))
-            if pids and job:
-                raise SaveFailed(
-                    f"another training on {socket.gethostname()} (pid {', '.join(map(str, pids))}) saves to the same "
-                    f"folder of checkpoints with the same local_dir: give one of them another"
-                )
-            self._clients[channel] = _Client(rank, job, pid, _process_of(channel))
-            self._told_goodbye, self._linger = False, linger
-            if reachable:
-                self._add_key(job, key)
+            self._linger = linger
+            if job is not None:
+                self._add_key(*job)
                 self._tcp = self._tcp or self._listen()
         address = self._tcp.address if self._tcp else ("127.0.0.1", 0)
         return {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
@@ -267,12 +242,6 @@ class Keeper:
                     return server
         raise SaveFailed(f"the keeper on {socket.gethostname()} cannot listen for other nodes")
 
-    def _on_detach(self, channel: Channel, all_over: bool) -> None:
-        with self._lock:
-            self._clients.pop(channel, None)
-            self._alone_since = time.monotonic()
-            self._told_goodbye = all_over
-
     def _on_news(self, channel: Channel, since: int, seconds: float) -> list[tuple[int, str]]:
         def fresh() -> list[tuple[int, str]]:
             return [one for one in self._news if one[0] > since]
@@ -289,15 +258,15 @@ class Keeper:
     def _on_wait(self, channel: Channel, token: str, stage: str, seconds: float) -> Any:
         return self.node.wait(token, stage, seconds)
 
+    def _on_copies(self, channel: Channel, token: str) -> int:
+        return self.node.known(token).copies
+
     def _on_drain_newest(self, channel: Channel, token: str, coordinator: Peer | None, key: bytes) -> bool:
         if self.coordinator.drain_newest(token):
             return True
         if coordinator is None or self._tcp is None or coordinator.address == self._tcp.address:
             return False
-        with connect(coordinator.address, key, _TICK * 20) as there:
-            there.timeout(None)
-            there.send(("drain_newest", (token,)))
-            answer, value = there.receive()
+        answer, value = _ask_keeper(coordinator.address, key, "drain_newest", (token,))
         return answer == "ok" and bool(value)
 
     def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str, go: Go | None) -> None:
@@ -307,19 +276,23 @@ class Keeper:
             return
         for peer in [node[0] for node in go.nodes()[1:]]:
             try:
-                with connect(peer.address, go.key, _TICK * 20) as there:
-                    there.timeout(_TICK * 20)
-                    there.send(("forget", ("", path, root, peer.local_dir)))
-                    there.receive()
+                _ask_keeper(peer.address, go.key, "forget", ("", path, root, peer.local_dir))
             except (OSError, EOFError) as error:
                 self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
     def _on_settle(self, channel: Channel, seconds: float) -> list[str]:
-        """Wait until nothing that was handed over is on its way to where a restart would look for it."""
+        """Wait until nothing that was handed over is on its way to where a restart would look for it.
+
+        Returns:
+            Which saves are not there, in words.
+        """
         deadline = time.monotonic() + seconds
+        self._settling |= set(self.node.in_flight())
         while (left := self._unsettled()) and time.monotonic() < deadline:
             self.node.wait(left[0], "local", min(1.0, max(0.0, deadline - time.monotonic())))
-        return self._unsettled()
+        ends = [end for token in self._settling if (end := self.node.known(token).end) is not None]
+        lost = [f"a save that was handed over before has failed: {end.error}" for end in ends if end.has_failed]
+        return lost + [f"{len(left)} saves that were handed over before are not written yet"] * bool(left)
 
     def _unsettled(self) -> list[str]:
         return [token for token in self.node.in_flight() if not self.node.known(token).local]
@@ -335,16 +308,34 @@ class Keeper:
             if what == "put":
                 self.node.put(channel, *args)
                 continue
-            try:
-                if what not in _ASKED:
-                    raise SaveFailed(f"a keeper does not {what}")
-                asked = self.coordinator if what == "drain_newest" else self.node
-                answer: Any = ("ok", getattr(asked, what)(*args))
-            except OSError as error:  # which may pass
-                answer = ("error", OSError(error.errno or errno.EIO, error.strerror or str(error), error.filename))
-            except Exception as error:
-                answer = ("error", _as_failure(error))
-            channel.send(answer)
+            with ThreadPoolExecutor(1, thread_name_prefix="keeper-asked") as worker:
+                asked = worker.submit(self._answer, what, args)
+                while not wait([asked], BEAT).done:
+                    channel.send((BUSY, None))
+                channel.send(asked.result())
+
+    def _answer(self, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+        """Return the answer to a request of another keeper."""
+        try:
+            if what not in _ASKED:
+                raise SaveFailed(f"a keeper does not {what}")
+            asked = self.coordinator if what == "drain_newest" else self.node
+            return "ok", getattr(asked, what)(*args)
+        except OSError as error:  # which may pass
+            text, name = error.strerror or str(error), shown(str(error.filename))
+            return "error", OSError(error.errno or errno.EIO, text, name)
+        except Exception as error:
+            return "error", _as_failure(error)
+
+
+def _ask_keeper(address: Address, key: bytes, *request: Any) -> Any:
+    """Return the answer of another keeper. Raises OSError, EOFError: it does not answer."""
+    with connect(address, key, _NEIGHBOUR) as channel:
+        channel.timeout(_NEIGHBOUR)
+        channel.send(request)
+        while (answer := channel.receive())[0] == BUSY:
+            pass
+        return answer
 
 
 def _as_failure(error: Exception) -> CheckpointError:
@@ -352,13 +343,9 @@ def _as_failure(error: Exception) -> CheckpointError:
         return error
     if not isinstance(error, OSError):
         logger.error("a request has failed", exc_info=error)
-    return SaveFailed(f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {error}")
-
-
-def _process_of(channel: Channel) -> int | None:
-    with suppress(OSError):
-        return os.pidfd_open(channel.peer_pid)
-    return None
+    return SaveFailed(
+        f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {shown(str(error))}"
+    )
 
 
 def _log_to(path: Path) -> None:

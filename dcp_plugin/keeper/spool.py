@@ -9,7 +9,8 @@
 ``keeper.sock``             where it answers ranks of this node
 ``keeper.address``          where it answered other nodes, so that its successor does, too
 ``keeper.log``              what it says
-``<client>.client``         locked by a rank as long as it may put something here
+``<client>.client``         locked by a rank as long as it may put something here; holds the name of its training.
+                            A rank that ends as it should deletes it
 ``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
 ``<token>.<rank>.job``      what a rank hands over: a :class:`RankJob`
 ``<token>.<rank>.files/``   files that a framework puts beside the tensors
@@ -17,6 +18,8 @@
 ``<token>.<rank>.part``     this node has written what the rank handed over
 ``<token>.free``            all nodes have: host copies may have other bytes by now
 ``<token>.tries``           how many keepers have begun with it
+``<token>.reserved``        the token of its reservation at the path
+``<token>.revoked``         the ranks write it themselves: no keeper publishes it any more
 ``<token>.end``             how a save has ended
 ==========================  ===========================================================================================
 
@@ -36,6 +39,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,7 +52,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory
+from dcp_plugin.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.format.columns import Column, KeyColumns
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.keeper.local_checkpoints import key_of
@@ -66,7 +70,7 @@ try:
 except ImportError:  # not on Linux: whoever wants a keeper is told
     fcntl = None  # type: ignore[assignment]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """The version of a journal, and of the messages between a rank and its keeper. A change to a message, or to a class in
 a pickle (:class:`RankJob`, :class:`Go`, :class:`Part`, :class:`End` and all that they hold), raises it."""
 _WITHOUT_NUMBER = 1
@@ -78,6 +82,10 @@ _MOST_SOCKET_NAME = 100
 SLAB = "slab-"
 _SOCKET = "keeper.sock"
 _CLIENT = ".client"
+_PAUSE = 0.02
+"""Seconds between two attempts to lock."""
+_LOCK_SECONDS = 10.0
+"""Seconds in which the holder of the lock of the folders has to give it up: it has a few files to make."""
 
 
 def base_directory() -> Path:
@@ -144,16 +152,37 @@ class Spool:
         """
         self.client = uuid.uuid4().hex[:12]
         try:
-            with _door(self.folder.parent):
+            with _lock(self.folder.parent):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 if self.get(_FORMAT) is None and self.get("root") is None:  # it is new
                     self.put(_FORMAT, str(FORMAT_VERSION).encode())
                 self.refuse_other_format()
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 self._held = os.open(self.folder / f"{self.client}{_CLIENT}", flags, 0o600)
+                _own_clients.add(self.client)
                 fcntl.lockf(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise NoSharedMemory(f"{self.folder} cannot be used: {error}") from error
+
+    def claim(self, training: str) -> None:
+        """Take this run on this node for a training.
+
+        Raises:
+            SaveFailed: Another training has it.
+            NoSharedMemory: The lock of the folder is not free.
+        """
+        assert self._held is not None, "the rank has entered"
+        with _lock(self.folder.parent):
+            for name in self.names(_CLIENT):
+                client = name.removesuffix(_CLIENT)
+                # To open a file of this process would give up its lock.
+                pid = None if client in _own_clients else locked_by(self.folder / name)
+                if pid is not None and (self.get(name) or b"").decode() not in ("", training):
+                    raise SaveFailed(
+                        f"another training on {socket.gethostname()} (pid {pid}) saves to the same folder of "
+                        f"checkpoints with the same local_dir: give one of them another"
+                    )
+            os.pwrite(self._held, training.encode(), 0)
 
     def refuse_other_format(self) -> None:
         """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
@@ -166,20 +195,29 @@ class Spool:
             )
 
     def leave(self) -> None:
+        """Give up the lock: this rank needs no keeper any more."""
         if self._held is not None:
             self.drop(f"{self.client}{_CLIENT}")
             os.close(self._held)
             self._held = None
 
     def is_used_by(self, client: str) -> bool:
-        """Whether the rank of a host copy or of a job is alive, and has not left."""
-        return _locked_by(self.folder / f"{client}{_CLIENT}") is not None
+        """Return whether the rank of a host copy or of a job is alive, and has not left."""
+        return locked_by(self.folder / f"{client}{_CLIENT}") is not None
 
-    def tidy_up(self, needed: Collection[str]) -> None:
-        """In the keeper: delete what ranks that are gone have left, but host copies of the clients in ``needed``."""
+    def clients(self) -> tuple[list[str], bool]:
+        """Return the ranks that are alive, and whether one has died since the last call. In the keeper."""
+        alive, has_death = [], False
         for name in self.names(_CLIENT):
-            if not self.is_used_by(name.removesuffix(_CLIENT)):
+            if locked_by(self.folder / name) is not None:
+                alive.append(name.removesuffix(_CLIENT))
+            elif self.get(name):  # an empty file is of a rank that is about to lock it
                 self.drop(name)
+                has_death = True
+        return alive, has_death
+
+    def drop_host_copies(self, needed: Collection[str]) -> None:
+        """In the keeper: delete the host copies of ranks that are gone, but of the clients in ``needed``."""
         for name in self.names(""):
             client = name.split("-")[1] if name.startswith(SLAB) else None
             if client is not None and client not in needed and not self.is_used_by(client):
@@ -188,7 +226,7 @@ class Spool:
     def take_away(self) -> Path | None:
         """In the keeper: where the folder is from now on, to be deleted; None if a rank uses it, or is about to."""
         gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
-        with _door(self.folder.parent):
+        with _lock(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
                 return None
             with suppress(FileNotFoundError):
@@ -273,7 +311,7 @@ class Spool:
 
     def pid(self) -> int | None:
         """Of the keeper that is alive."""
-        return _locked_by(self.folder / "keeper.lock")
+        return locked_by(self.folder / "keeper.lock")
 
     # Host copies
 
@@ -332,38 +370,85 @@ class Spool:
             os.close(descriptor)
 
 
-_inside = threading.Lock()
+_own_clients: set[str] = set()
+"""The clients of this process."""
+_locking = threading.Lock()
+"""POSIX locks do not exclude the threads of one process."""
 
 
 @contextmanager
-def _door(base: Path) -> Iterator[None]:
-    """One process at a time comes to a spool or takes one away. Raises OSError."""
-    with _inside:
+def _lock(base: Path) -> Iterator[None]:
+    """Serialise creation and removal of journals.
+
+    Raises:
+        NoSharedMemory: The lock is not free within :data:`_LOCK_SECONDS`; names the process that holds it.
+        OSError: The file system failed.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    if not _locking.acquire(timeout=_LOCK_SECONDS):
+        raise NoSharedMemory(f"another thread of this process holds the lock of {base}")
+    descriptor = -1
+    try:
         (base / ".door").mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(base / ".door" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
+        path = base / ".door" / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                holder = described(_holder(descriptor))
+                raise NoSharedMemory(f"{path} is held by {holder} for {_LOCK_SECONDS:.0f} s")
+            time.sleep(_PAUSE)
+        yield
+    finally:
+        if descriptor >= 0:
             os.close(descriptor)
+        _locking.release()
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except PermissionError:  # POSIX lets a system answer this way, too
+        return False
+    return True
+
+
+def described(pid: int | None) -> str:
+    """Return a process and its state, in words."""
+    if not pid:
+        return "a process that cannot be seen from here"
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return f"process {pid}, which has ended"
+    state = next((line.partition(":")[2].strip() for line in status.splitlines() if line.startswith("State:")), "?")
+    return f"process {pid}, whose state is {state}"
 
 
 _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's ``struct flock``: type, whence, start, length, pid."""
 
 
-def _locked_by(path: Path) -> int | None:
-    """The process that has locked a file; None if none has, or it is this one. It is not locked to find out: that would
-    keep the lock from who wants it at this moment, and a process forked meanwhile would hold it."""
+def locked_by(path: Path) -> int | None:
+    """Return the process that has locked a file; None if none has, or if it is this process.
+
+    The file is not locked to find out: that would keep the lock from a process that wants it at this moment, and a
+    process forked meanwhile would hold it.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            return _holder(descriptor)
         finally:
             os.close(descriptor)
-        return None if kind == fcntl.F_UNLCK else int(pid)
     return None
+
+
+def _holder(descriptor: int) -> int | None:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor:
@@ -561,3 +646,13 @@ class End:
     path: str = ""
     bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """By rank: bytes written, and bytes linked instead."""
+    time: float = 0.0
+    """The recorded time of the checkpoint at its path, in seconds since the epoch; 0 if it is not there."""
+    copies: int = 0
+    degraded: str = ""
+    """Both as in :class:`~dcp_plugin.events.SaveFinished`."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save is nowhere."""
+        return self.error is not None and not self.published and not self.local

@@ -27,13 +27,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dcp_plugin.errors import SaveFailed
+
 _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
 _HANDSHAKE_SECONDS = 20.0
+_MOST_UNPROVEN = 64
+"""Connections that have not authenticated yet. One more ends the oldest of them, so that silent connections of others
+take no descriptors from the ranks of the own node."""
 _PAUSE = 0.05
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After about 30 seconds of a dead link, what waits on it fails."""
+
+BUSY = "busy"
+"""In place of an answer: the keeper works on the request."""
+BEAT = 2.0
+"""Seconds between two of these."""
+
+
+class KeeperLost(SaveFailed):
+    """A keeper has missed its deadline. It may be stopped, and go on at any time."""
+
 
 Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
@@ -58,12 +73,6 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.timeout(None)
-
-    @property
-    def peer_pid(self) -> int:
-        """Of the process that has connected to this Unix socket; 0 if it cannot be seen from here."""
-        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", credentials)[0])
 
     def timeout(self, seconds: float | None) -> None:
         """How long each of the following waits may take."""
@@ -128,8 +137,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+        _shut(self._socket)
         self._socket.close()
 
     def __enter__(self) -> Channel:
@@ -146,7 +154,7 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
 
     Args:
         key: Of the job; not asked for on a Unix socket.
-        timeout: Seconds for each step of it.
+        timeout: Seconds until both ends have authenticated.
 
     Raises:
         OSError: Nobody is there, or not the one who knows the key, or another user.
@@ -161,13 +169,14 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
             connection.close()
             raise
         return Channel(connection)
+    deadline = time.monotonic() + timeout
     connection = socket.create_connection(address, timeout)
     try:
         _tune(connection)
         mine = secrets.token_bytes(_NUMBER)
-        theirs = _read(connection, _NUMBER)
+        theirs = _read(connection, _NUMBER, deadline)
         connection.sendall(_name_of(key) + mine + _proof(key, b"client", theirs, mine))
-        if not hmac.compare_digest(_read(connection, _NUMBER), _proof(key, b"server", theirs, mine)):
+        if not hmac.compare_digest(_read(connection, _NUMBER, deadline), _proof(key, b"server", theirs, mine)):
             raise PermissionError(errno.EACCES, f"{address} is of another job")
     except EOFError:
         connection.close()
@@ -182,9 +191,10 @@ def _proof(key: bytes, who: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.new(key, who + server + client, hashlib.sha256).digest()
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
             raise EOFError
@@ -219,6 +229,8 @@ class Server:
     def __init__(self, address: Address, keys: Mapping[Any, bytes], serve: Callable[[Channel], None]) -> None:
         self._keys, self._serve = keys, serve
         self._open: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}
+        """Oldest first."""
         self._closed = False
         if isinstance(address, str):
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -240,6 +252,10 @@ class Server:
         while True:
             try:
                 connection, _ = self._listening.accept()
+                self._unproven[connection] = None
+                for oldest in list(self._unproven)[:-_MOST_UNPROVEN]:
+                    _shut(oldest)
+                    self._unproven.pop(oldest, None)
                 threading.Thread(target=self._answer, args=(connection,), name="dcp-serve", daemon=True).start()
             except (OSError, RuntimeError):  # no more descriptors, no more threads: that passes
                 if self._closed:
@@ -254,18 +270,20 @@ class Server:
                 _refuse_other_user(connection)
             else:
                 self._check(connection)
+            self._unproven.pop(connection, None)
             self._serve(Channel(connection))
         except (OSError, EOFError, pickle.UnpicklingError):
             pass
         finally:
             self._open.discard(connection)
+            self._unproven.pop(connection, None)
             connection.close()
 
     def _check(self, connection: socket.socket) -> None:
         _tune(connection)
         mine = secrets.token_bytes(_NUMBER)
         connection.sendall(mine)
-        said = _read(connection, 8 + 2 * _NUMBER)
+        said = _read(connection, 8 + 2 * _NUMBER, time.monotonic() + _HANDSHAKE_SECONDS)
         name, theirs, proof = said[:8], said[8 : 8 + _NUMBER], said[8 + _NUMBER :]
         key = next((one for one in tuple(self._keys.values()) if _name_of(one) == name), None)
         if key is None or not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
@@ -279,12 +297,17 @@ class Server:
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for connection in tuple(self._open):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
         if isinstance(self.address, str):
             with suppress(OSError):  # unless another server has taken its place
                 if os.path.samestat(os.stat(self.address), self._made):
                     os.unlink(self.address)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake the thread that waits in a connection: it ends."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def own_address(towards: str | None = None) -> str:

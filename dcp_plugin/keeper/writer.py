@@ -1,8 +1,11 @@
 """Saves that a keeper writes (:mod:`dcp_plugin.keeper`): stage into shared memory, plan, hand over, wait to be told.
 
-Ranks meet to plan and to hand over, as for any save; from then on no rank is needed. How a save ends is the keeper's to
-tell, to each rank on its own: a save that fails then is logged, and raised by who waits for it, but not by the next
-save, since ranks would hear of it at different times and the training is to go on.
+Ranks meet to plan and to hand over, as for any save; from then on no rank is needed. The threads of saves meet once
+more, in a group of their own, when the keepers have written. If a keeper has missed its deadline, the ranks revoke the
+save and write it themselves, from the same host copy. That memory is not used again, since the keeper may go on.
+
+How a save ends is reported by the keeper to each rank. A save that fails then is logged, and raised by the caller that
+waits for it, but not by the next save: ranks learn of it at different times, and the training is to go on.
 """
 
 from __future__ import annotations
@@ -11,20 +14,24 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory, SaveFailed
+from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.inventory import path_of
 from dcp_plugin.keeper.local_checkpoints import new_token
+from dcp_plugin.keeper.node import copy_tree
 from dcp_plugin.keeper.spool import End, Head, Items, RankJob
+from dcp_plugin.keeper.wire import KeeperLost
+from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -36,17 +43,33 @@ from dcp_plugin.saving.writers import Writer
 from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
+from dcp_plugin.storage.writer import Publication, recorded_time
 from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
 
 
 class _Pool:
-    """A host copy in shared memory, and the save that a keeper has yet to write from it."""
+    """A host copy in shared memory."""
 
     def __init__(self, client: KeeperClient) -> None:
         self.memory = HostPool(client.allocate)
-        self.token: str | None = None
+        self.written: threading.Event | None = None
+        """Set when the save that is in it is written."""
+
+
+@dataclass
+class _HandedOver:
+    """A save that the keepers have."""
+
+    token: str
+    staged: StagedState
+    planned: SavePlan
+    pool: _Pool
+    before: threading.Event | None
+    """As :attr:`written`, of the save before."""
+    written: threading.Event = field(default_factory=threading.Event)
+    """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
 
 
 class KeeperWriter:
@@ -72,6 +95,7 @@ class KeeperWriter:
             self._submit(handle, request, live, ranks)
         except NoSharedMemory as error:
             if self.saves is not None:
+                self.saves.wait_written()
                 self.saves.give_up_pools()
             for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
                 if earlier.path == handle.path:
@@ -92,6 +116,8 @@ class KeeperWriter:
             pools = 1 + int(self._config.async_save and self._config.when_busy == "queue")
             self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, pools)
         saves, attached = self.saves, None
+        saves.renew_group(ranks)
+        saves.client.queue, self._queue.closes_at = self._queue, None
         try:
             if (files := request.files) is not None:
                 attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
@@ -174,11 +200,22 @@ class KeptSaves:
 
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, pools: int) -> None:
         self._config, self._pipeline = config, pipeline
+        self.group = Ranks()
+        """In which the threads of saves meet."""
         self.client = KeeperClient(config, root, ranks)
         self._pools = [_Pool(self.client) for _ in range(pools)]
         self._process = os.getpid()
         self._count = 0
+        self._last_written: threading.Event | None = None
         self._newest: tuple[str, SaveHandle] | None = None
+
+    def renew_group(self, ranks: Ranks) -> None:
+        """Make the group in which the threads of saves meet, if the default group has changed. Collective.
+
+        A rank may come when it has waited for its keeper until the timeout, and another rank at once.
+        """
+        if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
+            self.group = Ranks.of_default_group(3 * self._config.timeout)
 
     @property
     def nbytes(self) -> int:
@@ -186,29 +223,37 @@ class KeptSaves:
         return sum(pool.memory.nbytes for pool in self._pools)
 
     def is_free(self) -> bool:
-        """Whether the next save need not wait for its host copy."""
-        token = self._next().token
-        if token is not None and not self.client.is_attached:
-            return False
-        return token is None or self.client.wait(token, "written", 0.0) is not False
+        """Return whether the next save need not wait for its host copy."""
+        written = self._next().written
+        return written is None or written.is_set()
 
     def _next(self) -> _Pool:
         return self._pools[self._count % len(self._pools)]
 
     def pool(self) -> HostPool:
-        """The host copy of the next save, when the keeper has written what was in it."""
+        """Return the host copy of the next save, when the save that is in it is written.
+
+        Raises:
+            NoSharedMemory: The keeper is passed over.
+        """
         pool = self._next()
-        if pool.token is not None:
-            self.client.wait(pool.token, "written")
-            pool.token = None
+        if pool.written is not None:
+            pool.written.wait()
+            pool.written = None
+        self.client.refuse_if_passed_over()
         if not all(self.client.spool.is_there(memory) for memory in pool.memory.slabs):
             pool.memory.free()
         return pool.memory
 
+    def wait_written(self) -> None:
+        """Wait until all saves are written that the keepers have, so that none overtakes the next one."""
+        if self._last_written is not None:
+            self._last_written.wait()
+
     def give_up_pools(self) -> None:
         """Give back what the next save cannot use, because there is not enough."""
         for pool in self._pools:
-            if pool.token is None:
+            if pool.written is None or pool.written.is_set():
                 pool.memory.free()
         self._release()
 
@@ -241,14 +286,13 @@ class KeptSaves:
         Raises:
             CheckpointError: On every rank: it was not handed over.
         """
-        token = self.hand_over(request, staged, attached, ranks)
-        self._newest = token, handle
+        save = self.hand_over(request, staged, attached, ranks)
+        self._newest = save.token, handle
         handle.set_handed_over()
         timed = request
         if self._config.async_save:
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
-        seconds = staged.get().copy_seconds
-        queue.start(handle, lambda: None, lambda _: self.follow(token, handle, timed, seconds), in_keeper=True)
+        queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
 
     def start_later(
         self,
@@ -265,27 +309,31 @@ class KeptSaves:
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
                 with together(request.call):
-                    token = self.hand_over(timed, staged, attached, ranks)
+                    save = self.hand_over(timed, staged, attached, ranks)
             except Exception as error:
                 self._pipeline.abort(error, timed, ranks.rank)
-            self._newest = token, handle
+            self._newest = save.token, handle
             handle.set_handed_over()
-            return self.follow(token, handle, timed, staged.get().copy_seconds)
+            return self.follow(save, handle, timed)
 
         queue.start(handle, finish, write, in_keeper=True)
 
-    def hand_over(self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks) -> str:
+    def hand_over(
+        self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
+    ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
-
-        Returns:
-            What stands for the save.
 
         Raises:
             CheckpointError: On every rank.
         """
         self._release()
         staged = self._pipeline.leave_out(request, staged, ranks)
-        planned = self._pipeline.plan(request, staged, lambda: Path(new_token()), ranks)
+
+        def name() -> Path:  # on rank 0
+            self.client.newest_time = recorded_time(self.client.newest_time)
+            return Path(new_token(self.client.newest_time))
+
+        planned = self._pipeline.plan(request, staged, name, ranks)
         token = planned.directory.name
 
         def begin() -> RankJob:
@@ -299,8 +347,10 @@ class KeptSaves:
         except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
             pool.memory.free()
             raise
-        pool.token, self._count = token, self._count + 1
-        return token
+        save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
+        pool.written = self._last_written = save.written
+        self._count += 1
+        return save
 
     def _job(
         self,
@@ -349,32 +399,114 @@ class KeptSaves:
             return time.monotonic() - request.began
         return request.blocked_seconds
 
-    def follow(
-        self, token: str, handle: SaveHandle, request: SaveRequest, staging_seconds: float
-    ) -> events.SaveFinished:
-        """Wait until the save has ended, and tell the handle and the subscribers how far it is.
+    def follow(self, save: _HandedOver, handle: SaveHandle, request: SaveRequest) -> events.SaveFinished:
+        """Wait until the save has ended, and report to the handle and the subscribers how far it is.
 
         Raises:
             CheckpointError: It has failed.
         """
-        local = None
+        staging_seconds = save.staged.copy_seconds
         try:
+            if save.before is not None:
+                save.before.wait()
+            if reason := self._meet_when_written(save, request):
+                return self._write_without_keeper(save, handle, request, reason)
+        finally:
+            del save.staged, save.planned
+            save.written.set()
+        try:
+            local = None
             if self._config.local_dir is not None:
-                local = self._follow_locally(token, handle, request)
-            end = self.client.wait(token, "end")
-            assert isinstance(end, End)
-            return self._finished(end, request, staging_seconds, local)
+                local = self._follow_locally(save.token, handle, request)
+            return self._finished(self._end_of(save.token, request, local), request, staging_seconds, local)
         except Exception as error:
             self._pipeline.abort(error, request, self.client.rank)
 
+    def _end_of(self, token: str, request: SaveRequest, local: float | None) -> End:
+        """Raises SaveFailed: it has not ended when the training stops waiting, or the keeper does not answer."""
+        try:
+            if isinstance(end := self.client.wait(token, "end"), End):
+                return end
+            why = f"the keeper has not published it within {self._config.timeout:.0f} s, and goes on"
+        except (KeeperLost, NoSharedMemory) as error:
+            why = str(error)
+        kept = "in memory" if local is None else "complete in local_dir"
+        raise SaveFailed(f"{request.path} is {kept}, and not durable: {why}")
+
+    def _meet_when_written(self, save: _HandedOver, request: SaveRequest) -> str:
+        """Return which keeper has missed its deadline; empty if all have written. Collective in the threads of saves.
+
+        If a rank has died meanwhile, the others learn from their keepers alone how the save ends.
+        """
+
+        def wait() -> tuple[int, str]:
+            try:
+                found = self.client.wait(save.token, "written", self._config.timeout)
+            except SaveFailed as error:
+                if not isinstance(error, (KeeperLost, NoSharedMemory)):
+                    return 0, ""  # :meth:`_end_of` raises it again
+                self.client.pass_over(error)
+                return 2, str(error)
+            if found is False:
+                return 1, f"the keeper of rank {self.client.rank} has not written it in {self._config.timeout:.0f} s"
+            if isinstance(found, End) and isinstance(found.error, KeeperLost) and not found.published:
+                return 2, str(found.error)
+            return 0, ""
+
+        step = f"see that keepers have written {request.path}"
+        try:
+            with together(request.call):
+                _, reason = self.group.combine(step, wait, lambda found: max(found))
+                return reason
+        except CheckpointError as error:
+            logger.debug("ranks do not meet: %s", error)
+            return ""
+
+    def _write_without_keeper(
+        self, save: _HandedOver, handle: SaveHandle, request: SaveRequest, reason: str
+    ) -> events.SaveFinished:
+        """Revoke a save that a keeper has not written, and write it to its path. Collective in the threads of saves.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        path, ranks = request.path, self.group
+        if ranks.rank == 0:
+            logger.warning("%s is written without a keeper: %s", path, reason)
+        handle.set_local(SaveFailed(f"{path} is not complete in local_dir: {reason}"))
+        publication = Publication(path, medium_of(path, self._config.direct_io))
+
+        def reserve() -> SavePlan:
+            files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
+            if self._config.local_dir is not None and self._config.durable_every is None:
+                raise SaveFailed(f"cannot save {path}: {reason}")
+            has_files = request.files is not None
+            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=has_files))
+
+            def add() -> None:
+                publication.medium.join(directory, path)
+                add_files(publication.medium, directory, lambda to: copy_tree(files, to))
+
+            if has_files:
+                ranks.agree(f"add files to {path}", add if files.is_dir() else lambda: None)
+            return replace(save.planned, directory=directory)
+
+        try:
+            with together(request.call):
+                staged = Attempt.of(lambda: save.staged)
+                return self._pipeline.run(publication, request, staged, ranks, reserve, degraded=reason)
+        finally:
+            save.pool.memory.free()
+
     def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
         found = self.client.wait(token, "local")
-        if isinstance(found, End) and not found.local:
-            text = f"{request.path} is not complete in local_dir"
-            handle.set_local(SaveFailed(f"{text}: {found.error or 'it went straight to its path'}"))
+        if not found or (isinstance(found, End) and not found.local):
+            why = (found.error or found.degraded) if isinstance(found, End) else "the keeper has not completed it yet"
+            handle.set_local(SaveFailed(f"{request.path} is not complete in local_dir: {why}"))
             return None
         seconds = time.monotonic() - request.began
-        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank))
+        copies = self.client.copies(token)
+        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, copies))
         handle.set_local()
         return seconds
 
@@ -383,6 +515,7 @@ class KeptSaves:
     ) -> events.SaveFinished:
         if end.error is not None and not end.published:
             raise end.error
+        self.client.newest_time = max(self.client.newest_time, end.time)
         now = time.monotonic() - request.began
         nbytes, reused = end.bytes.get(self.client.rank, (0, 0))
         event = events.SaveFinished(
@@ -397,6 +530,8 @@ class KeptSaves:
             bytes_reused=reused,
             tier="durable" if end.published else "local",
             local_seconds=local,
+            copies=end.copies,
+            degraded=end.degraded,
         )
         self._pipeline.emit(event)
         return event
@@ -413,7 +548,8 @@ class KeptSaves:
         if handle.finished is None or handle.finished.tier == "durable" or not self.client.drain(token):
             return
         end = self.client.wait(token, "end")
-        assert isinstance(end, End)
+        if not isinstance(end, End):
+            raise SaveFailed(f"{handle.path} is in local_dir alone: the keeper has not brought it to its path yet")
         if end.error is not None and not end.published:
             raise end.error
         handle.finished = replace(handle.finished, tier="durable")
@@ -427,3 +563,5 @@ class KeptSaves:
             pool.memory.free()
         self._release()
         self.client.close()
+        if self.group.size > 1:
+            self.group.close()

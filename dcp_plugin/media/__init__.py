@@ -377,6 +377,9 @@ class Medium(Protocol):
                 them.
         """
 
+    def revoke(self, path: Where, token: str) -> None:
+        """Make sure that a save to ``path`` of another process, which has this token, is never published."""
+
     def open(self, path: Where, pin: bool = False) -> Readable:
         """Return the files of a checkpoint or of a save in flight. This reads nothing.
 

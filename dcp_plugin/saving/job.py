@@ -244,9 +244,19 @@ class SavePipeline:
             copy.release()
 
     def run(
-        self, publication: Publication, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
+        self,
+        publication: Publication,
+        request: SaveRequest,
+        staged: Attempt[StagedState],
+        ranks: Ranks,
+        planned: Callable[[], SavePlan] | None = None,
+        degraded: str = "",
     ) -> events.SaveFinished:
         """Plan, write and publish. Collective: all ranks call it, or none.
+
+        Args:
+            planned: Reserves the directory of a save that is planned already. Collective.
+            degraded: As in :class:`~dcp_plugin.events.SaveFinished`.
 
         Raises:
             CheckpointError: On every rank. The path keeps its earlier content, unless the message says that the
@@ -254,8 +264,9 @@ class SavePipeline:
         """
         began = time.monotonic()
         try:
-            staged = self.leave_out(request, staged, ranks)
-            plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)
+            if planned is None:
+                staged = self.leave_out(request, staged, ranks)
+            plan = (planned or partial(self.plan, request, staged, partial(_reserve, publication, ranks), ranks))()
             part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
             published = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
@@ -278,6 +289,7 @@ class SavePipeline:
             write_seconds=now - began,
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
+            degraded=degraded,
             record=_record(publication, staged.get().metrics, published.parts) if published else None,
         )
         self.emit(event)

@@ -247,6 +247,7 @@ class SaveQueue:
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
         self._process = os.getpid()
+        self.closes_at: float | None = None  # monotonic time at which the training stops waiting for keepers
         self.warns_at_exit = True  # True if this rank warns at the end of a program that does not wait
 
     def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:

@@ -110,12 +110,14 @@ def summary_of(files: Files) -> Summary:
 
 
 def newest_time(medium: Medium, root: Where) -> float:
-    """Return when the newest checkpoint directly below ``root`` was saved, in seconds since the epoch."""
+    """Return the greatest recorded time of the checkpoints directly below ``root``, in seconds since the epoch. A
+    checkpoint of stock counts with the time of its files."""
     newest = 0.0
     for entry in medium.entries(root):
         if not entry.is_file:
-            with suppress(CheckpointCorrupt):
-                newest = max(newest, summary_of(medium.open(entry.path)).time)
+            with suppress(CheckpointCorrupt, OSError):
+                files = unpacked(medium.open(entry.path))
+                newest = max(newest, summary_of(files).time if exists(files, SUMMARY) else files.modified(""))
     return newest
 
 

@@ -242,7 +242,7 @@ class Publication:
         assert self._reservation is not None, "the coordinator has reserved it"
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
-        saved = self._reservation.time or time or later_than_beside(self.medium, self.path)
+        saved = self._reservation.time or time or recorded_time(newest_time(self.medium, self.path.parent))
         index.extra_files = self._comparisons() if attached else {}
         files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
         try:
@@ -269,10 +269,15 @@ class Publication:
             self._reservation = None
 
 
-def later_than_beside(medium: Medium, path: Where) -> float:
-    """Return the present time, but later than all checkpoints in the same folder, even if clocks differ or went
-    back."""
-    return max(time.time(), newest_time(medium, path.parent) + 0.001)
+def recorded_time(seen: float) -> float:
+    """Return the recorded time of a save that begins now, in seconds since the epoch.
+
+    Checkpoints are sorted by it, so it never runs back: a clock may be set back, and that of another host be ahead.
+
+    Args:
+        seen: The greatest recorded time that is known of the run.
+    """
+    return max(time.time(), seen + 0.001)
 
 
 def compose(

@@ -40,6 +40,7 @@ class LocalDisk:
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)
+    revoke = staticmethod(commit.revoke)
     link = staticmethod(commit.link)
     note = staticmethod(commit.note)
     remove = staticmethod(commit.remove)

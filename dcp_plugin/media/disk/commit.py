@@ -239,6 +239,13 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
         _tidy_up(reservation)
 
 
+def revoke(final: Path, token: str) -> None:
+    """Move the directory of a save away, so that its process cannot publish it. The next sweep deletes the directory
+    when that process has ended."""
+    with suppress(FileNotFoundError), posix.Folder(workspace_of(final)) as folder:
+        folder.rename(f"{token}.saving", f"{token}.deleted")
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint. A half-deleted one is never taken for a checkpoint.
 

@@ -57,6 +57,7 @@ class ObjectStore:
     reserve = staticmethod(commit.reserve)
     publish = staticmethod(commit.publish)
     discard = staticmethod(commit.discard)
+    revoke = staticmethod(commit.revoke)
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
 

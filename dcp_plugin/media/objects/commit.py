@@ -568,6 +568,15 @@ def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None
         _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
 
 
+def revoke(path: ObjectPath, token: str) -> None:
+    """Treat a save of another process as dead: it learns of that before it commits. Raises OSError."""
+    client, workspace = client_of(path), workspace_of(path)
+    records = _Records(client, workspace)
+    found, noted = records.read().get(token, (None, None))
+    if found is not None and noted is not None:
+        _sweep_some(client, workspace, records, [_Dead(token, found, noted)])
+
+
 def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Dead]) -> None:
     """Delete the objects of some dead saves, in the order of the module's docstring."""
     by_path: dict[ObjectPath, list[_Dead]] = {}
