@@ -89,7 +89,7 @@ class _OfEarlierVersions(ShardedSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         leaves, paths = flatten(state_dict, lambda _, value: bool(value))
-        self.take(encode_state(leaves), paths)
+        self._state, self._paths = encode_state(leaves), paths
 
 
 @pytest.mark.parametrize("name", ["tuple", "tuple in a list", "list of tuples", "tuples in tuples"])

@@ -114,7 +114,7 @@ def _metrics(listed: ListedCheckpoint) -> str:
 def _state(listed: ListedCheckpoint) -> str:
     by = {"dcp_plugin": "", "": "", "stock": "stock DCP"}.get(listed.format, listed.format)
     state = f"foreign: {by}" if listed.state == "foreign" else f"{listed.state} ({by})" if by else listed.state
-    return f"{state}, in local_dir alone" if listed.tier == "local" else state
+    return f"{state}, only in local_dir" if listed.tier == "local" else state
 
 
 def _notes(run: Run) -> Iterator[str]:

@@ -100,7 +100,7 @@ def test_bytes_of_a_linked_file_that_belong_to_nobody_any_more_are_verified_too(
     used = dict(index.columns["place"][index.columns["file"] == number][:, :2].tolist())
     gone = next(end for end in (begin + -(-length // 64) * 64 for begin, length in used.items()) if end not in used)
     file = tmp_path / "4" / name
-    assert gone < size and (tmp_path / "3" / name).samefile(file)
+    assert gone < size and any(other.samefile(file) for other in (tmp_path / "3").iterdir())
     assert dcp.verify(tmp_path / "4").ok
     good = file.read_bytes()
     for position in (gone, gone + 100, gone + 40_000, gone + 80_000, gone + 81_000):
