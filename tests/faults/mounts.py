@@ -105,6 +105,7 @@ def _prepared(victims: Victims, scene: Scene, place: Path) -> Path:
     template = _new_image(place)
     with _mounted(template, place) as root:
         assert victims.run(prepare, scene, root, below=root).error is None
+        _run("sync", "-f", root)  # where another process still has the mount, umount writes nothing
     return template
 
 
