@@ -94,7 +94,7 @@ def log_checkpoint(
         >>> log_checkpoint("run/step-1")
         Traceback (most recent call last):
         ...
-        ValueError: there is no active run to log to: call wandb.init() or mlflow.start_run() before, or give run=
+        ValueError: no run is active: call wandb.init() or mlflow.start_run() before, or give run=
     """
     if _rank() != 0:
         return

@@ -91,7 +91,7 @@ args = TrainingArguments("run", use_cpu=True, max_steps=4, save_steps=2, report_
 SAVED_BY_TRAINER = (
     TRANSFORMERS
     + """
-from dcp_plugin.accelerate import DCPTrainerMixin
+from dcp_plugin.transformers import DCPTrainerMixin
 class OurTrainer(DCPTrainerMixin, Trainer): pass
 OurTrainer(model, args, train_dataset=data).train()
 """

@@ -215,7 +215,7 @@ def test_strict_false_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> No
 def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointNotFound, match="nothing is there"):
         dcp.load({"n": 0}, tmp_path / "nowhere")
-    with pytest.raises(TypeError, match="not None: "):
+    with pytest.raises(TypeError, match=r"not None \(dcp_plugin\.latest\(\) returns None"):
         dcp.load({"n": 0}, dcp.latest(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not dict"):
         dcp.load(tmp_path, {"n": 0})  # type: ignore[arg-type]

@@ -349,7 +349,8 @@ def test_what_has_nothing_to_store_is_refused_by_name_with_the_way_out(tmp_path:
             assert "s.x" in str(said.value), name
     with pytest.raises(dcp.CheckpointMismatch) as all_of_them:
         dcp.save({"s": {name: make(1) for name, (make, _) in REFUSED.items()}}, tmp_path / "new")
-    assert all(f"s.{name} is" in str(all_of_them.value) for name in REFUSED)
+    assert all(f"s.{name} is" in str(all_of_them.value) for name in list(REFUSED)[:10])
+    assert f"and {len(REFUSED) - 10} more" in str(all_of_them.value)
 
 
 @on_ranks(1)

@@ -576,7 +576,7 @@ def _transformers(
     import transformers
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
 
     _quiet()
     transformers.utils.logging.set_verbosity_error()

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(tmp_path: Path) ->
     dcp.save({"model": {k: v for k, v in net.state_dict().items() if k != "lm_head.weight"}}, tmp_path / "less")
     dcp.save({"model": {**net.state_dict(), "model.more": torch.zeros(2)}}, tmp_path / "more")
     said = {
-        r"several models .* say prefix='ema\.', prefix='model\.'": lambda: load("two"),
+        r"several models .* Choose one: prefix='ema\.', prefix='model\.'": lambda: load("two"),
         r"no key of LlamaForCausalLM behind prefix='net'": lambda: load("two", prefix="net"),
         r"1 of its 21 keys are not in the checkpoint: lm_head\.weight. strict=False initialises": lambda: load("less"),
         r"1 keys are only in the checkpoint: model\.model\.more": lambda: load("more"),

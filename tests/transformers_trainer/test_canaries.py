@@ -14,7 +14,7 @@ from tests.launch import on_ranks
 def test_names_that_the_mixin_uses() -> None:
     from transformers import Trainer
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
     from dcp_plugin.transformers._transformers import OVERRIDDEN
 
     for name, parameters in OVERRIDDEN.items():

@@ -151,7 +151,7 @@ def _loaded_by_core(path: Path) -> None:
 def test_any_trainer_and_the_export_stays_stocks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
     from tests.transformers_trainer import training as t
 
     class Mine(DCPTrainerMixin, Seq2SeqTrainer):
@@ -223,7 +223,7 @@ def test_fsdp_that_became_ddp_is_an_error(tmp_path: Path) -> None:
 def test_a_mixin_behind_the_trainer_is_an_error(tmp_path: Path) -> None:
     from transformers import Trainer
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
 
     with pytest.raises(TypeError, match=r"put DCPTrainerMixin before the Trainer: class Mine\(DCPTrainerMixin"):
         type("Mine", (Trainer, DCPTrainerMixin), {})

@@ -45,7 +45,7 @@ def test_the_files_of_a_trainer_of_ones_own_are_those_that_stock_has(tmp_path: P
     """Each way to override a method, on either side of the mixin."""
     import torch.distributed as dist
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
     from tests.transformers_trainer import training as t
 
     behind = [type("Mine", (DCPTrainerMixin, make(t.OnCPU)), {}) for make in (_with_save, _with_save_model)]
@@ -86,7 +86,7 @@ def test_the_trainer_alone_does_not_resume_weights_of_ones_own_without_their_opt
 def test_a_script_can_put_ours_in_the_place_of_the_trainer(tmp_path: Path) -> None:
     import transformers
 
-    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.transformers import DCPTrainerMixin
     from tests.transformers_trainer import training as t
 
     class Mine(DCPTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]

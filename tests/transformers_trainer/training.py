@@ -34,8 +34,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from dcp_plugin.accelerate import DCPTrainerMixin
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin.transformers import DCPTrainerMixin
 from tests.compare import full_state
 from tests.transformers_trainer import WORLD_SIZE
 
