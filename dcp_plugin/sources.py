@@ -83,8 +83,8 @@ class Keeper:
     """Constructors that the package of the keeper provides."""
 
     source: Callable[[CheckpointConfig], Source]
-    # Makes a :class:`~dcp_plugin.saving.writers.Writer` over another one.
     writer: Callable[..., Any]
+    """Make a :class:`~dcp_plugin.saving.writers.Writer` over another one."""
 
 
 def keeper_of(config: CheckpointConfig) -> Keeper | None:

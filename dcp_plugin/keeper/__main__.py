@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _is_first(folder: Path) -> bool:
-    """Whether no other keeper is alive. Every rank may start one: those that are too late end before they import torch.
+    """Return True if no other keeper is alive. Every rank may start one: a late one ends before it imports torch.
 
     The descriptor stays open, since to close any of a file gives up the lock of its process.
     """

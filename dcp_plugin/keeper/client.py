@@ -59,7 +59,7 @@ class _Job:
 
 
 _jobs: dict[int, _Job] = {}
-"""By process, the training that it belongs to. A process that saves alone, too, does so in the same training."""
+"""Training of each process, by process id. A process that saves alone, too, does so in the same training."""
 
 
 class KeeperClient:
@@ -84,7 +84,7 @@ class KeeperClient:
         self._info: dict[str, Any] | None = None
         self._is_attached = threading.Event()
         self._failure: NoSharedMemory | None = None
-        """Why saves go on without the keeper now."""
+        """Reason for which saves bypass the keeper now; None if they use it."""
         self._coordinator: Peer | None = None
         self._go: Go | None = None
         """On rank 0: the last save that was handed over."""
@@ -186,14 +186,14 @@ class KeeperClient:
         )
 
     def pass_over(self, error: Exception) -> None:
-        """Let saves go on without the keeper, until it answers again."""
+        """Let saves bypass the keeper until it answers again."""
         if self._failure is None:
             logger.warning("%s; saves go on without it", error)
         self._failure = NoSharedMemory(str(error))
         self._is_attached.set()
 
     def refuse_if_passed_over(self) -> None:
-        """Raise NoSharedMemory if saves go on without the keeper."""
+        """Raise NoSharedMemory if saves bypass the keeper."""
         if self._failure is not None:
             raise NoSharedMemory(str(self._failure)) from self._failure
 
@@ -270,7 +270,7 @@ class KeeperClient:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the keeper is there now."""
+        """Return True if the keeper answers now."""
         return self._is_attached.is_set() and self._failure is None
 
     # Saves
@@ -322,7 +322,7 @@ class KeeperClient:
     def revoke(self, token: str, path: Where) -> Path:
         """Withdraw a save from the keepers: none of them publishes it any more.
 
-        The path and ``local_dir`` may hang, so a thread with a deadline tells them. Raises OSError.
+        The path and ``local_dir`` may hang, so a thread with a deadline changes them. Raises OSError.
 
         Returns:
             The directory with the files of this rank beside the tensors.

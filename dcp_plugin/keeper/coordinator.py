@@ -195,7 +195,7 @@ class Coordinator:
                 save.record, save.local, self._newest = step.record, True, save
 
     def leads(self, token: str) -> bool:
-        """Whether a save was begun here."""
+        """Return True if a save was begun here."""
         return token in self._known
 
     @property
@@ -591,7 +591,7 @@ class Coordinator:
     # The end
 
     def _degrade(self, save: Save, text: str, once: bool = False) -> None:
-        """Note what a save lacks, and warn of it."""
+        """Record that a save lacks a tier or a copy, and log a warning."""
         save.degraded.append(text)
         if not once or text not in self._warned:
             self._warned.add(text)

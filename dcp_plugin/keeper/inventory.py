@@ -56,7 +56,7 @@ def make_run(root: Where) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank says."""
+    """Message of one rank."""
 
     node: str
     host: str
@@ -91,7 +91,7 @@ class Survivor:
 
 @dataclass(frozen=True)
 class Survey:
-    """What the ranks have found together."""
+    """Inventory that the ranks have made together."""
 
     survivors: list[Survivor]
     """Newest first."""

@@ -50,7 +50,7 @@ FileIdentity = tuple[int, int, int, int]
 
 @dataclass
 class _Known:
-    """What is known of the saves of one token on this node."""
+    """State of the save with one token on this node."""
 
     written: bool = False
     local: bool = False
@@ -421,7 +421,7 @@ class Node:
                     steps.remove(step.record.token)
 
     def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
-        """Delete what this node has of saves to a path."""
+        """Delete the files and records of this node for saves to a path."""
         LocalSteps(Path(local_dir), root).forget(as_path(path))
 
 

@@ -31,7 +31,7 @@ DURABLE = "durable"
 
 
 class Place(Protocol):
-    """Where some files of a checkpoint are."""
+    """Place that has some files of a checkpoint."""
 
     @property
     def name(self) -> str:

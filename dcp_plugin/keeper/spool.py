@@ -306,7 +306,7 @@ class Spool:
         return False
 
     def is_kept(self) -> bool:
-        """Whether a keeper is alive."""
+        """Return True if a keeper is alive."""
         return self.pid() is not None
 
     def pid(self) -> int | None:
@@ -549,7 +549,7 @@ class Head:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank hands over."""
+    """Part of a save that one rank hands over."""
 
     token: str
     rank: int
@@ -590,7 +590,7 @@ def reached(path: Where, options: dict[str, Any] | None) -> Where:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank's keeper answers."""
+    """Address of the keeper of a rank."""
 
     rank: int
     node: str
@@ -634,15 +634,15 @@ class Part:
 
 @dataclass(frozen=True)
 class End:
-    """How a save has ended."""
+    """End of a save."""
 
     published: bool
-    """Whether it is at its path."""
+    """True if the checkpoint is at its path."""
     local: bool
-    """Whether it is complete in ``local_dir``."""
+    """True if the save is complete in ``local_dir``."""
     error: Exception | None = None
     seconds: float = 0.0
-    """From the handing over."""
+    """Seconds since the save was handed over."""
     path: str = ""
     bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """By rank: bytes written, and bytes linked instead."""
@@ -654,5 +654,5 @@ class End:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save is nowhere."""
+        """True if neither the path nor ``local_dir`` has the save."""
         return self.error is not None and not self.published and not self.local
