@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as stock
 import dcp_plugin as dcp
 from dcp_plugin.format import stock_metadata, values, whole_tensors
 from dcp_plugin.format.pickles.follow import check, check_pickle
-from dcp_plugin.format.pickles.rebuild import _MAKERS, FACTORIES
-from dcp_plugin.format.pickles.uses import FILE, TENSOR, VALUE
+from dcp_plugin.format.pickles.rebuild import _MAKERS, FACTORIES, VALUE
+from dcp_plugin.format.pickles.unpickler import FILE, TENSOR
 
 DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DCP = "torch.distributed.checkpoint"

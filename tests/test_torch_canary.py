@@ -24,8 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
-from dcp_plugin.format.pickles.unpickler import load
-from dcp_plugin.format.pickles.uses import FILE
+from dcp_plugin.format.pickles.unpickler import FILE, load
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.tensors import _torch, _torch_modules
 from tests import launch

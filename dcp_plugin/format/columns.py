@@ -47,18 +47,6 @@ class Location:
     checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
     hash: bytes | None = None
 
-    @classmethod
-    def of_columns(
-        cls, file: str, place: Sequence[int], frame_crc: int, checksums: Column, hashed: bytes | None
-    ) -> Location:
-        """Return the location in one row of the columns of :class:`Places`; empty ``checksums`` become None."""
-        offset, length, start, payload_length = place
-        checked = len(checksums) > 0 or (payload_length == 0 and start >= 0)
-        payload_start = start if start >= 0 else None
-        return cls(
-            file, offset, length, payload_start, payload_length, frame_crc, checksums if checked else None, hashed
-        )
-
 
 @dataclass(frozen=True)
 class KeyColumns:
@@ -243,11 +231,21 @@ class Places:
 
     def location(self, number: int) -> Location:
         """Return the location of an item."""
+        offset, length, start, payload_length = self.place[number].tolist()
         end = int(self._block_ends[number])
-        crcs = self.block_crc[end - int(self.blocks[number]) : end]
-        hashed = self.hash[number].tobytes() if self.hash[number].any() else None
-        name, place, frame_crc = self.files[self.file[number]], self.place[number].tolist(), self.frame_crc[number]
-        return Location.of_columns(name, place, int(frame_crc), crcs, hashed)
+        checksums = self.block_crc[end - int(self.blocks[number]) : end]
+        is_checked = len(checksums) > 0 or (payload_length == 0 and start >= 0)
+        digest = self.hash[number].tobytes()
+        return Location(
+            self.files[self.file[number]],
+            offset,
+            length,
+            start if start >= 0 else None,
+            payload_length,
+            int(self.frame_crc[number]),
+            checksums if is_checked else None,
+            digest if digest != _NO_HASH else None,
+        )
 
     @functools.cached_property
     def _block_ends(self) -> Column:

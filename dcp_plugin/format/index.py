@@ -218,14 +218,12 @@ class CheckpointIndex(Mapping[str, Entry]):
         return int(payload_length[order][first].sum())
 
     def location(self, chunk: int) -> Location:
-        crcs = self.columns["block_crc"][self.block_starts[chunk] : self.block_starts[chunk + 1]]
-        name, frame_crc = self.file_names[self.columns["file"][chunk]], int(self.columns["frame_crc"][chunk])
-        return Location.of_columns(name, self.columns["place"][chunk].tolist(), frame_crc, crcs, self.hash_of(chunk))
+        return self.places.location(chunk)
 
     def rename_files(self, name_of: Callable[[str], str]) -> None:
         """Give the data files other names; their bytes stay the same."""
         self.files = {name_of(name): size for name, size in self.files.items()}
-        self.file_names = list(self.files)
+        self.file_names[:] = self.files
 
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
@@ -248,15 +246,6 @@ class CheckpointIndex(Mapping[str, Entry]):
             columns |= {"hashed": hashed, "hash": places.hash[hashed]}
         return cls(table, columns, files)
 
-    def hash_of(self, chunk: int) -> bytes | None:
-        """Return the XXH3-128 of a chunk's payload, if its writer computed it."""
-        hashed = self.columns.get("hashed")
-        if hashed is None:  # most indexes; a load calls this several times for every tensor
-            return None
-        at = int(hashed.searchsorted(chunk))
-        has_hash = at < len(hashed) and hashed[at] == chunk and self.columns["hash"][at].any()
-        return self.columns["hash"][at].tobytes() if has_hash else None
-
     def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
         """Return the index of some keys under other names.
 
@@ -277,6 +266,23 @@ class CheckpointIndex(Mapping[str, Entry]):
         selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
         selected.empty = [new for new, key in names.items() if key in self.empty] if self.empty else ()
         return selected
+
+    def renamed(self, names: Mapping[str, str], below: str = "") -> CheckpointIndex:
+        """Return the index of the keys whose first segment is in ``names``, with another first segment.
+
+        Args:
+            names: The new name of each first segment.
+            below: As in :meth:`selected`.
+        """
+        keys: dict[str, str] = {}
+        paths: dict[str, KeyPath] = {}
+        for key in self:
+            first, dot, remainder = key.partition(".")
+            if first in names:
+                renamed = names[first] + dot + remainder
+                keys[renamed] = key
+                paths[renamed] = (names[first], *self.path_of(key)[1:])
+        return self.selected(keys, paths, below)
 
     def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
         """Return the index of the keys of both. No key and no file may be in both."""
@@ -299,7 +305,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         selected.planner_data, selected.version = self.planner_data, self.version
         return selected
 
-    @property
+    @functools.cached_property
     def places(self) -> Places:
         """Places of the items."""
         hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)

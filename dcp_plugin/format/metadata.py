@@ -36,7 +36,7 @@ from dcp_plugin.format import METADATA
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.tensors._torch import StorageInfo
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Shape
 
 
 def state_metadata(table: KeyColumns) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     table, memo = index.table, _Memo()
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
-    stored = _StoredTensors(memo, table)
+    dtype_numbers, shapes = table.columns["dtype"].tolist(), table.shapes_of(np.arange(len(table.keys)))
+    around_chunks: dict[tuple[int, Shape], tuple[bytes, bytes]] = {}  # many keys have the same dtype and shape
     is_value = table.columns["dtype"] == NO_TENSOR
     state: list[tuple[bytes | memoryview, ...]] = [()] * len(table.keys)
     storage: list[memoryview] = []
@@ -112,7 +113,10 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
         key_of = keys[slots].tobytes()
         for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
-            before, behind = stored.around_chunks(slot)
+            kind = dtype_numbers[slot], shapes[slot]
+            if kind not in around_chunks:
+                around_chunks[kind] = _around_chunks(memo, table.dtype_of(slot), shapes[slot])
+            before, behind = around_chunks[kind]
             reference = key_of[4 * number : 4 * number + 4]
             chunks_of_key = listed[start:end] if behind else b""  # only a tensor has bytes after its chunks
             state[slot] = (b"j", reference, before, chunks_of_key, behind)
@@ -141,32 +145,14 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 
 
-class _StoredTensors:
-    """Pickles of the stored metadata of each key, without its chunks. Many keys have the same dtype and shape."""
-
-    def __init__(self, memo: _Memo, table: KeyColumns) -> None:
-        self._memo, self._table = memo, table
-        self._dtypes: list[int] = table.columns["dtype"].tolist()
-        self._shapes: list[int] = table.columns["shape"].tolist()
-        self._starts: list[int] = table.shape_starts.tolist()
-        self._said: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
-
-    def around_chunks(self, slot: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the records of a key's chunks; a value that is no tensor has none after."""
-        shape = self._shapes[self._starts[slot] : self._starts[slot + 1]]
-        kind = (self._dtypes[slot], *shape)
-        if kind not in self._said:
-            self._said[kind] = self._say(self._table.dtype_of(slot), torch.Size(shape))
-        return self._said[kind]
-
-    def _say(self, dtype: torch.dtype | None, size: torch.Size) -> tuple[bytes, bytes]:
-        memo = self._memo
-        if dtype is None:
-            return memo.joined(BytesStorageMetadata), b""
-        properties = memo.get(dtype, _properties)
-        pickled = memo.joined(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=[b"](", b"e"])
-        before, opened, behind = pickled.rpartition(b"](")
-        return before + opened, behind
+def _around_chunks(memo: _Memo, dtype: torch.dtype | None, shape: Shape) -> tuple[bytes, bytes]:
+    """Return the bytes before and after the records of a key's chunks; a value that is no tensor has none after."""
+    if dtype is None:
+        return memo.joined(BytesStorageMetadata), b""
+    properties, size = memo.get(dtype, _properties), _plain(torch.Size(shape))
+    pickled = memo.joined(TensorStorageMetadata, properties=[properties], size=[size], chunks=[b"](", b"e"])
+    before, opened, behind = pickled.rpartition(b"](")
+    return before + opened, behind
 
 
 FIELDS_OF_ALL_VERSIONS = 5
@@ -293,14 +279,10 @@ def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:
 
 def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> dict[str, bytes]:
     """Return the ``.metadata`` files of the views by name, to be stored with the checkpoint's own."""
-    return {f"{folder}/{METADATA}": encode(_view(index, names), storage_meta) for folder, names in views.items()}
-
-
-def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
-    firsts = {key: key.partition(".")[0] for key in index}
-    keys = {names[first] + key.removeprefix(first): key for key, first in firsts.items() if first in names}
-    paths = {new: (names[firsts[key]], *index.path_of(key)[1:]) for new, key in keys.items()}
-    return index.selected(keys, paths, below="..")
+    return {
+        f"{folder}/{METADATA}": encode(index.renamed(names, below=".."), storage_meta)
+        for folder, names in views.items()
+    }
 
 
 def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> bytes:

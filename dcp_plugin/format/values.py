@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.pickles.rebuild import FACTORIES, rebuilt
+from dcp_plugin.format.pickles.rebuild import FACTORIES, VALUE, rebuilt
 from dcp_plugin.format.pickles.unpickler import load_bytes
-from dcp_plugin.format.pickles.uses import VALUE
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.pickles.unpickler import Refused, load_bytes
-from dcp_plugin.format.pickles.uses import TENSOR
+from dcp_plugin.format.pickles.unpickler import TENSOR, Refused, load_bytes
 from dcp_plugin.tensors.kinds import classes_of, copied
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
 from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import torch_file
-from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.types import KeyPath
+from dcp_plugin.format.index import CheckpointIndex
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
@@ -18,7 +17,6 @@ META = "meta.pt"
 """File that Lightning and Fabric add to a sharded checkpoint: all state but modules and optimizers."""
 
 Kinds = dict[str, str]
-Rename = Callable[[str], str]
 
 
 def lightning_names(names: Iterable[str]) -> dict[str, str]:
@@ -42,7 +40,9 @@ def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
     """Return the index of a sharded directory of Lightning (``.metadata`` and ``meta.pt``), with our names."""
     index = stock_metadata.read_index(files)
     names = lightning_names(key.partition(".")[0] for key in index)
-    return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
+    renamed = index.renamed(names)
+    renamed.validate(files.where)
+    return renamed, _kinds(names.values())
 
 
 def is_of_accelerate(folder: str) -> bool:
@@ -60,12 +60,14 @@ def accelerate_folders(files: Files) -> list[str]:
 
 def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
     """Return one index of these checkpoints: ``model`` and ``optim``, or ``model_0``, … if there are several."""
-    parts, kinds = [], []
-    for folder in folders:
-        name = _accelerate_name(folder, folders)
-        parts.append((f"{folder}/", stock_metadata.read_index(files, f"{folder}/"), lambda _, name=name: name))
-        kinds.append(name)
-    return joined(files.where, parts), _kinds(kinds)
+    names = [_accelerate_name(folder, folders) for folder in folders]
+    parts = []
+    for folder, name in zip(folders, names, strict=True):
+        index = stock_metadata.read_index(files, f"{folder}/")
+        parts.append(index.renamed({key.partition(".")[0]: name for key in index}, below=folder))
+    joined = functools.reduce(CheckpointIndex.with_added, parts)
+    joined.validate(files.where)
+    return joined, _kinds(names)
 
 
 def _accelerate_name(folder: str, folders: list[str]) -> str:
@@ -79,38 +81,3 @@ def _accelerate_name(folder: str, folders: list[str]) -> str:
 def _kinds(names: Iterable[str]) -> Kinds:
     kinds = {"model": "module", "optim": "optimizer"}
     return {name: kinds[name.partition("_")[0]] for name in names if name.partition("_")[0] in kinds}
-
-
-def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
-    """Return one index of several stock checkpoints.
-
-    Args:
-        parts: For each checkpoint the folder of its files (``"…/"``), its index, and a function that renames the first
-            segment of a key.
-    """
-    entries: list[tuple[str, Entry]] = []
-    files: dict[str, int] = {}
-    paths: dict[str, KeyPath] = {}
-    transforms = {}
-    for folder, part, rename in parts:
-        files.update({folder + name: size for name, size in part.files.items()})
-        transforms.update({(folder + name, offset): t for (name, offset), t in part.transforms.items()})
-        for key, entry in part.items():
-            name, dot, remainder = key.partition(".")
-            renamed = rename(name) + dot + remainder
-            entries.append((renamed, _moved(entry, folder)))
-            paths[renamed] = (rename(name), *part.path_of(key)[1:])
-    index = CheckpointIndex.build(entries, files, paths)
-    index.validate(where)
-    index.transforms = transforms
-    return index
-
-
-def _moved(entry: Entry, folder: str) -> Entry:
-    if isinstance(entry, StoredValue):
-        return StoredValue(replace(entry.location, file=folder + entry.location.file))
-    chunks = tuple(
-        StoredChunk(chunk.offsets, chunk.sizes, replace(chunk.location, file=folder + chunk.location.file))
-        for chunk in entry.chunks
-    )
-    return StoredTensor(entry.dtype, entry.shape, chunks)

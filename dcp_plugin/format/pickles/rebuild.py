@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin.format.pickles.unpickler import Refused, StandIn
+from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ class Described(StandIn):
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+
+VALUE = dataclasses.replace(FILE, stand_in=Described)
 
 
 def rebuilt(value: Any, notes: list[str]) -> Any:

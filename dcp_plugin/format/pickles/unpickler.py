@@ -1,10 +1,25 @@
-"""Unpickler of untrusted files, and the loading of ``torch.save`` files with it."""
+"""Unpickler of untrusted files, its uses, and the loading of ``torch.save`` files with it.
+
+==================  ==============================================  ================================================
+use                 is for                                          another global
+==================  ==============================================  ================================================
+``STOCK_METADATA``  ``.metadata``                                   is refused
+``TENSOR``          a tensor stored as one item of its own class    is refused
+``VALUE``           a value, or the note of another planner         is described, and rebuilt or refused afterwards
+``FILE``            a file of another tool                          has a stand-in that keeps nothing
+==================  ==============================================  ================================================
+
+``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes, and
+``VALUE`` in :mod:`~dcp_plugin.format.pickles.rebuild`.
+"""
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, ClassVar
@@ -12,7 +27,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from dcp_plugin.format.pickles.follow import check, check_bytes, check_pickle
-from dcp_plugin.tensors._torch import load_archive, name_of_today
+from dcp_plugin.tensors._torch import TENSOR_GLOBALS, load_archive, name_of_today
 
 _MOST_STAND_INS = 1000
 """Most unknown globals in one file."""
@@ -64,6 +79,24 @@ class Use:
         return replace(
             self, globals={**self.globals, **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}}
         )
+
+
+_TENSORS: dict[str, Any] = {
+    **TENSOR_GLOBALS,
+    "torch.Size": torch.Size,
+    "torch.Tensor": torch.Tensor,
+    "torch.device": torch.device,
+    "torch.nn.parameter.Parameter": torch.nn.Parameter,
+    "collections.OrderedDict": OrderedDict,
+    "_codecs.encode": codecs.encode,  # for bytes
+    "builtins.bytearray": bytearray,
+    "builtins.complex": complex,
+    "builtins.set": set,
+}
+"""Globals of tensors, and of their attributes that are plain values."""
+
+TENSOR = Use(_TENSORS)
+FILE = Use({**_TENSORS, "collections.Counter": Counter}, StandIn)
 
 
 class Accepted:
