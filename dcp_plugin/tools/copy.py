@@ -205,7 +205,7 @@ class _Copy:
     io_threads: int
     progress: Progress | None
     counts: Counts = field(default_factory=Counts)
-    homes: Homes = field(default_factory=Homes)
+    homes: Homes = field(default_factory=dict)
     copied: list[Where] = field(default_factory=list)
     skipped: list[Where] = field(default_factory=list)
     links: list[Where] = field(default_factory=list)
@@ -224,7 +224,7 @@ class _Copy:
                 same = self._is_there(source, new_path)
                 if same:
                     self.skipped.append(new_path)
-                    self.homes.learn(source, new_path, self._transfer(source, new_path).name_there, verified=False)
+                    self._transfer(source, new_path).learn_homes(verified=False)
                 else:
                     replaces = same is not None
                     wanted.append((path, of_others, replaces))
@@ -306,9 +306,9 @@ class _Copy:
                 medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
             transfer.run()
             self.copied.append(new_path)
-            self.homes.learn(source, new_path, transfer.name_there, verified=True)
+            transfer.learn_homes(verified=True)
             self._tell()
-            if source.ours is not None and source.ours.index.left_out:
+            if source.summary is not None and source.index.left_out:
                 self._look_for_base(source, new_path)
         finally:
             source.close()
@@ -317,7 +317,7 @@ class _Copy:
         try:
             open_checkpoint(new_path).close()
         except (CheckpointNotFound, CheckpointMismatch):
-            base = source.summary.base
+            base = source.summary.base if source.summary else {}
             base_path = as_path(str(new_path / str(base.get("relative", ""))))
             self.needs.append(f"{new_path} leaves out what its base has: copy {base.get('path')} to {base_path}, too")
 
@@ -337,14 +337,14 @@ class _Copy:
 def _is_begun(source: Source, names: list[str]) -> bool:
     """Return whether the objects below a prefix may come from an interrupted copy: they have the names of data files of
     this package, or of files of the source."""
-    ours = source.ours is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
+    ours = source.summary is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
     return ours or set(names) <= source.sizes.keys()
 
 
 def _cannot_be_exchanged(source: Source, new_path: Where) -> bool:
     """Return whether a copy in a bucket would overwrite objects of the checkpoint that it replaces. Files of another
     tool keep their names, and files of the same save have the same names."""
-    if source.ours is None:
+    if source.summary is None:
         return True
     names = tree(new_path)
     return any(source.token in name for name in names)

@@ -3,7 +3,8 @@
 On a disk a copy has the files of the source under their names. In a bucket, data files of a checkpoint of this package
 get a token into their names (:mod:`dcp_plugin.format.packed`), so its tables of contents are rewritten. The token and
 every byte of the tables depend on the save alone. A repeated copy therefore finds the files of an interrupted one: in a
-bucket by their names, on a disk by a record of the files that were copied completely.
+bucket by their names. On a disk a file has another name until it is complete and durable; a repeated copy compares its
+bytes with their checksums, or its time with that of the source if the source has no checksums.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
 from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -30,19 +29,19 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, index_file, packed, read
+from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
 from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, Reservation, locate, medium_of, tree
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.extra_files import hash_of
+from dcp_plugin.storage.extra_files import BYTES, hash_of
 from dcp_plugin.storage.open import check_files, completed, open_alone
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.storage.stream_copy import (
     PIECE,
     Look,
-    LookAtHash,
     LookAtItems,
     Memory,
     SourceError,
@@ -51,8 +50,6 @@ from dcp_plugin.storage.stream_copy import (
     look_at,
 )
 
-_WORTH_NOTING = 1 << 20
-"""Size in bytes from which on a complete file is recorded. Copying a smaller file again is as fast."""
 _LAST = (f"/{METADATA}", ".index.json")
 """Endings of the names of files that name other files. They are copied last if files appear one by one."""
 _MOST_LAST = 64 << 20
@@ -62,6 +59,10 @@ _AHEAD_OF_STREAMS = 16
 """Number of pieces of all files that are requested at the same time, where each piece is a request."""
 _PART_OF_FLIGHT = 2
 """Divisor of the bytes in flight: a copy uses half of those that a rank of a save may have on the way to a store."""
+_PARTIAL = ".partial"
+"""Suffix of the name of an incomplete file on a disk."""
+_SAME_TIME = 1.0
+"""Seconds. File systems store the times of files more or less exactly."""
 FileIdentity = tuple[int, int, int, int]
 
 
@@ -82,13 +83,14 @@ class Source:
     """Files that are not copied, with the reasons."""
 
     @property
-    def ours(self) -> OpenCheckpoint | None:
-        return self.opened if self.opened is not None and self.opened.summary is not None else None
+    def summary(self) -> Summary | None:
+        """None for a checkpoint of another tool."""
+        return None if self.opened is None else self.opened.summary
 
     @property
-    def summary(self) -> Summary:
-        assert self.opened is not None and self.opened.summary is not None, "only asked of ours"
-        return self.opened.summary
+    def index(self) -> CheckpointIndex:
+        assert self.opened is not None, "only checkpoints of this package are asked for their index"
+        return self.opened.index
 
     @property
     def nbytes(self) -> int:
@@ -161,25 +163,27 @@ def open_source(path: Where, of_others: bool = False) -> Source:
 def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stored: list[str]) -> Source:
     names = files.tree(stored) if isinstance(files, PackedFiles) else stored
     outside = {name for name in names if files.leads_elsewhere(name)}
-    if opened is not None and opened.summary is not None:
+    summary = None if opened is None else opened.summary
+    if opened is not None and summary is not None:
         check_files(opened, opened.index.files)
         own_names = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.extra_files}
         if wrong := sorted(outside & own_names):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")
+        tokens = {packed.token_in(name) for name in opened.index.files}
+        token = tokens.pop() if len(tokens) == 1 else ""
+        token = token or packed.new_token(summary.time, _identity(summary).encode())
     elif opened is not None:  # files with tensors of another tool may be links
         outside -= opened.index.files.keys()
-    left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(outside)]
-    names = [name for name in names if name not in outside]
-    sizes = {name: files.size(name) for name in names}
-    if opened is None or opened.summary is None:
+    sizes = {name: files.size(name) for name in names if name not in outside}
+    if summary is None:
         token = _token_of(files, sizes)
-    else:
-        tokens = {packed.token_in(name) for name in opened.index.files}
-        summary = opened.summary
-        token = tokens.pop() if len(tokens) == 1 else ""
-        identity = summary.save_id or summary.index_sha256
-        token = token or packed.new_token(summary.time, identity.encode())
+    left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(outside)]
     return Source(path, files, sizes, token, opened, left_out=tuple(left_out))
+
+
+def _identity(summary: Summary) -> str:
+    """Return a text that all copies of a save have in common."""
+    return summary.save_id or summary.index_sha256
 
 
 def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
@@ -189,11 +193,11 @@ def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
 
 def is_same(source: Source, target: Source) -> bool:
     """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
-    if source.ours is not None or target.ours is not None:
-        if source.ours is None or target.ours is None:
-            return False
-        summary, target_summary = source.summary, target.summary
-        return (summary.save_id or summary.index_sha256) == (target_summary.save_id or target_summary.index_sha256)
+    summary, target_summary = source.summary, target.summary
+    if summary is not None and target_summary is not None:
+        return _identity(summary) == _identity(target_summary)
+    if summary is not None or target_summary is not None:
+        return False
     if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
     pairs = zip(sorted(source.sizes), sorted(target.sizes), strict=True)
@@ -232,28 +236,13 @@ class Counts:
         return self.copied + self.linked + self.reused
 
 
-@dataclass
-class Homes:
-    """Files of the sources that the target already has, for checkpoints that share them by hard links."""
-
-    _known: dict[FileIdentity, tuple[Where, bool]] = field(default_factory=dict)
-
-    def learn(self, source: Source, target: Where, name_there: Callable[[str], str], verified: bool) -> None:
-        """Record the files of a checkpoint that is at the target.
-
-        Args:
-            verified: This process has compared its bytes with their checksums.
-        """
-        for name in source.sizes:
-            if (stamp := source.stamp(name)) is not None:
-                self._known.setdefault(stamp, (target / name_there(name), verified))
-
-    def of(self, stamp: FileIdentity | None) -> tuple[Where, bool] | None:
-        return None if stamp is None else self._known.get(stamp)
-
-
 class _Stopped(Exception):
     """Raised in a thread to stop it: another thread has failed."""
+
+
+Homes = dict[FileIdentity, tuple[Where, bool]]
+"""Files of the sources that have several names -> their paths at the target, and whether this process has compared the
+bytes with their checksums. Checkpoints that share a file share it at the target as well."""
 
 
 @dataclass
@@ -272,23 +261,35 @@ class Transfer:
     homes: Homes
     base_there: Callable[[Where], Where | None]
     tell: Callable[[], None]
-    _noted: dict[str, list[Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.medium: Medium = medium_of(self.target)
         self.keeps_names = isinstance(self.target, ObjectPath)
+        """True if files have their final names from the beginning, as in a bucket."""
         self._new_names: dict[str, str] = {}
-        if self.keeps_names and self.source.ours is not None:
-            self._new_names = packed.renamed(list(self.source.ours.index.files), self.source.token)
+        if self.keeps_names and self.source.summary is not None:
+            self._new_names = packed.renamed(list(self.source.index.files), self.source.token)
 
     def name_there(self, name: str) -> str:
         """Return the name of a file at the target."""
-        if name in self._new_names or not self.keeps_names or self.source.ours is None:
-            return self._new_names.get(name, name)
-        attached = name.partition("/")[0] in self.source.summary.attached
-        return f"{PACKED}{self.source.token}/{name}" if attached else name
+        if self.source.is_file:
+            return self.target.name
+        if self.keeps_names and self.source.summary is not None and name not in self._new_names:
+            is_extra_file = name.partition("/")[0] in self.source.summary.attached
+            return f"{PACKED}{self.source.token}/{name}" if is_extra_file else name
+        return self._new_names.get(name, name)
+
+    def learn_homes(self, verified: bool) -> None:
+        """Record the files that are at the target.
+
+        Args:
+            verified: This process has compared their bytes with their checksums.
+        """
+        for name in self.source.sizes:
+            if (stamp := self.source.stamp(name)) is not None:
+                path = self.target if self.source.is_file else self.target / self.name_there(name)
+                self.homes.setdefault(stamp, (path, verified))
 
     def run(self) -> None:
         """Copy the checkpoint. After an error the target path is as before.
@@ -299,7 +300,7 @@ class Transfer:
         """
         if self.source.is_file and self.keeps_names:
             with self._failures(None):
-                self._copy_all(self.target.parent / f"{self.source.token}.saving", [self.source.path.name], set())
+                self._copy_all(self.target.parent / f"{self.source.token}.saving", [self.source.path.name])
             return
         reservation = self.medium.reserve(self.target, copy_of=self.source.token)
         with self._failures(reservation):
@@ -308,19 +309,20 @@ class Transfer:
     def _run(self, reservation: Reservation[Any]) -> None:
         directory, source = reservation.directory, self.source
         if source.is_file:
-            self._copy_all(directory, [source.path.name], self._staged(directory))
+            self._copy_all(directory, [source.path.name])
             self.medium.publish(reservation, None)
             return
-        tables, views = self._tables() if source.ours is not None else (self._tables_of_others(), {})
-        names = [name for name in source.sizes if name not in tables and name not in views]
-        self._copy_all(directory, names, self._staged(directory))
+        views: dict[str, bytes] = {}
+        if source.summary is None:
+            tables = self._tables_of_others()
+        else:
+            tables, views = self._tables(source.summary)
+        self._copy_all(directory, [name for name in source.sizes if name not in tables and name not in views])
         for name, data in views.items():
             with self.medium.create(directory, self._made(directory, name), len(data), _ignore) as file:
                 file.write(data)
         self.medium.flush(directory)
-        if source.ours is None and isinstance(
-            directory, Path
-        ):  # stock's checkpoints are ordered by their folders' times
+        if source.summary is None and isinstance(directory, Path):  # tools order checkpoints by their folders' times
             os.utime(directory, 2 * (source.files.modified(""),))
         self.medium.publish(reservation, tables)
         self.counts.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
@@ -331,14 +333,14 @@ class Transfer:
         try:
             yield
         except BaseException as error:
-            failure, keep = self._said(error)
+            failure, keep = self._failure(error)
             if reservation is not None:  # the medium ignores a published reservation
                 self.medium.discard(reservation, keep=keep)
             if failure is error:
                 raise
             raise failure from error
 
-    def _said(self, error: BaseException) -> tuple[BaseException, bool]:
+    def _failure(self, error: BaseException) -> tuple[BaseException, bool]:
         """Return the error to raise, and whether another attempt may continue with the files."""
         message = f"cannot copy {self.source.path} to {self.target}"
         if isinstance(error, SourceError):
@@ -353,73 +355,69 @@ class Transfer:
             return SaveFailed(f"{message}: {error}. {self.medium.advice}{again}"), keep
         return error, isinstance(error, KeyboardInterrupt)
 
-    def _tables(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    def _tables(self, summary: Summary) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Return the tables of a checkpoint of this package at the target, and its views that need the new names."""
         source, files = self.source, self.source.files
-        assert source.ours is not None
-        index_bytes, metadata = read(files, INDEX), read(files, METADATA)
-        summary_bytes = read(files, SUMMARY)
-        summary = Summary.decode(summary_bytes, f"{files.where}/{SUMMARY}")
-        if fingerprint(index_bytes) != summary.index_sha256 or fingerprint(metadata) != (
-            summary.metadata_sha256 or fingerprint(metadata)
-        ):
-            raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
-        if not summary.metadata_sha256:
+        index_bytes, metadata, summary_bytes = read(files, INDEX), read(files, METADATA), read(files, SUMMARY)
+        is_unchanged = fingerprint(index_bytes) == summary.index_sha256
+        if summary.metadata_sha256:
+            is_unchanged = is_unchanged and fingerprint(metadata) == summary.metadata_sha256
+        else:
             self.counts.add(unverified=(f"{source.path}/{METADATA}",))
-        if not any(old != new for old, new in self._new_names.items()) and not (self.keeps_names and summary.base):
+        if not is_unchanged:
+            raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
+        is_renamed = any(old != new for old, new in self._new_names.items())
+        if not is_renamed and not (self.keeps_names and summary.base):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
-        views = self._renamed_views()
-        index_bytes = self._renamed_index(views)
+        views = self._renamed_views(summary)
+        # This is a second index in memory: the source is still read by its own.
+        index = index_file.decode(index_bytes, summary.index_sha256, f"{files.where}/{INDEX}")
+        index.rename_files(self._new_names.__getitem__)
+        index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
+        index_bytes = index_file.encode_alike(index)
         metadata = with_renamed_files(metadata, self._new_names, f"{files.where}/{METADATA}")
         changed = json.loads(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
         if summary.base:
-            changed["base"] = self._base_there() or changed["base"]
+            changed["base"] = self._base_at_target() or changed["base"]
         return {INDEX: index_bytes, SUMMARY: with_hash(changed), METADATA: metadata}, views
 
-    def _renamed_views(self) -> dict[str, bytes]:
-        summary, files, views = self.source.summary, self.source.files, {}
-        names = {f"../{old}": f"../{new}" for old, new in self._new_names.items()}
-        for folder in summary.attached:
-            name = f"{folder}/{METADATA}"
-            if name in self.source.sizes and summary.save_id:
-                data = read(files, name)
-                beside = self.source.opened.index.extra_files if self.source.opened else {}
-                if beside.get(name, hash_of(data)) not in (hash_of(data), f"{len(data)} bytes"):
-                    raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
-                if summary.save_id.encode() in data:
-                    new_names = {old: new for old, new in names.items() if old.encode() in data}
-                    views[name] = with_renamed_files(data, new_names, f"{files.where}/{name}")
+    def _renamed_views(self, summary: Summary) -> dict[str, bytes]:
+        """Return the tables of contents that name the data files for other readers, with the new names."""
+        files, views = self.source.files, {}
+        for name in (f"{folder}/{METADATA}" for folder in summary.attached if summary.save_id):
+            if name not in self.source.sizes:
+                continue
+            data = read(files, name)
+            if self.source.index.extra_files.get(name, hash_of(data)) not in (hash_of(data), f"{len(data)}{BYTES}"):
+                raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
+            if summary.save_id.encode() in data:
+                names = {
+                    f"../{old}": f"../{new}" for old, new in self._new_names.items() if f"../{old}".encode() in data
+                }
+                views[name] = with_renamed_files(data, names, f"{files.where}/{name}")
         return views
 
-    def _renamed_index(self, views: Mapping[str, bytes]) -> bytes:
-        """Return the index with the new names. It is a copy: the source is still read by its own index."""
-        files, summary = self.source.files, self.source.summary
-        index = index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
-        index.rename_files(self._new_names.__getitem__)
-        index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
-        return index_file.encode_alike(index)
-
-    def _base_there(self) -> dict[str, str] | None:
+    def _base_at_target(self) -> dict[str, str] | None:
         """Return the summary's entry for the base, whose files and tables also have other contents in the bucket."""
-        assert self.source.ours is not None
+        assert self.source.opened is not None
         try:
-            base = completed(self.source.ours, None).base
+            base = completed(self.source.opened, None).base
         except CheckpointError:
             return None
         if base is None:
             return None
-        new_base = self.base_there(base.path)
+        base.close()
+        at = self.base_there(base.path) or self.target / relative_to(base.path, self.source.path)
         source = open_source(base.path)
         try:
-            at = new_base or self.target / relative_to(base.path, self.source.path)
-            summary = replace(self, source=source, target=at, counts=Counts())._tables()[0][SUMMARY]
+            assert source.summary is not None
+            tables, _ = replace(self, source=source, target=at, counts=Counts())._tables(source.summary)
         finally:
             source.close()
-            base.close()
-        document = json.loads(summary)
-        return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": document["index_sha256"]}
+        index_hash = json.loads(tables[SUMMARY])["index_sha256"]
+        return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": index_hash}
 
     def _tables_of_others(self) -> dict[str, bytes]:
         """Return the files that name other files, to be published last in a bucket; empty on a disk."""
@@ -432,40 +430,37 @@ class Transfer:
 
     def _staged(self, directory: Where) -> set[str]:
         """Return the names of files that an interrupted copy has completed. Delete its other files on a disk."""
-        if self.keeps_names:
-            if self.source.ours is None:  # any other checkpoint may have files of these names
-                return set()
-            files = self.medium.open(directory)
-            staged = set()
-            for name, size in self.source.sizes.items():
-                usual = self.name_there(name).removeprefix(f"{PACKED}{self.source.token}/")
-                with suppress(OSError):
-                    if self.name_there(name) != name and files.size(usual) == size:
-                        staged.add(name)
-            return staged
-        assert isinstance(directory, Path)
-        with suppress(OSError, ValueError):
-            recorded = json.loads(directory.with_suffix(".copied").read_bytes())
-            self._noted = {str(name): list(entry) for name, entry in recorded.items()}
-        staged = {name for name in self.source.sizes if self._has(directory, name)}
-        staged_names = {self._made(directory, name) for name in staged}
-        for name in tree(directory, self.medium):
-            if name not in staged_names:
-                (directory / name).unlink()
+        if isinstance(directory, ObjectPath) and self.source.summary is None:
+            return set()  # any other checkpoint may have files of these names
+        files = self.medium.open(directory)
+        staged = {name for name in self.source.sizes if self._is_staged(files, directory, name)}
+        if isinstance(directory, Path):
+            complete = {self.name_there(name) for name in staged}
+            for name in tree(directory, self.medium):
+                if name not in complete:
+                    (directory / name).unlink()
         return staged
 
-    def _has(self, directory: Path, name: str) -> bool:
+    def _is_staged(self, files: Readable, directory: Where, name: str) -> bool:
         """Return whether an interrupted copy has completed a file, and the file is unchanged."""
-        path = directory / self._made(directory, name)
-        recorded = self._noted.get(name)
+        name_there, size = self.name_there(name), self.source.sizes[name]
         with suppress(OSError):
-            if recorded and not path.is_symlink() and path.stat().st_size == self.source.sizes[name] == recorded[0]:
-                return bool(_hash_of(path) == recorded[1])
+            if isinstance(directory, ObjectPath):  # an object appears when it is complete
+                usual = name_there.removeprefix(f"{PACKED}{self.source.token}/")
+                return name_there != name and files.size(usual) == size
+            if (directory / name_there).is_symlink() or files.size(name_there) != size:
+                return False
+            look = self._look(name)
+            if look is None:
+                return abs(files.modified(name_there) - self.source.files.modified(name)) < _SAME_TIME
+            with files.open(name_there) as file:
+                return _is_intact(file, look) and not self._fault_between(files, name, look)
         return False
 
-    def _copy_all(self, directory: Where, names: list[str], staged: set[str]) -> None:
+    def _copy_all(self, directory: Where, names: list[str]) -> None:
         """Copy or link these files into the directory of the save."""
         source = self.source
+        staged = self._staged(directory)
         with suppress(OSError):
             source.files.keep(names)
         in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
@@ -500,36 +495,30 @@ class Transfer:
     def _one(self, directory: Where, name: str, staged: bool, way: Way, at_once: int) -> None:
         if self._stop.is_set():
             raise _Stopped
-        size = self.source.sizes[name]
         if staged:
-            self.counts.add(reused=size)
-        elif not self._linked(directory, name, way):
+            self.counts.add(reused=self.source.sizes[name])
+        elif not self._linked(directory, name):
             self._copied(directory, name, way, at_once)
 
-    def _linked(self, directory: Where, name: str, way: Way) -> bool:
+    def _linked(self, directory: Where, name: str) -> bool:
         """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
-        size, new_file = self.source.sizes[name], directory / self._made(directory, name)
-        home = self.homes.of(self.source.stamp(name))
-        stored = self._stored(name)
-        if home is None and isinstance(stored, ObjectPath) and isinstance(directory, ObjectPath):
-            within = stored.store == directory.store and (self.source.ours is None or name.endswith(DATA_SUFFIX))
+        size, stored, stamp = self.source.sizes[name], self._stored(name), self.source.stamp(name)
+        home = None if stamp is None else self.homes.get(stamp)
+        if isinstance(stored, ObjectPath) and isinstance(directory, ObjectPath):
+            within = stored.store == directory.store and (self.source.summary is None or name.endswith(DATA_SUFFIX))
             home = (stored, True) if within else None
         if home is None or (self.keeps_names and "/" in self.name_there(name)):
             return False
         path, verified = home
         shared = DataFile((path,), size)
+        look = self._look(name)
         try:
-            if not verified and not self.keeps_names:
-                with shared.opened(self.medium) as (file, source_file):
-                    looks = self._looks(name)
-                    for piece in way.pieces(name, file, size):
-                        for look in looks:
-                            look.add(piece)
-                    for look in looks:
-                        look.finish()
-                    shared = source_file
-            self.medium.link_file(shared, new_file)
-        except (CannotLink, CheckpointCorrupt, SourceError):
+            if not verified and look is not None and not self.keeps_names:
+                with shared.opened(self.medium) as (file, shared):
+                    if not _is_intact(file, look):
+                        return False
+            self.medium.link_file(shared, directory / self._made(directory, name))
+        except CannotLink:
             return False
         unverified = (f"{stored}: copied by the store",) if self.keeps_names else ()
         self.counts.add(linked=size, unverified=unverified)
@@ -538,69 +527,55 @@ class Transfer:
     def _stored(self, name: str) -> Where:
         return self.source.path if self.source.is_file else self.source.path / name
 
-    def _looks(self, name: str) -> list[Look]:
-        if self.source.ours is None:
-            return []
-        look = look_at(self.source.ours.index, name, self.source.files.where)
-        return [] if look is None else [look]
+    def _look(self, name: str) -> Look | None:
+        """Return the check of a file by its checksums; None if the checkpoint has none of it."""
+        source = self.source
+        return None if source.summary is None else look_at(source.index, name, source.files.where)
 
     def _copied(self, directory: Where, name: str, way: Way, at_once: int) -> None:
-        source, size, looks = self.source, self.source.sizes[name], self._looks(name)
-        noting = not self.keeps_names and size >= _WORTH_NOTING
-        seen = xxh3_128()
-        if noting:
-            looks.append(_Hash(seen))
+        source, size, look = self.source, self.source.sizes[name], self._look(name)
+        new_name = self._made(directory, name)
+        name_until_complete = f"{new_name}{_PARTIAL}" if isinstance(directory, Path) else new_name
         with (
             source.open(name) as file,
-            self.medium.create(directory, self._made(directory, name), size, _ignore, at_once * _PART_OF_FLIGHT) as to,
+            self.medium.create(directory, name_until_complete, size, _ignore, at_once * _PART_OF_FLIGHT) as to,
         ):
-            way.copy(name, file, size, to, looks)
-        for look in looks:
-            if isinstance(look, LookAtItems) and source.ours is not None:
-                number = source.ours.index.file_names.index(name)
-                wrong = check_between(source.files, source.ours.index, number) if look.has_more else ""
-                if wrong:
-                    raise CheckpointCorrupt(wrong)
-                self.counts.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
-        if not any(isinstance(look, (LookAtItems, LookAtHash)) for look in looks):
+            way.copy(name, file, size, to, [] if look is None else [look])
+        if look is None:
             self.counts.add(unverified=(str(self._stored(name)),))
+        elif fault := self._fault_between(source.files, name, look):
+            raise CheckpointCorrupt(fault)
+        elif isinstance(look, LookAtItems):
+            self.counts.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
         if isinstance(directory, Path):
-            if source.ours is None:  # runs of other tools are ordered by the times of their files
-                modified = source.files.modified(name)
-                os.utime(directory / self._made(directory, name), (modified, modified))
-            if noting:
-                self._note(directory, name, size, seen.hexdigest())
+            if look is None:  # other tools order files by their times
+                os.utime(directory / name_until_complete, 2 * (source.files.modified(name),))
+            os.rename(directory / name_until_complete, directory / new_name)
+
+    def _fault_between(self, files: Readable, name: str, look: Look) -> str:
+        """Return the fault in the bytes of a data file that belong to no item; empty if there is none."""
+        if isinstance(look, LookAtItems) and look.has_more:
+            return check_between(files, self.source.index, self.source.index.file_names.index(name))
+        return ""
 
     def _made(self, directory: Where, name: str) -> str:
         """Return the name of a file at the target. On a disk, make the folders above it."""
-        new_name = self.name_there(name) if not self.source.is_file else self.target.name
+        new_name = self.name_there(name)
         if isinstance(directory, Path) and "/" in new_name:
             (directory / new_name).parent.mkdir(parents=True, exist_ok=True)
         return new_name
 
-    def _note(self, directory: Path, name: str, size: int, digest: str) -> None:
-        with self._lock:
-            self._noted[name] = [size, digest]
-            self.medium.note(directory.with_suffix(".copied"), json.dumps(self._noted).encode())
 
-
-@dataclass(frozen=True)
-class _Hash(Look):
-    """Hash of all pieces of a file."""
-
-    hash: Any
-
-    def add(self, piece: memoryview) -> None:
-        self.hash.update(piece)
+def _is_intact(file: RangedFile, look: Look) -> bool:
+    """Return whether a file at the target has the bytes of the save."""
+    try:
+        while data := file.read(PIECE):
+            look.add(memoryview(data))
+        look.finish()
+    except (CheckpointCorrupt, OSError):
+        return False
+    return True
 
 
 def _ignore(count: int) -> None:
     """Ignore the bytes that were written: the copy counts those that it reads."""
-
-
-def _hash_of(path: Path) -> str:
-    digest = xxh3_128()
-    with open(path, "rb") as file:
-        while data := file.read(PIECE):
-            digest.update(data)
-    return str(digest.hexdigest())

@@ -84,9 +84,7 @@ _held: dict[str, _Held] = {}
 of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
-COPIED = ".copied"
-"""Suffix of the note in which a copy lists its complete files."""
-_OF_A_SAVE = (".saving", ".aside", ".deleted", COPIED)
+_OF_A_SAVE = (".saving", ".aside", ".deleted")
 """Suffixes of the entries that a save may have besides its record."""
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
