@@ -24,8 +24,7 @@ import torch
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
-from dcp_plugin.keeper.inventory import node_of
-from dcp_plugin.keeper.local_checkpoints import LocalSteps, time_of
+from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of, time_of
 from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool, described
 from dcp_plugin.keeper.wire import Channel, KeeperLost, connect, new_key
 from dcp_plugin.media import medium_of
@@ -123,7 +122,7 @@ class KeeperClient:
         """Return the greatest recorded time in the journal, in ``local_dir``, and on rank 0 at the path as well."""
         times = [time_of(name) for name in self.spool.names("") if _OF_A_SAVE.match(name)]
         if self._config.local_dir is not None:
-            saves = LocalSteps(Path(self._config.local_dir), self._root).all()
+            saves = LocalCheckpoints(Path(self._config.local_dir), self._root).all()
             times += [save.record.time for save in saves]
         if self.rank == 0:
             thread = threading.Thread(target=self._look_at_path, args=(times,), name="dcp-times", daemon=True)
@@ -251,7 +250,7 @@ class KeeperClient:
                     return self._ask(channel, what, *args)
             except (TimeoutError, BlockingIOError) as error:
                 raise self.lost() from error
-            except (OSError, EOFError) as error:
+            except OSError as error:
                 if self._closing:
                     raise
                 if time.monotonic() > deadline:
@@ -337,14 +336,14 @@ class KeeperClient:
     def _void(self, token: str, path: Where) -> None:
         try:
             if self._config.local_dir is not None:
-                LocalSteps(Path(self._config.local_dir), self._root).remove(token)
+                LocalCheckpoints(Path(self._config.local_dir), self._root).remove(token)
             if self.rank == 0 and (reserved := self.spool.get(f"{token}.reserved")) is not None:
                 medium_of(path).revoke(path, reserved.decode())
         except (OSError, CheckpointError) as error:
             logger.warning("%s: the save of a keeper that does not answer cannot be revoked: %s", path, error)
 
     def _poke(self, token: str) -> None:
-        with suppress(OSError, EOFError, SaveFailed):
+        with suppress(OSError, SaveFailed):
             self._call("go", token)  # a keeper that starts now finds it by itself
 
     def wait(self, token: str, stage: str, timeout: float | None = None) -> End | bool:
@@ -458,7 +457,7 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
                         return left
         except (TimeoutError, BlockingIOError):
             return [f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}", *left]
-        except (OSError, EOFError):
+        except OSError:
             if not spool.folder.exists():  # it has ended meanwhile
                 return []
             time.sleep(0.05)

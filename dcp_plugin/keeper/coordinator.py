@@ -29,8 +29,7 @@ from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Summary, fingerprint
-from dcp_plugin.keeper.inventory import make_run, path_of
-from dcp_plugin.keeper.local_checkpoints import Record, shown, time_of
+from dcp_plugin.keeper.local_checkpoints import Record, make_run, path_of, shown, time_of
 from dcp_plugin.keeper.node import Node, retried
 from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.keeper.wire import BUSY, KeeperLost, connect
@@ -277,7 +276,7 @@ class Coordinator:
         name = f"{save.path} on {peer.host} (rank {peer.rank})"
         try:
             answer, value = retried(ask, patience, self._say, f"to {what} {name}")
-        except (OSError, EOFError) as error:
+        except OSError as error:
             if peer.node not in self._silent:
                 self._silent.add(peer.node)
                 self._say(f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})")
@@ -556,7 +555,7 @@ class Coordinator:
             self._publish(save, lambda: publication.publish(index, self._facts(save), record.time))
         except SaveFailed as error:
             publication.discard()
-            if isinstance(error.__cause__, OSError | EOFError):
+            if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None  # which may pass
             raise
         except BaseException:

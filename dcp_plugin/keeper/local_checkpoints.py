@@ -1,13 +1,12 @@
-"""What a node keeps in its ``local_dir``: its part of the newest checkpoints of each run, and copies of others' parts.
+"""A node's part of the newest checkpoints of each run, in its ``local_dir``, and copies of other nodes' parts.
 
-``local_dir/.dcp_plugin/<key>/<token>/``: the key stands for the directory that the checkpoints of the run are in, as
-the user named it, and the token for one save. There lie the data files of the node's ranks, the whole index, summary
-and ``.metadata`` (so that the folders of all nodes, put into one, are a standard checkpoint), what a framework has put
-beside, and, last, ``dcp_plugin.node``: the record of the save, see :class:`Record`. A copy of another node's part is
-just more files.
+``local_dir/.dcp_plugin/<key>/<token>/``: the key is a hash of the folder of checkpoints, as the user named it, and the
+token names one save. The folder of a save has the data files of the node's ranks, the complete index, summary and
+``.metadata`` (so the folders of all nodes, put into one, are a standard checkpoint), extra files, and, written last,
+``dcp_plugin.node``: the :class:`Record` of the save. A copy of another node's part is just more files.
 
-A folder without a record is a save that was not completed. No load reads it, and the next save deletes it. A folder
-whose record cannot be read stays: another version of this package may read it.
+A folder without a record is an incomplete save. No load reads it, and the next save deletes it. A folder whose record
+cannot be read stays: another version of this package may read it.
 
 Other users may write to ``local_dir``, and replace a directory by a link at any time. So ``<key>`` is opened once
 without following links, its owner and mode are checked, and everything below is reached through its descriptor.
@@ -21,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -29,27 +29,29 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from dcp_plugin.format.summary import with_hash
-from dcp_plugin.media import WORKSPACE
+from dcp_plugin.media import WORKSPACE, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.paths import Where, as_path, resolved
 
 NODE = "dcp_plugin.node"
 """The record of a save, in its folder."""
+RUN = "run"
+"""In the workspace of a folder of checkpoints: names the run. It is gone when a user empties the folder."""
 FORMAT_VERSION = 1
 _MOST_RECORD = 64 << 20
 _DAMAGED = "dcp_plugin.node-damaged"
-_LEFT = ".left"
-"""Behind the name of a folder that is being deleted."""
+_GARBAGE = ".left"
+"""Suffix of a folder that is being deleted, and of a file that is being written."""
 _opened: dict[Path, posix.Folder] = {}
 """By its name, each directory ``<key>`` that this process has opened. None is closed, since threads use its path."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a node knows of a save that all ranks have written. The same on all nodes, but for ``complete``."""
+    """Description of a save that all ranks have written. The same on all nodes, except for ``complete``."""
 
     path: str
-    """Where the checkpoint is, or would be, in the durable storage."""
+    """The path of the checkpoint, whether it is there yet or not."""
     token: str
     save_id: str
     index_sha256: str
@@ -57,14 +59,14 @@ class Record:
     """As in the summary, in seconds since the epoch."""
     step: int | None
     run: str
-    """Of the folder of checkpoints as it was then; empty if nobody knew, or there is no durable storage."""
+    """The run in the folder of checkpoints; empty if it is unknown, or without durable storage."""
     files: dict[str, int]
     """All files of the checkpoint, with ``/`` between folders, and their sizes in bytes."""
     nodes: int
     number: int = 0
-    """Which save of the run it is, from 1 on."""
+    """Number of the save in its run, from 1 on."""
     complete: bool = False
-    """Whether all nodes have said that they have their part, the index, and the copies that they are to have."""
+    """True if all nodes have their part, the index, and the copies that ``replicas`` asks for."""
     format: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
@@ -72,56 +74,54 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
-        """Raises ValueError, in words, for what is not a record, or of another version."""
+        """Raises ValueError, with the reason, for data that is no record, or a record of another version."""
         try:
-            said = json.loads(data)
-            version = said["format"]
+            fields = json.loads(data)
+            version = fields["format"]
             if version != FORMAT_VERSION:
                 raise ValueError(f"another version of dcp_plugin has written it (format {version})")
-            found = said.pop("sha256")
-            if with_hash(said) != data or not isinstance(found, str):
-                raise ValueError("its record is damaged")
-            record = cls(**said)
+            del fields["sha256"]
+            record = cls(**fields)
+            texts = (record.path, record.token, record.save_id, record.index_sha256, record.run)
+            has_types = type(record.number) is int and type(record.time) is float
+            has_types = has_types and all(isinstance(text, str) for text in texts)
+            has_types = has_types and all(type(size) is int for size in record.files.values())
+            if with_hash(fields) != data or not has_types:
+                raise TypeError("a field has been changed")
         except (LookupError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
             raise ValueError("its record is damaged") from error
-        texts = (record.path, record.token, record.save_id, record.index_sha256, record.run)
-        sizes = record.files.values() if isinstance(record.files, dict) else [None]
-        if not all(isinstance(text, str) for text in texts) or not all(type(size) is int for size in sizes):
-            raise ValueError("its record is damaged")
-        if type(record.number) is not int or type(record.time) is not float:
-            raise ValueError("its record is damaged")
-        if any(not is_inside(name) for name in record.files):
+        if not all(is_inside(name) for name in record.files):
             raise ValueError("its record names files that are not below it")
         return record
 
 
 def is_inside(name: str) -> bool:
-    """Whether this names something below a folder, and nothing else."""
+    """Return whether a name is that of an entry below a folder."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name and "\\" not in name
 
 
 @dataclass(frozen=True)
-class LocalStep:
-    """A save that a node has something of."""
+class LocalCheckpoint:
+    """A node's part of a save."""
 
     folder: Path
     record: Record
 
-    def there(self) -> set[str]:
-        """The files of the save that this node has, of the sizes that they are to have."""
-        return {name for name, size in self.record.files.items() if _size(self.folder / name) == size}
+    def present_files(self) -> set[str]:
+        """Return the files of the save that this node has in their recorded sizes."""
+        return {name for name, size in self.record.files.items() if has_file(self.folder / name, size)}
 
     def mark_complete(self, run: str) -> None:
-        """All nodes have what they are to have.
+        """Record that all nodes have their parts and copies.
 
         Args:
             run: See :class:`Record`; empty if it is not known yet.
         """
         replace(self, record=replace(self.record, complete=True, run=run or self.record.run)).write()
 
-    def set_aside(self) -> None:
-        """Believe it no more; the next save deletes it."""
+    def quarantine(self) -> None:
+        """Exclude the save from all later loads; the next save deletes it."""
         with suppress(FileNotFoundError):
             os.rename(self.folder / NODE, self.folder / _DAMAGED)
 
@@ -131,19 +131,18 @@ class LocalStep:
         posix.sync_directory(self.folder)
 
 
-def _size(path: Path) -> int | None:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_size if os.path.isfile(path) and not os.path.islink(path) else None
+def has_file(path: Path, size: int) -> bool:
+    """Return whether a path is a regular file of this size."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        return stat.S_ISREG(status.st_mode) and status.st_size == size
+    return False
 
 
 def put_file(folder: Path, name: str, data: bytes) -> None:
-    """Write a small file durably; readers see it whole or not at all."""
+    """Write a small file durably; readers see all of it or nothing. Raises OSError."""
     path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{uuid.uuid4().hex}{_LEFT}")
+    half = path.with_name(f".{uuid.uuid4().hex}{_GARBAGE}")
     try:
         with open(half, "xb") as file:
             file.write(data)
@@ -157,8 +156,40 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
 
 
 def key_of(root: Where | str) -> str:
-    """What stands for a directory of checkpoints in ``local_dir`` and in names of sockets."""
+    """Return the key of a folder of checkpoints, for its directories in ``local_dir`` and in shared memory."""
     return hashlib.blake2b(str(root).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def path_of(path: Where) -> Where:
+    """Return the path by which records name the checkpoint at ``path``, whichever name of its folder was used."""
+    return resolved(path.parent) / path.name
+
+
+def run_of(root: Where) -> str | None:
+    """Return the run in a folder of checkpoints; None if no save has named it. Raises OSError."""
+    for workspace in workspaces_in(root):
+        with suppress(FileNotFoundError, NotADirectoryError), medium_of(root).open(workspace).open(RUN) as file:
+            return file.read(64).decode("ascii", "replace")
+    return None
+
+
+def make_run(root: Where) -> str:
+    """Return the run in a folder of checkpoints, and name it if no save has. Raises OSError."""
+    run = run_of(root)
+    if run is None:
+        new = uuid.uuid4().hex
+        medium_of(root).note(workspace_in(root) / RUN, new.encode(), only_new=True)
+        run = run_of(root) or new
+    return run
+
+
+def node_of(local_dir: Path) -> str:
+    """Return the identity of a node: a running system, a container on it, a host name, and a directory."""
+    boot = container = "?"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        container = str(os.stat("/dev/shm").st_dev)  # containers of one host may have the same names and paths
+    return f"{boot}/{container}/{socket.gethostname()}/{local_dir}"
 
 
 def new_token(time: float) -> str:
@@ -172,18 +203,18 @@ def time_of(token: str) -> float:
 
 
 @dataclass
-class LocalSteps:
-    """The saves of one directory of checkpoints that a node has something of.
+class LocalCheckpoints:
+    """A node's parts of the saves to one folder of checkpoints.
 
     Args:
         local_dir: As configured.
-        root: The directory of checkpoints, :func:`~dcp_plugin.paths.resolved`.
+        root: The folder of checkpoints, :func:`~dcp_plugin.paths.resolved`.
     """
 
     local_dir: Path
     root: Where
     problems: list[str] = field(default_factory=list)
-    """What the last :meth:`all` passed over, and why."""
+    """Folders that the last :meth:`all` excluded, with the reason."""
     key: str = ""
     """The name of its folder, if the root is not known."""
 
@@ -196,7 +227,7 @@ class LocalSteps:
         return _reached(self.folder) / token
 
     def make(self, token: str) -> Path:
-        """A folder for a save, for this user alone. Raises OSError."""
+        """Return a new folder for a save, which only this user can enter. Raises OSError."""
         if not self.folder.parent.is_dir():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(PermissionError):  # another user's
@@ -206,10 +237,10 @@ class LocalSteps:
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
-    def all(self) -> list[LocalStep]:
-        """Every save with a record, oldest first. What cannot be believed is noted in :attr:`problems`."""
+    def all(self) -> list[LocalCheckpoint]:
+        """Return every save with a valid record, oldest first. Set :attr:`problems`."""
         self.problems = []
-        found = []
+        checkpoints = []
         for folder in self._folders():
             try:
                 data = _read_bounded(folder / NODE)
@@ -221,15 +252,15 @@ class LocalSteps:
             except (OSError, ValueError) as error:
                 self.problems.append(shown(f"{folder}: {error}"))
                 continue
-            found.append(LocalStep(folder, record))
-        return sorted(found, key=lambda step: (step.record.time, step.record.token))
+            checkpoints.append(LocalCheckpoint(folder, record))
+        return sorted(checkpoints, key=_order)
 
-    def find(self, token: str) -> LocalStep | None:
-        return next((step for step in self.all() if step.record.token == token), None)
+    def find(self, token: str) -> LocalCheckpoint | None:
+        return next((checkpoint for checkpoint in self.all() if checkpoint.record.token == token), None)
 
-    def of_path(self, path: Where) -> list[LocalStep]:
-        """The saves to one path, oldest first."""
-        return [step for step in self.all() if step.record.path == str(path)]
+    def of_path(self, path: Where) -> list[LocalCheckpoint]:
+        """Return the saves to one path, oldest first."""
+        return [checkpoint for checkpoint in self.all() if checkpoint.record.path == str(path)]
 
     def _folders(self) -> Iterator[Path]:
         try:
@@ -240,32 +271,29 @@ class LocalSteps:
             self.problems.append(f"{self.folder}: {error.strerror}")
             return
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_LEFT):
-                if reason := _distrust(entry.stat(follow_symlinks=False)):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_GARBAGE):
+                if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
                     self.problems.append(shown(f"{entry.path} {reason}"))
                 else:
                     yield Path(entry.path)
 
     def keep(self, count: int, needed: Collection[str]) -> list[str]:
-        """Delete all but the newest ``count`` complete saves, what is newer than these, and ``needed``.
+        """Delete the saves older than the newest ``count`` complete saves, except for the tokens in ``needed``.
 
         Returns:
-            The tokens of what was deleted.
+            The tokens of the deleted saves.
         """
-        steps = self.all()
-        complete = [step.record.token for step in steps if step.record.complete]
-        newest = set(complete[-count:])
-        oldest_kept = min((step.record.time for step in steps if step.record.token in newest), default=0.0)
-        gone = []
-        for step in steps:
-            token = step.record.token
-            if token not in newest and token not in needed and step.record.time < oldest_kept:
-                self.remove(token)
-                gone.append(token)
-        return gone
+        records = [checkpoint.record for checkpoint in self.all()]
+        newest = [record for record in records if record.complete][-count:]
+        deleted = []
+        for record in records:
+            if newest and record.time < newest[0].time and record.token not in needed:
+                self.remove(record.token)
+                deleted.append(record.token)
+        return deleted
 
     def collect_garbage(self, needed: Callable[[], Collection[str]]) -> None:
-        """Delete the files of saves that were not completed.
+        """Delete the files of incomplete saves.
 
         Args:
             needed: Returns the tokens of saves under way. Called after the folders are listed, since one may begin.
@@ -275,58 +303,75 @@ class LocalSteps:
             under_way = needed()
             for entry in entries:
                 is_garbage = entry.name not in under_way and not os.path.lexists(Path(entry.path, NODE))
-                if is_garbage and not _distrust(entry.stat(follow_symlinks=False)):
+                if is_garbage and not _why_unreliable(entry.stat(follow_symlinks=False)):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def remove(self, token: str) -> None:
-        """Delete this node's part of a save. From the first moment on, no load reads it."""
+        """Delete this node's part of a save. No load that begins after the call has begun reads it."""
         with suppress(FileNotFoundError):
             folder = self.folder_of(token)
-            garbage = folder.with_name(f"{token}{_LEFT}")
+            garbage = folder.with_name(f"{token}{_GARBAGE}")
             os.rename(folder, garbage)
             shutil.rmtree(garbage, ignore_errors=True)
         with suppress(OSError):
             self.folder.rmdir()  # if it was the last
 
     def forget(self, path: Where) -> None:
-        """Delete what the node has of the saves to one path. What links to it leads to is another path."""
-        for step in self.of_path(path):
-            self.remove(step.record.token)
+        """Delete the node's parts of the saves to one path. The target of a link is another path."""
+        for checkpoint in self.of_path(path):
+            self.remove(checkpoint.record.token)
+
+    def is_in_memory(self) -> bool:
+        """Return whether the parts are in memory (tmpfs). Raises OSError if the node has none."""
+        _reached(self.folder)
+        return posix.is_in_memory(_opened[self.folder].descriptor)
 
 
-def steps_below(local_dir: Path, root: Where) -> tuple[list[LocalStep], list[str]]:
-    """What a node has of the saves to any folder at or below ``root`` (:func:`~dcp_plugin.paths.resolved`).
+def checkpoints_below(local_dir: Path, root: Where) -> tuple[list[LocalCheckpoint], list[str]]:
+    """Return a node's parts of the saves to any folder at or below ``root`` (:func:`~dcp_plugin.paths.resolved`).
 
     Returns:
-        The saves, oldest first; and what was passed over, in words.
+        The saves, oldest first; and the excluded folders, with the reason.
     """
-    found: list[LocalStep] = []
+    checkpoints: list[LocalCheckpoint] = []
     problems: list[str] = []
     keys: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):
         entries = os.scandir(local_dir / WORKSPACE)
         keys = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    below = f"{str(root).rstrip('/')}/"
     for key in keys:
-        steps = LocalSteps(local_dir, root, key=key)
-        mine = [step for step in steps.all() if _is_below(step.record.path, root) and _has_key(step, key)]
-        found += mine
-        if mine or key == key_of(root):
-            problems += steps.problems
-    return sorted(found, key=lambda step: (step.record.time, step.record.token)), problems
+        folder = LocalCheckpoints(local_dir, root, key=key)
+        parts = [part for part in folder.all() if part.record.path.startswith(below) and _has_key(part, key)]
+        checkpoints += parts
+        if parts or key == key_of(root):
+            problems += folder.problems
+    return sorted(checkpoints, key=_order), problems
 
 
-def _is_below(path: str, root: Where) -> bool:
-    return path.startswith(f"{str(root).rstrip('/')}/")
+def parts_of(local_dir: Path, path: Where) -> list[LocalCheckpoint]:
+    """Return the node's parts of the saves to one path, oldest first."""
+    parts, _ = checkpoints_below(local_dir, resolved(path.parent))
+    return [part for part in parts if is_at(part.record, path)]
 
 
-def _has_key(step: LocalStep, key: str) -> bool:
-    """Whether the folder that a save is in stands for the folder of its checkpoint."""
-    parent = step.record.path.rstrip("/").rpartition("/")[0]
+def is_at(record: Record, path: Where) -> bool:
+    """Return whether a record is of a save to ``path``, or to the target of the link at ``path``."""
+    return record.path in (str(path_of(path)), str(resolved(path)))
+
+
+def _order(checkpoint: LocalCheckpoint) -> tuple[float, str]:
+    return checkpoint.record.time, checkpoint.record.token
+
+
+def _has_key(checkpoint: LocalCheckpoint, key: str) -> bool:
+    """Return whether ``key`` is that of the folder of the checkpoint."""
+    parent = checkpoint.record.path.rstrip("/").rpartition("/")[0]
     return key_of(as_path(parent or "/")) == key
 
 
-def _distrust(status: os.stat_result) -> str:
-    """Return why a directory beside those of other users is not believed; empty if it is this user's alone."""
+def _why_unreliable(status: os.stat_result) -> str:
+    """Return why a directory beside those of other users is not read; empty if only this user can change it."""
     if status.st_uid != os.geteuid():
         return f"belongs to another user (uid {status.st_uid})"
     if status.st_mode & stat.S_IWOTH:
@@ -338,12 +383,12 @@ def _reached(folder: Path) -> Path:
     """Return a path to a directory that leads through a descriptor, and stays valid as long as this process.
 
     Raises:
-        OSError: It is a link, or another user's, or is not there.
+        OSError: It is a link, or another user's, or does not exist.
     """
     opened = _opened.get(folder)
     if opened is None or not os.path.samestat(os.fstat(opened.descriptor), os.lstat(folder)):
         opened = posix.Folder(folder)
-        if reason := _distrust(os.fstat(opened.descriptor)):
+        if reason := _why_unreliable(os.fstat(opened.descriptor)):
             opened.close()
             raise PermissionError(errno.EPERM, reason, str(folder))
         _opened[folder] = opened
@@ -357,7 +402,7 @@ def shown(text: str) -> str:
 
 
 def _read_bounded(path: Path) -> bytes | None:
-    """A file; None if there is none."""
+    """Return the bytes of a file; None if it does not exist."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
             data = file.read(_MOST_RECORD + 1)
@@ -366,18 +411,3 @@ def _read_bounded(path: Path) -> bytes | None:
     if len(data) > _MOST_RECORD:
         raise ValueError("its record is too large")
     return data
-
-
-def is_memory(path: Path) -> bool:
-    """Whether what is in a directory lies in memory: a tmpfs."""
-    with suppress(OSError):
-        best = ""
-        kind = ""
-        real = os.path.realpath(path)
-        for line in Path("/proc/mounts").read_text().splitlines():
-            _, where, what, *_ = line.split(" ")
-            where = where.replace("\\040", " ")
-            if (real == where or real.startswith(where.rstrip("/") + "/")) and len(where) >= len(best):
-                best, kind = where, what
-        return kind in ("tmpfs", "ramfs")
-    return False

@@ -22,7 +22,7 @@ from typing import Any
 
 from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.keeper.local_checkpoints import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
+from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
 from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
@@ -86,7 +86,7 @@ class Node:
     """By local data file: the same in the last durable checkpoint."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
     """By neighbour and local data file: the save and the name under which it has the file."""
-    _kept: dict[Path, LocalSteps] = field(default_factory=dict)
+    _kept: dict[Path, LocalCheckpoints] = field(default_factory=dict)
     """By folder: where saves of this keeper are, if they are to go on to the durable storage, too."""
 
     # What ranks hand over, and what they wait for
@@ -239,9 +239,9 @@ class Node:
         return reuse
 
     @staticmethod
-    def steps(job: RankJob) -> LocalSteps:
+    def steps(job: RankJob) -> LocalCheckpoints:
         assert job.config.local_dir is not None
-        return LocalSteps(Path(job.config.local_dir), resolved(job.path.parent))
+        return LocalCheckpoints(Path(job.config.local_dir), resolved(job.path.parent))
 
     def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
         """Put the index and the record beside this node's part: from then on it can be recovered.
@@ -256,9 +256,10 @@ class Node:
         if job.config.durable_every is not None:
             self._kept[steps.folder] = steps
         for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             put_file(folder, name, data)
         posix.sync_tree(folder, but=DATA_SUFFIX)
-        LocalStep(folder, record).write()
+        LocalCheckpoint(folder, record).write()
         for rank in ranks:
             if (reuse := self._reuse.get((rank, True))) is not None:
                 reuse.published(folder)
@@ -306,7 +307,7 @@ class Node:
         target = steps.folder_of(token) / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if _has(target, size) or (
+            if has_file(target, size) or (
                 same_as is not None and _linked(steps.folder_of(same_as[0]) / same_as[1], target, size)
             ):
                 channel.send(("ok", False))
@@ -414,15 +415,16 @@ class Node:
     def leave_memory(self) -> None:
         """The training has ended as it should: what is in memory and durable has no use any more."""
         for steps in self._kept.values():
-            found = steps.all() if is_memory(steps.local_dir) else []
-            end = self.known(found[-1].record.token).end if found else None
-            if end is not None and end.published:
-                for step in found:
-                    steps.remove(step.record.token)
+            with suppress(OSError):
+                parts = steps.all() if steps.is_in_memory() else []
+                end = self.known(parts[-1].record.token).end if parts else None
+                if end is not None and end.published:
+                    for part in parts:
+                        steps.remove(part.record.token)
 
     def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
         """Delete the files and records of this node for saves to a path."""
-        LocalSteps(Path(local_dir), root).forget(as_path(path))
+        LocalCheckpoints(Path(local_dir), root).forget(as_path(path))
 
 
 _MOST_ENDS = 64
@@ -434,14 +436,8 @@ def _data_files(to: RankDirectory) -> Iterator[str]:
             yield name
 
 
-def _has(path: Path, size: int) -> bool:
-    with suppress(OSError):
-        return path.stat().st_size == size
-    return False
-
-
 def _linked(known: Path, target: Path, size: int) -> bool:
-    if not _has(known, size):
+    if not has_file(known, size):
         return False
     with suppress(OSError):
         os.link(known, target)
@@ -509,7 +505,7 @@ def retried(call: Callable[[], Any], patience: Callable[[], float], say: Callabl
     while True:
         try:
             value = call()
-        except (OSError, EOFError) as error:
+        except OSError as error:
             began = time.monotonic() if began is None else began
             if time.monotonic() - began > patience():
                 raise

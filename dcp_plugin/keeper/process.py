@@ -277,7 +277,7 @@ class Keeper:
         for peer in [node[0] for node in go.nodes()[1:]]:
             try:
                 _ask_keeper(peer.address, go.key, "forget", ("", path, root, peer.local_dir))
-            except (OSError, EOFError) as error:
+            except OSError as error:
                 self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
     def _on_settle(self, channel: Channel, seconds: float) -> list[str]:
@@ -329,7 +329,7 @@ class Keeper:
 
 
 def _ask_keeper(address: Address, key: bytes, *request: Any) -> Any:
-    """Return the answer of another keeper. Raises OSError, EOFError: it does not answer."""
+    """Return the answer of another keeper. Raises OSError: it does not answer."""
     with connect(address, key, _NEIGHBOUR) as channel:
         channel.timeout(_NEIGHBOUR)
         channel.send(request)

@@ -1,7 +1,7 @@
-"""The files of one checkpoint, each byte from the nearest place that has it: this node, other nodes, the durable path.
+"""Files of one checkpoint, each byte from the nearest place that has it: this node, another node, the durable path.
 
-A place that fails, or whose bytes turn out not to be those that were saved, is not asked for that file again; the next
-place is. So a load mixes places by ranges of bytes, and ends in an error only if no place has a range.
+A place that fails, or whose bytes are not the saved bytes, is not asked for that file again; the next place is. So a
+load mixes places by ranges of bytes, and fails only if no place has a range.
 """
 
 from __future__ import annotations
@@ -14,142 +14,70 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
-from dcp_plugin.media.disk.files import LocalFile, LocalFiles
 
 logger = logging.getLogger("dcp_plugin")
 
 _CONNECT_SECONDS = 20.0
 _READ_SECONDS = 60.0
-"""How long a node may take to answer before another place is asked."""
+"""Seconds in which a node has to answer before another place is asked."""
 OWN = "this node"
 DURABLE = "durable"
 
 
-class Place(Protocol):
-    """Place that has some files of a checkpoint."""
+class OpenFile(Protocol):
+    """An open file of a place."""
 
-    @property
-    def name(self) -> str:
-        """What a report calls it."""
-
-    @property
-    def files(self) -> Collection[str]: ...
-
-    def open(self, name: str) -> RangedFile:
-        """Raises OSError."""
+    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
+        """Read as :meth:`dcp_plugin.media.RangedFile.read_into` does."""
 
     def close(self) -> None: ...
 
 
-class OwnFolder:
-    """Files in a folder of this node."""
-
-    name = OWN
-
-    def __init__(self, folder: Path, files: Collection[str]) -> None:
-        self.files = files
-        self._files = LocalFiles(folder)
-
-    def open(self, name: str) -> LocalFile:
-        return self._files.open(name)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class OtherNode:
-    """Files that a rank of another node serves."""
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A node or a path that has some files of a checkpoint."""
 
     name: str
+    """Its name in reports."""
     files: Collection[str]
-    address: Address
-    key: bytes
-    folder: str
-    """Which save is meant."""
-
-    def open(self, name: str) -> RangedFile:
-        return _Ranged(_Remote(self, name))
-
-    def close(self) -> None:
-        pass
+    open: Callable[[str], OpenFile]
+    """Opens a file by its name. Raises OSError."""
 
 
-class DurablePlace:
-    """The checkpoint at its path.
+class RemoteFile:
+    """A file that a rank of another node serves (:func:`~dcp_plugin.keeper.wire.serve_files`), over its own connection.
 
     Args:
-        open_files: Opens it when it is first needed; may raise OSError.
+        token: The save that the file belongs to.
     """
 
-    name = DURABLE
-
-    def __init__(self, files: Collection[str], open_files: Callable[[], Readable]) -> None:
-        self.files = files
-        self._open_files = open_files
-        self._files: Readable | None = None
-        self._lock = threading.Lock()
-
-    def open(self, name: str) -> RangedFile:
-        with self._lock:
-            if self._files is None:
-                self._files = self._open_files()
-        return self._files.open(name)
-
-    def close(self) -> None:
-        files, self._files = self._files, None  # a load that begins anew opens them again
-        if files is not None:
-            files.close()
-
-
-class _Ranged(RangedFile):
-    def __init__(self, raw: RawRanges) -> None:
-        super().__init__(raw)
-        self._raw = raw
-
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return self._raw.read_at(memory, offset)
-
-
-class _Remote(RawRanges):
-    """A file on another node, over a connection of its own."""
-
-    def __init__(self, node: OtherNode, name: str) -> None:
-        super().__init__(1 << 62)
-        self._node, self._name = node, name
+    def __init__(self, address: Address, key: bytes, token: str, name: str) -> None:
+        self._address, self._key, self._token, self._name = address, key, token, name
         self._channel: Channel | None = None
 
-    def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
+    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         try:
             if self._channel is None:
-                self._channel = connect(self._node.address, self._node.key, _CONNECT_SECONDS)
+                self._channel = connect(self._address, self._key, _CONNECT_SECONDS)
                 self._channel.timeout(_READ_SECONDS)
-            self._channel.send((self._node.folder, self._name, offset, sum(map(len, memory))))
-            code, told = self._channel.receive()
+            self._channel.send((self._token, self._name, offset, sum(map(len, memory))))
+            code, answer = self._channel.receive()
             if code:
-                raise OSError(code, told, self._name)
-            self._channel.receive_into(first_bytes(memory, told))
-        except EOFError as error:
-            self._hang_up()
-            raise OSError(errno.ECONNRESET, f"{self._node.name} has closed the connection", self._name) from error
+                raise OSError(code, answer, self._name)
+            self._channel.receive_into(first_bytes(memory, answer))
         except OSError:
-            self._hang_up()
+            self.close()
             raise
-        return int(told)
+        return int(answer)
 
-    def _hang_up(self) -> None:
+    def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def close(self) -> None:
-        self._hang_up()
-        super().close()
 
 
 class NearestFile(RangedFile):
@@ -162,7 +90,7 @@ class NearestFile(RangedFile):
 
     @property
     def place(self) -> Place | None:
-        """The place that was read from last."""
+        """The place of the last read."""
         return self._nearest.place
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
@@ -174,7 +102,7 @@ class _Nearest(RawRanges):
         super().__init__(files.size(name))
         self._files, self._name = files, name
         self.place: Place | None = None
-        self._open: RangedFile | None = None
+        self._open: OpenFile | None = None
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         if offset >= self._size:
@@ -184,27 +112,27 @@ class _Nearest(RawRanges):
             place = self._files.place_of(self._name)
             try:
                 if self._open is None or place is not self.place:
-                    self._let_go()
+                    self._release()
                     self._open, self.place = place.open(self._name), place
                 count = self._open.read_into(memory, offset)
                 if count == 0:
                     raise OSError(errno.EIO, "it is shorter than it was", self._name)
             except OSError as error:
-                self._let_go()
+                self._release()
                 if not self._files.give_up(self._name, place, str(error.strerror or error)):
                     raise
                 continue
             self._files.count(place, count)
             return count
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._open is not None:
             with suppress(OSError):
                 self._open.close()
         self._open = None
 
     def close(self) -> None:
-        self._let_go()
+        self._release()
         super().close()
 
 
@@ -212,11 +140,11 @@ class NearestFiles:
     """A :class:`~dcp_plugin.media.Readable` over several places.
 
     Args:
-        where: What messages call the checkpoint.
-        sizes: All its files, and their bytes.
-        places: Nearest first.
-        written: When it was saved, in seconds since the epoch.
-        is_at_path: Whether the path has the complete checkpoint, too.
+        where: The checkpoint in messages.
+        sizes: All its files, and their sizes in bytes.
+        places: The nodes that have some of the files, nearest first.
+        written: Recorded time of the save, in seconds since the epoch.
+        below: Opens the files at the path when they are needed first; None if the path does not have the checkpoint.
         passed_over: The first of :attr:`problems`.
     """
 
@@ -227,34 +155,36 @@ class NearestFiles:
         self,
         where: str,
         sizes: Mapping[str, int],
-        places: Sequence[Place],
+        places: Iterable[Place],
         written: float,
-        is_at_path: bool,
+        below: Callable[[], Readable] | None,
         passed_over: Sequence[str],
     ) -> None:
-        self._where, self._sizes, self._places, self._written = where, dict(sizes), list(places), written
+        self.where, self._sizes, self._written, self._below = where, dict(sizes), written, below
+        self._places = [*places]
+        self.is_at_path = below is not None
+        """True if the path has the complete checkpoint as well."""
+        if self.is_at_path:
+            self._places.append(Place(DURABLE, self._sizes.keys(), self._open_at_path))
+        self._at_path: Readable | None = None
         self._lock = threading.Lock()
-        self._given_up: dict[str, list[Place]] = {}
+        self._failed: dict[str, list[Place]] = {}
+        """By file: the places that are not asked for it again."""
         self.bytes_from: Counter[str] = Counter()
-        """Bytes that were read, by the name of the place."""
+        """Bytes read so far, by the name of the place."""
         self.problems = list(passed_over)
-        """Parts that are not believed, and places that failed, with the reason."""
-        self.is_at_path = is_at_path
-
-    @property
-    def where(self) -> str:
-        return self._where
+        """Parts that are unreliable, and places that failed, with the reason."""
 
     def names(self) -> list[str]:
         return sorted({name[: name.find("/") + 1] or name for name in self._sizes})
 
     def all_names(self) -> list[str]:
-        """Every file, with ``/`` between folders."""
+        """Return every file, with ``/`` between folders."""
         return sorted(self._sizes)
 
     def size(self, name: str) -> int:
         if name not in self._sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._where}/{name}")
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.where}/{name}")
         return self._sizes[name]
 
     def modified(self, name: str) -> float:
@@ -266,6 +196,13 @@ class NearestFiles:
         self.place_of(name)
         return NearestFile(self, name)
 
+    def _open_at_path(self, name: str) -> RangedFile:
+        with self._lock:
+            if self._at_path is None:
+                assert self._below is not None, "the path is a place"
+                self._at_path = self._below()
+        return self._at_path.open(name)
+
     def leads_elsewhere(self, name: str) -> bool:
         return False
 
@@ -276,8 +213,9 @@ class NearestFiles:
         return False
 
     def close(self) -> None:
-        for place in self._places:
-            place.close()
+        files, self._at_path = self._at_path, None  # a load that begins anew opens them again
+        if files is not None:
+            files.close()
 
     def distrust(self, file: RangedFile) -> bool:
         if not isinstance(file, NearestFile) or file.place is None:
@@ -285,25 +223,26 @@ class NearestFiles:
         return self.give_up(file.name_in, file.place, "its bytes are not those that were saved")
 
     def place_of(self, name: str) -> Place:
-        """The nearest place that has a file and has not failed. Raises OSError if there is none left."""
+        """Return the nearest place that has a file and has not failed. Raises OSError if no place is left."""
         size = self.size(name)
         with self._lock:
-            bad = self._given_up.get(name, [])
+            failed = self._failed.get(name, [])
             for place in self._places:
-                if name in place.files and place not in bad:
+                if name in place.files and place not in failed:
                     return place
-        raise OSError(errno.EIO, f"no place has it ({size:,} bytes)", f"{self._where}/{name}")
+        raise OSError(errno.EIO, f"no place has it ({size:,} bytes)", f"{self.where}/{name}")
 
     def give_up(self, name: str, place: Place, why: str) -> bool:
-        """Ask a place no more for a file; whether another one is left to ask."""
+        """Do not ask a place for a file again; return whether another place is left."""
         with self._lock:
-            bad = self._given_up.setdefault(name, [])
-            if place not in bad:
-                bad.append(place)
+            failed = self._failed.setdefault(name, [])
+            if place not in failed:
+                failed.append(place)
                 self.problems.append(f"{name} of {place.name}: {why}")
-                logger.warning("%s: %s cannot be read from %s: %s", self._where, name, place.name, why)
-            return any(name in other.files and other not in bad for other in self._places)
+                logger.warning("%s: %s cannot be read from %s: %s", self.where, name, place.name, why)
+            return any(name in other.files and other not in failed for other in self._places)
 
     def count(self, place: Place, count: int) -> None:
+        """Add bytes that were read from a place to :attr:`bytes_from`."""
         with self._lock:
             self.bytes_from[place.name] += count

@@ -86,7 +86,7 @@ class Channel:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError if the other end has closed."""
+        """The next message."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _MOST_MESSAGE:
             raise OSError(errno.EPROTO, "not a message")
@@ -118,7 +118,7 @@ class Channel:
             while len(piece):
                 count = self._socket.recv_into(piece)
                 if not count:
-                    raise EOFError("the other end has closed")
+                    raise ConnectionResetError("the other end has closed")
                 piece = piece[count:]
 
     def _exactly(self, count: int) -> bytearray:
@@ -178,7 +178,7 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
         connection.sendall(_name_of(key) + mine + _proof(key, b"client", theirs, mine))
         if not hmac.compare_digest(_read(connection, _NUMBER, deadline), _proof(key, b"server", theirs, mine)):
             raise PermissionError(errno.EACCES, f"{address} is of another job")
-    except EOFError:
+    except ConnectionResetError:
         connection.close()
         raise PermissionError(errno.EACCES, f"{address} does not know this job") from None
     except BaseException:
@@ -197,7 +197,7 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
-            raise EOFError
+            raise ConnectionResetError
         data += piece
     return data
 
@@ -272,7 +272,7 @@ class Server:
                 self._check(connection)
             self._unproven.pop(connection, None)
             self._serve(Channel(connection))
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except (OSError, pickle.UnpicklingError):
             pass
         finally:
             self._open.discard(connection)
@@ -354,7 +354,7 @@ def serve_files(channel: Channel, find: Callable[[str, str], Path | None]) -> No
                 continue
             channel.send((0, count))
             channel.send_file(file, offset, count)
-    except EOFError:
+    except ConnectionResetError:
         pass
     finally:
         for descriptor in descriptors.values():

@@ -26,8 +26,7 @@ from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
-from dcp_plugin.keeper.inventory import path_of
-from dcp_plugin.keeper.local_checkpoints import new_token
+from dcp_plugin.keeper.local_checkpoints import new_token, path_of
 from dcp_plugin.keeper.node import copy_tree
 from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.keeper.wire import KeeperLost
