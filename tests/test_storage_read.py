@@ -22,9 +22,8 @@ from torch.utils.serialization import config as serialization
 import dcp_plugin as dcp
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import stretches
-from dcp_plugin.storage.batches import batches_of
 from dcp_plugin.storage.fetch import MOST_WASTE, covering, of_box, runs_of
-from dcp_plugin.storage.read_items import _taken
+from dcp_plugin.storage.reading import _taken, batches_of
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 

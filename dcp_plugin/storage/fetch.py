@@ -23,8 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 
+from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import Location, StoredChunk
+from dcp_plugin.format.payload import RunningCrc
 from dcp_plugin.media import PAGE
 from dcp_plugin.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
@@ -37,11 +40,13 @@ _HOST = torch.device("cpu")
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 Range = tuple[int, int]
+Part = tuple[int, int, list[memoryview]]
+"""A range of a payload, and the memory for its bytes."""
 
 
 @dataclass
 class Fetch(ABC):
-    """Ranges of one payload, read into the memory of :meth:`views`, and then processed by :meth:`finish`."""
+    """Ranges of one payload, read into the memory of :meth:`parts`, and then processed by :meth:`finish`."""
 
     key: str
     location: Location
@@ -63,12 +68,54 @@ class Fetch(ABC):
     def end(self) -> int:
         return self.location.offset + (self.location.payload_offset or 0) + self.ranges[-1][1]
 
+    @property
+    def has_one_range(self) -> bool:
+        """True if one call can read the fetch together with its neighbours."""
+        return len(self.ranges) == 1
+
     @abstractmethod
-    def views(self, block: Block) -> list[list[memoryview]]:
-        """Return the memory of each range."""
+    def parts(self, block: Block) -> list[Part]:
+        """Return each range to read, and its memory."""
 
     def finish(self, block: Block) -> None:  # noqa: B027 - most subclasses have no work here
         """Process the bytes after they are read and checked."""
+
+    def check(self, begin: int, end: int, views: list[memoryview]) -> int:
+        """Compare the checksum blocks inside a range, and return how many of its bytes are in no such block.
+
+        Checksums are running, so the last one covers all blocks; the others are compared only to locate the damage.
+
+        Raises:
+            CheckpointCorrupt: A checksum differs; the message names file and key.
+        """
+        location, block = self.location, self.block
+        if block is None or location.checksums is None:
+            return 0
+        if end - begin < block and end < location.payload_length:  # narrow columns: no block ends in the range
+            return end - begin
+        first = -(-begin // block)
+        last = len(location.checksums) if end == location.payload_length else end // block
+        if first >= last:
+            return end - begin
+        start, stop = first * block, min(last * block, location.payload_length)
+        if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
+            views = [views[0][start - begin : stop - begin]]
+        before = crc = int(location.checksums[first - 1]) if first else 0
+        for view in views:
+            crc = crc32(view, crc)
+        if crc != location.checksums[last - 1]:
+            expected = location.checksums[first:last].tolist()
+            running = RunningCrc(block, before)
+            for view in views:
+                running.add(view)
+            pairs = enumerate(zip(running.ends, expected, strict=True), first)
+            wrong = next((number for number, (computed, stored) in pairs if computed != stored), first)
+            at = location.offset + (location.payload_offset or 0) + wrong * block
+            raise CheckpointCorrupt(
+                f"the bytes of {self.key} in {location.file} are not those that were saved (checksum differs in block "
+                f"{wrong}, at byte {at} of the file). Load an older checkpoint."
+            )
+        return (end - begin) - (stop - start)
 
 
 @dataclass
@@ -80,7 +127,7 @@ class IntoMemory(Fetch):
     owner: Any
     """Object that keeps the memory alive."""
 
-    def views(self, block: Block) -> list[list[memoryview]]:
+    def parts(self, block: Block) -> list[Part]:
         ((begin, end),) = self.ranges
         stop = self.start + len(self.memory)
         views = [self.memory]
@@ -88,7 +135,7 @@ class IntoMemory(Fetch):
             views.insert(0, memory_view(block.take(self.start - begin)))
         if stop < end:
             views.append(memory_view(block.take(end - stop)))
-        return [views]
+        return [(begin, end, views)]
 
 
 @dataclass
@@ -104,11 +151,11 @@ class IntoTensor(Fetch):
     def device(self) -> torch.device:
         return self.target.device
 
-    def views(self, block: Block) -> list[list[memoryview]]:
+    def parts(self, block: Block) -> list[Part]:
         origin = self.ranges[0][0]
         self._bytes = block.take(self.ranges[-1][1] - origin)
         memory = memory_view(self._bytes)
-        return [[memory[begin - origin : end - origin]] for begin, end in self.ranges]
+        return [(begin, end, [memory[begin - origin : end - origin]]) for begin, end in self.ranges]
 
     def finish(self, block: Block) -> None:
         skipped = self.start - self.ranges[0][0]
@@ -131,8 +178,14 @@ class RunsIntoMemory(Fetch):
     owner: Any
     """Object that keeps the memory alive."""
 
-    def views(self, block: Block) -> list[list[memoryview]]:
-        return [[self.memory[at : at + self.run]] for at in range(0, len(self.memory), self.run)]
+    @property
+    def has_one_range(self) -> bool:
+        return False
+
+    def parts(self, block: Block) -> list[Part]:
+        run, memory = self.run, self.memory
+        places = zip(self.starts.tolist(), range(0, len(memory), run), strict=True)
+        return [(start, start + run, [memory[at : at + run]]) for start, at in places]
 
 
 @dataclass
@@ -141,9 +194,9 @@ class OpaqueItem(Fetch):
 
     take: Callable[[bytearray], None]
 
-    def views(self, block: Block) -> list[list[memoryview]]:
+    def parts(self, block: Block) -> list[Part]:
         self._item = bytearray(self.ranges[0][1])
-        return [[memoryview(self._item)]]
+        return [(0, len(self._item), [memoryview(self._item)])]
 
     def finish(self, block: Block) -> None:
         self.take(self._item)

@@ -3,11 +3,10 @@
 It is a DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
 with any planner, on our checkpoints and on stock ones.
 
-The items of a plan become fetches (:mod:`~dcp_plugin.storage.fetch`), neighbouring fetches become batches
-(:mod:`~dcp_plugin.storage.batches`), and :mod:`~dcp_plugin.storage.read_items` executes these. Stock items whose layout
-is the one that we would have written are read like our own; others go through ``torch.load(weights_only=True)``.
-:mod:`~dcp_plugin.storage.open` determines the contents of the checkpoint; after that, all is the same for all tools.
-The planner is only called from the caller's thread.
+The items of a plan become fetches (:mod:`~dcp_plugin.storage.fetch`), and neighbouring fetches become batches that
+several threads read (:mod:`~dcp_plugin.storage.reading`). Items of other layouts are in
+:mod:`~dcp_plugin.storage.stock_items`. :mod:`~dcp_plugin.storage.open` determines the contents of the checkpoint; after
+that, all is the same for all tools. The planner is only called from the caller's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -36,22 +34,16 @@ from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.pickles.rebuild import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
-from dcp_plugin.format.whole_tensors import decode
 from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.storage import fetch, read_items
-from dcp_plugin.storage.batches import batches_of, batches_of_chunks
+from dcp_plugin.storage import fetch, reading
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import check_files, open_alone, open_checkpoint, open_files
 from dcp_plugin.storage.published import gone_or_damaged
-from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.host_memory import finish_device_work
-from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory, size_of
+from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory
 from dcp_plugin.types import Shape
-
-_MOST_FRAME = 1 << 20
-"""Bytes that exceed the length of any frame of a tensor's payload, in all versions of torch."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +280,9 @@ class ShardedReader(StorageReader):
 
     def check(self, items: list[tuple[str, Location]]) -> list[str]:
         """Read items of one file completely, by key. Return a message for each damaged item."""
-        return read_items.check_items(self.opened.files, items, self.index.smallest_block)
+        from dcp_plugin.storage.stream_copy import check_items  # no load needs it
+
+        return check_items(self.opened.files, items, self.index.smallest_block)
 
     def item(self, key: str) -> bytes:
         """Return all bytes of a value, or of a tensor that is one item, after checking them.
@@ -326,8 +320,11 @@ class ShardedReader(StorageReader):
         files = self.opened.files
         if files.streams:  # each call is a request, which costs more than objects: neighbours are read together
             fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
-        batches = [*batches_of(fetches, files), *batches_of_chunks(chunks, self.index, files, self._verify)]
-        count = read_items.read(files, batches, self._io_threads)
+        batches = [
+            *reading.batches_of(fetches, files),
+            *reading.batches_of_chunks(chunks, self.index, files, self._verify),
+        ]
+        count = reading.read(files, batches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
@@ -356,7 +353,10 @@ class ShardedReader(StorageReader):
             and read.item.storage_index.fqn not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        self.bytes_read += read_items.recognise(self.opened.files, unknown, self._layouts)
+        if unknown:
+            from dcp_plugin.storage.stock_items import recognise
+
+            self.bytes_read += recognise(self.opened.files, unknown, self._layouts)
 
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn
@@ -397,7 +397,13 @@ class ShardedReader(StorageReader):
             chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         block = self._block(chunk.location)
         if chunk.location.payload_offset is None:
-            take = lambda item: self._load_item(item, read, chunk, target)  # noqa: E731
+            from dcp_plugin.storage.stock_items import tensor_in
+
+            def take(item: bytearray) -> None:
+                transforms = self._transforms(chunk.location)
+                loaded = tensor_in(self.path, key, item, chunk, read.dtype, read.box, target, transforms)
+                self._take(key, loaded, target)
+
             yield fetch.of_item(key, chunk.location, take, block)
         else:
             gap = self.opened.files.gap if self.opened.files.streams else 0
@@ -431,38 +437,13 @@ class ShardedReader(StorageReader):
         except CheckpointMismatch as error:
             raise CheckpointMismatch(f"{self.path}: {key} is {error}") from error
 
-    def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
-        """Return an item without its stream transforms; of an item that expands beyond ``limit``, only the first
-        bytes."""
-        transforms = self.index.transforms.get((location.file, location.offset), ())
-        try:
-            return undo_transforms(item, transforms, limit) if transforms else item
-        except Exception as error:  # each transform raises its own types
-            raise CheckpointCorrupt(
-                f"{self.path}: {location.file} has no valid {'+'.join(transforms)} data at byte {location.offset}: "
-                f"{error}"
-            ) from error
+    def _transforms(self, location: Location) -> tuple[str, ...]:
+        return self.index.transforms.get((location.file, location.offset), ())
 
-    def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
-        """Load a tensor of unknown layout through torch."""
-        key = read.item.storage_index.fqn
-        label = f"the item of {key} in {chunk.location.file}"
-        largest = prod(chunk.sizes) * read.dtype.itemsize + size_of(target) + _MOST_FRAME
-        try:
-            stored = decode(self._plain(item, chunk.location, largest), target)
-        except UnsafeCheckpoint as error:
-            raise UnsafeCheckpoint(f"{self.path}: {key} is {error}") from error
-        except Exception as error:
-            raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
-        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
-            raise CheckpointCorrupt(f"{label} is not the tensor that the metadata describes")
-        if read.box[1] != chunk.sizes:
-            try:
-                with torch.no_grad():
-                    stored = stored[tuple(slice(at, at + size) for at, size in zip(*read.box, strict=True))]
-            except Exception as error:  # the class may raise any type
-                raise CheckpointMismatch(
-                    f"{self.path}: {key} is stored as one {type(stored).__name__}, of which no part can be taken "
-                    f"({error}). Load it with the sharding that it had when it was saved."
-                ) from error
-        self._take(key, stored, target)
+    def _plain(self, item: bytearray, location: Location) -> bytes | bytearray:
+        """Return an item without its stream transforms."""
+        if not (transforms := self._transforms(location)):
+            return item
+        from dcp_plugin.storage.stock_items import without_transforms
+
+        return without_transforms(self.path, item, location, transforms)

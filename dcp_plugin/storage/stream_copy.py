@@ -1,7 +1,7 @@
-"""Stream copies of a checkpoint's files, verified during the copy, and checks of the bytes between items.
+"""Verification of every byte of a checkpoint, of items, of complete files, and of files while they are copied.
 
-The bytes arrive in order and in pieces. Several pieces are read ahead while one is written, so memory is bounded, and
-neither side waits for the other.
+A stream copy takes the bytes in order and in pieces. Several pieces are read ahead while one is written, so memory is
+bounded, and neither side waits for the other.
 
 The bytes between the items of a data file are zero. A file that was linked from an earlier checkpoint may have other
 bytes: items that this checkpoint no longer has. These are complete, and have their own CRC, because each is a zip
@@ -14,8 +14,9 @@ import errno
 import hashlib
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -35,7 +36,7 @@ from dcp_plugin.tensors.host_memory import BLOCK
 PIECE = 4 << 20
 """Bytes per piece to read, check and write."""
 _WINDOW = 4 << 20
-"""Bytes of a window in which gaps are read together."""
+"""Bytes of a window in which items or gaps are read together: in a store each read is a request."""
 _MOST_HEAD = 64 << 10
 """Bytes that exceed the length of any head before a payload."""
 
@@ -108,7 +109,11 @@ class LookAtItems(Look):
 
 
 class _Item:
-    """Check of one item by its checksums."""
+    """Check of one item by its checksums, while its bytes arrive in order.
+
+    Args:
+        where: Name of the item in messages.
+    """
 
     def __init__(self, location: Location, block: int, where: str) -> None:
         self._location, self._where = location, where
@@ -129,6 +134,46 @@ class _Item:
             same = self._running.ends == self._location.checksums.tolist()
             if not same or self._frame != self._location.frame_crc:
                 raise CheckpointCorrupt(f"{self._where}: a checksum differs; the bytes are not those that were saved")
+
+
+_Named = tuple[str, Location]
+"""Key and location of an item."""
+
+
+def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
+    """Yield groups of items of one file that one read fetches, in the order of the file."""
+    group: list[_Named] = []
+    for key, location in sorted(items, key=lambda item: (item[1].file, item[1].offset)):
+        first = group[0][1] if group else location
+        if group and (location.file != first.file or location.offset + location.length - first.offset > _WINDOW):
+            yield group
+            group = []
+        group.append((key, location))
+    if group:
+        yield group
+
+
+def check_items(files: Readable, items: list[_Named], smallest_block: int) -> list[str]:
+    """Check items of one file that are near each other. Return a message for each damaged item."""
+    name, begin, end = items[0][1].file, items[0][1].offset, max(at.offset + at.length for _, at in items)
+    window: memoryview | None = None
+    if len(items) > 1 and end - begin <= _WINDOW:
+        with suppress(OSError, CheckpointCorrupt), files.open(name) as file:  # the check of the item reports the error
+            window = memoryview(_read(file, begin, end))
+    errors = []
+    for key, location in items:
+        at, block = location.offset - begin, block_size(location.payload_length, smallest_block)
+        item = _Item(location, block, f"{files.where}: {key} in {name}")
+        try:
+            if window is not None:
+                item.add(window[at : at + location.length])
+                continue
+            with files.open(name) as file:
+                for _, piece in _pieces(file, location.offset, item.end, f"{files.where}: {name} ends within {key}"):
+                    item.add(piece)
+        except Exception as error:
+            errors.append(str(error))
+    return errors
 
 
 class LookAtHash(Look):
@@ -358,13 +403,15 @@ def _is_unchanged(file: RangedFile, begin: int, end: int) -> bool:
     return framed and _read(file, begin, payload) == around.head
 
 
-def _pieces(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+def _pieces(
+    file: RangedFile, begin: int, end: int, too_short: str = "the file became shorter while it was read"
+) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of a range in pieces, each with its position."""
     memory = memoryview(bytearray(min(end - begin, BLOCK)))
     while begin < end:
         count = file.read_into([memory[: end - begin]], begin)
         if not count:
-            raise CheckpointCorrupt("the file became shorter while it was read")
+            raise CheckpointCorrupt(too_short)
         yield begin, memory[:count]
         begin += count
 

@@ -1,17 +1,22 @@
-"""Batches: neighbours in a file that one system call reads, and scatters to the memory of each.
+"""Reads of a load: neighbours in a file form a batch, which one system call reads and scatters to the memory of each.
 
-There are three kinds. A :class:`BatchOfFetches` takes any fetch of a plan. Most tensors of most loads are read as they
-are stored: one chunk, complete, of the same dtype, into host memory. The small ones among these form a
+There are two kinds of batches. A :class:`BatchOfFetches` takes any ranges of a plan. Most tensors of most loads are
+read as they are stored: one chunk, complete, of the same dtype, into host memory. The small ones among these form a
 :class:`BatchOfChunks`, which is computed in columns: a fetch, its ranges and its views are objects, and for 4 000
-tensors of 4 KiB they took a third of the load. A :class:`BatchOfRuns` is columns of a tensor whose runs are longer than
-a page: each run is a separate call, without any other work.
+tensors of 4 KiB they took a third of the load.
+
+Several threads read the batches, also of one file, and share the work by bytes. Bytes are checked before they are
+copied; bytes that are read straight into the memory of a target are checked there.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +25,11 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import RunningCrc, block_size
-from dcp_plugin.media import RangedFile, Readable, first_bytes
+from dcp_plugin.format.payload import block_size
+from dcp_plugin.media import RangedFile, Readable, first_bytes, stretches
 from dcp_plugin.records import WholeChunk
-from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
+from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
+from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
 
 _MOST = BLOCK // 2
@@ -54,6 +60,19 @@ class Batch(ABC):
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         """Read, check and copy the batch. Raises CheckpointCorrupt, naming file and key, and OSError."""
 
+    @abstractmethod
+    def key_at(self, position: int) -> str:
+        """Return the first key with bytes behind a position of the file."""
+
+    def fill(self, file: RangedFile, views: list[memoryview], begin: int, end: int) -> int:
+        """Read a range of the file into memory of its size. Return the size."""
+        at = begin
+        while (count := file.read_into(views, at)) < end - at:
+            if count == 0:
+                raise CheckpointCorrupt(f"{self.file} ends within {self.key_at(at)}")
+            views, at = list(_behind(views, count)), at + count
+        return end - begin
+
 
 class BatchOfFetches(Batch):
     """Fetches in the order of the file. If there are several, each has one range.
@@ -73,47 +92,24 @@ class BatchOfFetches(Batch):
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         fetches = self._fetches
         block = rings.of(fetches[0].device).next()
-        placed = [fetch.views(block) for fetch in fetches]
+        placed = [(fetch, fetch.parts(block)) for fetch in fetches]
         if len(fetches) == 1:
-            origin = self.begin - fetches[0].ranges[0][0]
-            for (begin, end), views in zip(fetches[0].ranges, placed[0], strict=True):
-                for start, stop, memory in _pieces(begin, end, views, self._piece):
-                    count.read += self._scatter(file, memory, origin + start)
-                    count.unchecked += check(fetches[0], start, stop, memory)
-            fetches[0].finish(block)
+            ((fetch, parts),) = placed
+            origin, fill, check = self.begin - fetch.ranges[0][0], self.fill, fetch.check
+            for part in parts:
+                for start, stop, memory in (part,) if part[1] - part[0] <= self._piece else _pieces(part, self._piece):
+                    count.read += fill(file, memory, origin + start, origin + stop)
+                    count.unchecked += check(start, stop, memory)
+            fetch.finish(block)
             return
-        apart = [(fetch.begin, views) for fetch, (views,) in zip(fetches, placed, strict=True)]
-        count.read += self._scatter(file, _with_gaps(apart), self.begin)
-        for fetch, (views,) in zip(fetches, placed, strict=True):
-            count.unchecked += check(fetch, *fetch.ranges[0], views)
+        apart = [(fetch.begin, views) for fetch, ((_, _, views),) in placed]
+        count.read += self.fill(file, _with_gaps(apart), self.begin, self.begin + self.nbytes)
+        for fetch, (part,) in placed:
+            count.unchecked += fetch.check(*part)
             fetch.finish(block)
 
-    def _scatter(self, file: RangedFile, views: list[memoryview], offset: int) -> int:
-        return _scatter(file, views, offset, self.file, ((fetch.end, fetch.key) for fetch in self._fetches))
-
-
-class BatchOfRuns(Batch):
-    """Runs of a box, each read by a separate call straight to its place."""
-
-    def __init__(self, fetch: RunsIntoMemory) -> None:
-        self._fetch = fetch
-        self.file, self.begin, self.key = fetch.location.file, fetch.begin, fetch.key
-        self.nbytes = fetch.end - fetch.begin
-
-    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
-        fetch, run, read_into = self._fetch, self._fetch.run, file.read_into
-        origin, block, end = self.begin - fetch.ranges[0][0], fetch.block, fetch.location.payload_length
-        starts, views = fetch.starts.tolist(), fetch.views(rings.of(fetch.device).next())
-        for start, view in zip(starts, views, strict=True):
-            if (done := read_into(view, origin + start)) < run:
-                behind = origin + start + done
-                _scatter(file, list(_behind(view, done)), behind, self.file, [(behind + run - done, self.key)])
-        count.read += len(fetch.memory)
-        for start, view in zip(starts, views, strict=True):
-            if block is not None and run < block and start + run < end:  # no checksum block ends in the run
-                count.unchecked += run
-            else:
-                count.unchecked += check(fetch, start, start + run, view)
+    def key_at(self, position: int) -> str:
+        return next(fetch.key for fetch in self._fetches if fetch.end > position)
 
 
 @dataclass
@@ -137,15 +133,16 @@ class BatchOfChunks(Batch):
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         views = [memory_view(chunk.target) for chunk in self.chunks]
         scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
-        ends = (
-            (begin + len(view), chunk.key) for begin, view, chunk in zip(self.begins, views, self.chunks, strict=True)
-        )
-        count.read += _scatter(file, scattered, self.begin, self.file, ends)
+        count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
         for chunk, view, expected in zip(self.chunks, views, self.crcs, strict=True):
             if expected >= 0 and crc32(view) != expected:
                 location, span = self.index.location(chunk.number), (0, len(view))
                 block = block_size(len(view), self.index.smallest_block)
-                check(IntoMemory(chunk.key, location, [span], block, 0, view, chunk.target), *span, [view])
+                IntoMemory(chunk.key, location, [span], block, 0, view, chunk.target).check(*span, [view])
+
+    def key_at(self, position: int) -> str:
+        rows = zip(self.begins, self.chunks, strict=True)
+        return next(chunk.key for begin, chunk in rows if begin + chunk.target.nbytes > position)
 
 
 def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
@@ -153,9 +150,6 @@ def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
     most = _MOST_OF_STREAM if files.streams else _MOST
     batch: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
-        if isinstance(fetch, RunsIntoMemory):
-            yield BatchOfRuns(fetch)
-            continue
         if batch and not _joins(fetch, batch, files.gap, most):
             yield BatchOfFetches(batch, not files.streams)
             batch = []
@@ -170,7 +164,8 @@ def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
         fetch.location.file == last.location.file
         and 0 <= fetch.begin - last.end <= gap
         and fetch.end - batch[0].begin <= most
-        and len(fetch.ranges) == len(last.ranges) == 1
+        and fetch.has_one_range
+        and last.has_one_range
         and fetch.device == last.device
         and len(batch) < _MOST_PARTS
     )
@@ -213,22 +208,9 @@ def _last_checksums(index: CheckpointIndex, rows: Column) -> list[int]:
     return crcs
 
 
-def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, ends: Iterable[tuple[int, str]]) -> int:
-    """Read from ``offset`` until all the memory is full. ``ends`` are the ends of the keys' bytes in the file."""
-    total = sum(map(len, views))
-    done = 0
-    while done < total:
-        count = file.read_into(views, offset + done)
-        if count == 0:
-            raise CheckpointCorrupt(f"{name} ends within {next(key for end, key in ends if end > offset + done)}")
-        done += count
-        if done < total:
-            views = list(_behind(views, count))
-    return total
-
-
-def _pieces(begin: int, end: int, views: list[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
+def _pieces(part: Part, size: int) -> Iterator[Part]:
     """Yield a range and its memory, cut at the multiples of ``size``, where blocks of checksums also end."""
+    begin, end, views = part
     while end - begin > size:
         stop = (begin // size + 1) * size
         yield begin, stop, first_bytes(views, stop - begin)
@@ -258,34 +240,73 @@ def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
         count = max(0, count - len(view))
 
 
-def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
-    """Compare the checksum blocks inside a range, and return how many of its bytes are in no such block.
+def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
+    """Execute all batches.
 
-    Checksums are running, so the last one covers all blocks; the others are compared only to locate the damage.
+    Raises:
+        CheckpointCorrupt: The message names file and key. Targets may be partly filled.
+        CheckpointNotFound: A file is missing because the checkpoint was deleted meanwhile. Targets may be partly
+            filled.
+        CheckpointUnreadable: The file system failed. Targets may be partly filled.
     """
-    location, block = fetch.location, fetch.block
-    if block is None or location.checksums is None:
-        return 0
-    first = -(-begin // block)
-    last = len(location.checksums) if end == location.payload_length else end // block
-    if first >= last:
-        return end - begin
-    start, stop = first * block, min(last * block, location.payload_length)
-    if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
-        views = [views[0][start - begin : stop - begin]]
-    before = crc = int(location.checksums[first - 1]) if first else 0
-    for view in views:
-        crc = crc32(view, crc)
-    if crc != location.checksums[last - 1]:
-        expected = location.checksums[first:last].tolist()
-        running = RunningCrc(block, before)
-        for view in views:
-            running.add(view)
-        pairs = enumerate(zip(running.ends, expected, strict=True), first)
-        wrong = next((number for number, (computed, stored) in pairs if computed != stored), first)
-        at = location.offset + (location.payload_offset or 0) + wrong * block
-        raise CheckpointCorrupt(
-            f"the bytes of {fetch.key} in {location.file} are not those that were saved (checksum differs in block "
-            f"{wrong}, at byte {at} of the file). Load an older checkpoint."
-        )
-    return (end - begin) - (stop - start)
+    in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
+    threads = max(1, min(max(io_threads, files.streams), len(in_order)))
+    work = [
+        deque(in_order[at] for at in stretch) for stretch in stretches([batch.nbytes for batch in in_order], threads)
+    ]
+
+    def read_some(first: int) -> Count:
+        try:
+            return _read_batches(files, _taken(work, first))
+        except BaseException:
+            for queue in work:
+                queue.clear()  # so that the other threads stop reading
+            raise
+
+    if threads == 1:
+        return read_some(0)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
+        counts = [job.result() for job in [pool.submit(read_some, first) for first in range(threads)]]
+    return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
+
+
+def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
+    """Yield the batches of a thread: its stretch from the front, and then the last ones of the longest other
+    stretches."""
+    with suppress(IndexError):
+        while True:
+            yield work[number].popleft()
+    with suppress(IndexError):
+        while True:
+            yield max(work, key=len).pop()
+
+
+def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
+    """Read batches in one thread until none are left. The last file stays open for the next batch."""
+    rings, count = Rings(), Count()
+    name, file = "", None
+    try:
+        for batch in work:
+            if file is None or batch.file != name:
+                if file is not None:
+                    file.close()
+                name = batch.file
+                file = files.open(name)
+            while True:
+                try:
+                    batch.read(file, rings, count)
+                    break
+                except CheckpointCorrupt:
+                    if not files.distrust(file):
+                        raise
+                    file.close()
+                    file = files.open(name)
+    except OSError as error:
+        raise gone_or_damaged(files, f"cannot read {batch.key} in {batch.file}", error) from error
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{files.where}: {error}") from None
+    finally:
+        rings.wait()
+        if file is not None:
+            file.close()
+    return count

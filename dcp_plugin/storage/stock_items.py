@@ -1,0 +1,148 @@
+"""Items whose layout the index does not have: those of stock DCP, and tensors that are stored as one object.
+
+A stock item with the layout that this package writes is read like our own (:func:`recognise`). Other items are read
+completely, and go through ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from operator import itemgetter
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.format.index import Location, StoredChunk
+from dcp_plugin.format.payload import frame_if_possible
+from dcp_plugin.format.whole_tensors import decode
+from dcp_plugin.media import Readable
+from dcp_plugin.paths import Where
+from dcp_plugin.tensors._torch import undo_transforms
+from dcp_plugin.tensors.kinds import size_of
+from dcp_plugin.types import Shape
+
+_MOST_FRAME = 1 << 20
+"""Bytes that exceed the length of any frame of a tensor's payload, in all versions of torch."""
+_HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
+
+Transforms = tuple[str, ...]
+"""Stream transforms of an item, as the checkpoint names them."""
+
+
+def without_transforms(
+    path: Where, item: bytearray, location: Location, transforms: Transforms, limit: int = -1
+) -> bytes | bytearray:
+    """Return an item without its stream transforms; of an item that expands beyond ``limit``, only the first bytes."""
+    try:
+        return undo_transforms(item, transforms, limit) if transforms else item
+    except Exception as error:  # each transform raises its own types
+        raise CheckpointCorrupt(
+            f"{path}: {location.file} has no valid {'+'.join(transforms)} data at byte {location.offset}: {error}"
+        ) from error
+
+
+def tensor_in(
+    path: Where,
+    key: str,
+    item: bytearray,
+    chunk: StoredChunk,
+    dtype: torch.dtype,
+    box: tuple[Shape, Shape],
+    target: torch.Tensor,
+    transforms: Transforms,
+) -> torch.Tensor:
+    """Return a box of the tensor in an item, which is loaded through torch.
+
+    Args:
+        path: The checkpoint, for messages.
+        box: Offsets and lengths in the chunk.
+        target: Tensor that the box will fill.
+    """
+    label = f"the item of {key} in {chunk.location.file}"
+    largest = prod(chunk.sizes) * dtype.itemsize + size_of(target) + _MOST_FRAME
+    try:
+        stored = decode(without_transforms(path, item, chunk.location, transforms, largest), target)
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{path}: {key} is {error}") from error
+    except Exception as error:
+        raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
+    if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
+        raise CheckpointCorrupt(f"{label} is not the tensor that the metadata describes")
+    if box[1] == chunk.sizes:
+        return stored
+    try:
+        with torch.no_grad():
+            return stored[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))]
+    except Exception as error:  # the class may raise any type
+        raise CheckpointMismatch(
+            f"{path}: {key} is stored as one {type(stored).__name__}, of which no part can be taken ({error}). Load it "
+            f"with the sharding that it had when it was saved."
+        ) from error
+
+
+def recognise(
+    files: Readable, wanted: Iterable[tuple[StoredChunk, torch.dtype]], known: dict[tuple[str, int], StoredChunk]
+) -> int:
+    """Find the payloads in items of a stock checkpoint, and record them in ``known`` by file and offset.
+
+    The beginning of an item holds the pickle with dtype, shape and strides. If it equals the one that this package
+    writes, the payload is at the same place too. Items of other versions of torch stay unknown.
+
+    Returns:
+        The number of bytes that were read.
+    """
+    frames = {
+        (chunk.location.file, chunk.location.offset): (chunk, around)
+        for chunk, dtype in wanted
+        if (around := frame_if_possible(dtype, chunk.sizes)) is not None and around.length == chunk.location.length
+    }
+    places = [(*place, len(frames[place][1].head)) for place in sorted(frames.keys() - known.keys())]
+    if files.streams:
+        work = list(_near_each_other(places))
+    else:
+        work = [[[place] for place in group] for _, group in groupby(places, key=itemgetter(0))]
+
+    def look(groups: list[list[_Head]]) -> int:
+        count = 0
+        with suppress(OSError), files.open(groups[0][0][0]) as file:  # the read of the payload reports the error
+            for group in groups:
+                (name, begin, _), (_, last, length) = group[0], group[-1]
+                memory = memoryview(bytearray(last + length - begin))
+                count += file.read_into([memory], begin)
+                for _, offset, length in group:
+                    chunk, around = frames[name, offset]
+                    if memory[offset - begin : offset - begin + length] == around.head:
+                        size = around.payload_length
+                        location = replace(chunk.location, payload_offset=length, payload_length=size)
+                        known[name, offset] = replace(chunk, location=location)
+        return count
+
+    if len(work) < 2 or not files.streams:
+        return sum(map(look, work))
+    with ThreadPoolExecutor(min(files.streams, len(work)), thread_name_prefix="dcp-look") as pool:
+        return sum(pool.map(look, work))
+
+
+_Head = tuple[str, int, int]
+"""Beginning of an item: file, offset, and number of bytes."""
+
+
+def _near_each_other(heads: list[_Head]) -> Iterator[list[list[_Head]]]:
+    """Yield groups of heads that one request reads."""
+    group: list[_Head] = []
+    for head in heads:
+        if group and not (
+            head[0] == group[0][0]
+            and head[1] - sum(group[-1][1:]) <= _HEADS_GAP
+            and head[1] - group[0][1] <= _HEADS_TOGETHER
+        ):
+            yield [group]
+            group = []
+        group.append(head)
+    if group:
+        yield [group]
