@@ -20,11 +20,11 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, printable, some
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import LoadMode, Matching, locate
-from dcp_plugin.loading.suggestions import about_excluded, about_shapes
+from dcp_plugin.loading.suggestions import about_shapes
 from dcp_plugin.loading.union import Answer, Union, ask_all
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
@@ -175,47 +175,42 @@ class Loading:
     def _prepare(self, state: Mapping[str, Any]) -> tuple[_Begun, _Fitted]:
         """Run all stages that precede overwriting, and open the files that this rank reads. All ranks restart if
         another process deletes or replaces the checkpoint meanwhile."""
-        failure: CheckpointNotFound | None = None
+        failure: CheckpointError | None = None
         allocated: list[str] = []
         for _ in range(_MOST_TRIES):
             try:
-                context = self._open_together(state)
+                context, difference = self._open_together(state)
             except CheckpointNotFound as error:
                 if failure is None:
                     raise
                 raise CheckpointNotFound(f"{self._path} was deleted while it was loaded: {failure}") from error
-            try:
-                fitted = self._fit(context, allocated)
-                step = f"read the values of {self._path}"
-                self._ranks.agree(step, functools.partial(self._read_values, context, fitted))
-                return context, fitted
-            except CheckpointNotFound as error:  # raised on all ranks by the collective
-                failure = error
-                self._reader.reset()
+            if difference:
+                failure = CheckpointMismatch(difference)
+            else:
+                try:
+                    return context, self._fit(context, allocated)
+                except CheckpointNotFound as error:  # raised on all ranks by the collective
+                    failure = error
+            self._reader.reset()
         assert failure is not None
         raise failure
 
-    def _open_together(self, state: Mapping[str, Any]) -> _Begun:
-        """Open the same save on all ranks. The ranks reopen the path if another process replaced the save meanwhile."""
+    def _open_together(self, state: Mapping[str, Any]) -> tuple[_Begun, str]:
+        """Open the checkpoint on all ranks. The second result is a message if they opened different saves; else ""."""
         adapters: list[StateAdapter] = []
         selection: PartialLoad | None = None
 
         def open_here() -> _Request:
-            nonlocal selection
-            adapters[:] = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
+            nonlocal adapters, selection
+            adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = None if self._partial is None else locate(self._partial, adapters)
             return self._open(selection)
 
-        for _ in range(_MOST_TRIES):
-            difference, least = self._ranks.combine(
-                f"open {self._path}",
-                open_here,
-                lambda requests: (self._difference(requests), self._least_hosts(requests)),
-            )
-            if not difference:
-                return _Begun(adapters, selection, least)
-            self._reader.reset()
-        raise CheckpointMismatch(difference)
+        def compare(requests: list[_Request]) -> tuple[str, float]:
+            return self._difference(requests), self._least_hosts(requests)
+
+        difference, least = self._ranks.combine(f"open {self._path}", open_here, compare)
+        return _Begun(adapters, selection, least), difference
 
     def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
         """Return the forecast of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
@@ -223,9 +218,9 @@ class Loading:
         selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
             context = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
-        matching = self._matching(context, dry_run=True)
+        matching = Matching(self._path, self._reader.opened, selection, self._strict, True, self._mode)
         matching.run(adapters)
-        self._judge_match(matching, Union())
+        matching.judge(Union())
         match = self._plan(context, matching.match).match
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
@@ -270,49 +265,30 @@ class Loading:
         return difference
 
     def _fit(self, context: _Begun, allocated: list[str]) -> _Fitted:
-        """Match and plan, and raise all misfits in one error. Collective.
+        """Match, plan, and read the values. All misfits are raised in one error. Collective.
 
-        A rank with no question for other ranks plans at once. Usually every rank does, and the only exchange is one
-        small collective. If a rank has questions or its plan failed, all ranks answer. The ranks with questions then
-        plan, and all ranks raise each failure.
+        Usually no rank has a question for other ranks. The first exchange is then one small collective.
 
         Args:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        matching = self._matching(context)
-        fitted: Attempt[_Fitted] | None = None
+        matching = Matching(self._path, self._reader.opened, context.selection, self._strict, False, self._mode)
 
         def match() -> list[str] | None:
-            nonlocal fitted
             for adapter in context.adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
             matching.run(context.adapters)
-            if matching.questions is not None:
-                return matching.questions
-            fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, Union(), allocated))
-            return None if fitted.failure is None else []
-
-        def judge(union: Union) -> list[str]:
-            nonlocal fitted
-            if fitted is None:
-                fitted = Attempt(self._judge_and_plan(context, matching, union, allocated))
-            return fitted.get().match.warnings
+            return matching.questions
 
         union = ask_all(self._ranks, step, match, matching.answer)
+        fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union or Union(), allocated))
         if union is not None:
-            warnings_of_all = self._ranks.combine(step, lambda: judge(union), said_by_ranks)
+            warnings_of_all = self._ranks.combine(step, lambda: fitted.get().match.warnings, said_by_ranks)
             matching.match.warnings[:] = warnings_of_all
-        assert fitted is not None
-        return fitted.get()
-
-    def _matching(self, context: _Begun, dry_run: bool = False) -> Matching:
-        index, kinds, summary = self._reader.index, self._reader.kinds, self._reader.summary
-        classes = summary.optimizers if summary is not None else {}
-        saved_by = summary.world_size if summary is not None else None
-        selection, strict, mode = context.selection, self._strict, self._mode
-        return Matching(self._path, index, kinds, selection, strict, dry_run, mode, classes, saved_by)
+        step = f"read the values of {self._path}"
+        return self._ranks.agree(step, lambda: self._read_values(context, fitted.get()))
 
     def _judge_and_plan(self, context: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
         """Judge the match, plan the reads, and open the files to read.
@@ -321,7 +297,7 @@ class Loading:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
         match = matching.match
-        self._judge_match(matching, union)
+        matching.judge(union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if unset:
@@ -334,12 +310,6 @@ class Loading:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
         return fitted
-
-    def _judge_match(self, matching: Matching, union: Union) -> None:
-        matching.judge(union)
-        if matching.match.problems:
-            missing = matching.match.report.missing
-            matching.match.problems.extend(about_excluded(self._reader.summary, missing))
 
     def _plan(self, context: _Begun, match: Match) -> _Fitted:
         """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
@@ -368,7 +338,7 @@ class Loading:
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
-    def _read_values(self, context: _Begun, fitted: _Fitted) -> None:
+    def _read_values(self, context: _Begun, fitted: _Fitted) -> _Fitted:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""
         planner, match = fitted.planner, fitted.match
         self._reader.read_parts(_only(LoadItemType.BYTE_IO, fitted.plan), planner)
@@ -383,6 +353,7 @@ class Loading:
             if targets:
                 values = {key: fitted.targets[join(adapter.name, key)] for key in keys}
                 adapter.check(values, self._strict and context.selection is None)
+        return fitted
 
     def _read_tensors(self, context: _Begun, fitted: _Fitted) -> None:
         """Read tensors into the targets. With shared reading, ranks broadcast their parts after every rank has read

@@ -9,7 +9,7 @@ that only the checkpoint has are judged after the ranks have exchanged the keys 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.columns import NO_TENSOR
-from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.keys import join, without_rank
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.suggestions import (
     Fit,
+    about_excluded,
     about_front,
     about_globs,
     about_missing,
@@ -38,7 +38,7 @@ from dcp_plugin.loading.suggestions import (
 from dcp_plugin.loading.union import Answer, Union
 from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.paths import Where
-from dcp_plugin.records import LoadReport, Match
+from dcp_plugin.records import LoadReport, Match, OpenCheckpoint
 from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
@@ -100,14 +100,11 @@ class Matching:
     """Comparison of the objects of a state with a checkpoint.
 
     Args:
-        path: The checkpoint, for messages.
-        kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
+        path: The path of the load, for messages.
         partial: The rules of a partial load; None for a load of everything, which converts dtypes.
         strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
         dry_run: If true, nothing will be read, so targets on the meta device need no memory.
         mode: Rule for tensors of data and Stateful objects.
-        optimizers: Names in the checkpoint -> class of the optimizer, where recorded.
-        saved_by: Number of ranks that saved the checkpoint, if recorded.
 
     :meth:`run` matches, :meth:`judge` adds problems and warnings.
     """
@@ -115,25 +112,19 @@ class Matching:
     def __init__(
         self,
         path: Where,
-        index: CheckpointIndex,
-        kinds: Mapping[str, str],
+        opened: OpenCheckpoint,
         partial: PartialLoad | None,
         strict: bool,
-        dry_run: bool = False,
-        mode: LoadMode = LoadMode.FILL,
-        optimizers: Mapping[str, str] | None = None,
-        saved_by: int | None = None,
+        dry_run: bool,
+        mode: LoadMode,
     ) -> None:
-        self._dry_run, self._mode, self._saved_by = dry_run, mode, saved_by
-        self._optimizer_classes = optimizers or {}
-        self._path = path
-        self._index = index
-        self._kinds = kinds
+        self._path, self._dry_run, self._mode = path, dry_run, mode
+        self._index, self._kinds, self._summary = opened.index, opened.kinds, opened.summary
         self._given = partial
         self._partial = partial or PartialLoad()
         self._of_submodule = self._partial.of is not None
         self._rename = Rename.of(self._partial.rename)
-        self._key_maps = KeyMaps(self._rename, [name for name, kind in kinds.items() if kind == "module"])
+        self._key_maps = KeyMaps(self._rename, [name for name, kind in self._kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
         self._adapters: list[StateAdapter] = []
@@ -208,6 +199,8 @@ class Matching:
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
+        if self.match.problems:
+            self.match.problems.extend(about_excluded(self._summary, self.match.report.missing))
 
     def _only_stored(self, adapter: StateAdapter) -> list[str]:
         """Return the selected keys that the checkpoint has under an object's name and that the object does not have."""
@@ -265,7 +258,7 @@ class Matching:
             if is_shared and entry.world_size > 1:
                 self._warn(f"{self._path} has one value of {shared!r} for all ranks: each rank takes it.")
             return shared if is_shared else own
-        saved_by = self._saved_by or max(entries) + 1
+        saved_by = (self._summary and self._summary.world_size) or max(entries) + 1
         if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
             return own
         keys = [own + key for key in entries[min(entries)]]
@@ -315,7 +308,8 @@ class Matching:
 
     def _judge_class(self, adapter: OptimizerAdapter, name: str, want: Wanted) -> None:
         """Warn if the state is that of another optimizer class. If this optimizer cannot use it, nothing is loaded."""
-        recorded, current = self._optimizer_classes.get(name, ""), class_name(type(adapter.optimizer))
+        recorded = self._summary.optimizers.get(name, "") if self._summary else ""
+        current = class_name(type(adapter.optimizer))
         if recorded == current:
             return
         lacking = adapter.lacks(recorded)
