@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
-    from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.records import LoadReport
     from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from dcp_plugin.start import resume_or_init
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
-    from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
     from dcp_plugin.tools.copy import CopyReport, copy
     from dcp_plugin.tools.diff import CheckpointDiff, diff
     from dcp_plugin.tools.divergence import Divergence, first_divergence
@@ -81,12 +80,11 @@ _HOMES = {
     "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
-    "dcp_plugin.planning.save": ("ShardedSavePlanner",),
     "dcp_plugin.runs.interval": ("SaveInterval",),
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.state.per_rank": ("PerRank",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
-    "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.storage.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
     "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
     "dcp_plugin.tools.diff": ("CheckpointDiff", "diff"),

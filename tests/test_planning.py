@@ -19,7 +19,7 @@ from dcp_plugin.format.keys import flatten, unflatten
 from dcp_plugin.planning.global_plan import Share, make_global_plan
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.save import ShardedSavePlanner
+from dcp_plugin.storage.stock_save import ShardedSavePlanner
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.types import EncodedValue, LocalChunk, ShardedValue
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_plugin as dcp
 from dcp_plugin.format.keys import flatten
-from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
+from dcp_plugin.planning.save import encode_state
+from dcp_plugin.storage.stock_save import ShardedSavePlanner
 from tests.compare import same_tree
 from tests.conformance.interchange import STATES as CONTAINERS
 from tests.conformance.interchange import Saved, file_in_memory, tensor

@@ -155,7 +155,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         keys that this version made.
         """
         self.extra_files: dict[str, str] = {}
-        """Extra files next to the data files, and the text that :mod:`~dcp_plugin.storage.extra_files` compares for
+        """Extra files next to the data files, and the text that :mod:`~dcp_plugin.storage.published` compares for
         each."""
         self.planner_data: tuple[Any, ...] = ()
         """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""

@@ -27,9 +27,8 @@ from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.media.packed import uncommitted_reason as uncommitted_reason
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.storage.extra_files import comparison_of
 from dcp_plugin.storage.open import open_files
-from dcp_plugin.storage.published import in_one_view
+from dcp_plugin.storage.published import comparison_of, in_one_view
 from dcp_plugin.storage.published import read_summary as read_summary
 
 _AT_ONCE = 8 << 20

@@ -29,7 +29,7 @@ from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.media.disk.files import LocalFiles, identity_of
 from dcp_plugin.paths import Where, as_path, resolved
-from dcp_plugin.storage import extra_files
+from dcp_plugin.storage.published import comparisons_below
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.stream_copy import Memory, SourceError, Way
 from dcp_plugin.storage.writer import PartWriter, RankDirectory
@@ -218,7 +218,7 @@ class Node:
         attached: dict[str, str] = {}
         if beside.is_dir():
             add_files(medium, to.directory, lambda target: copy_tree(beside, target))
-            attached = extra_files.comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
+            attached = comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
         part = Part(replace(written, spent=spent), files, attached, sizes, time.monotonic() - began)

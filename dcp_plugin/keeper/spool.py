@@ -60,8 +60,9 @@ from dcp_plugin.keeper.wire import Address
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.save import RankPlan, items_of
+from dcp_plugin.planning.save import RankPlan
 from dcp_plugin.records import NewItem, Spent, WrittenPart
+from dcp_plugin.storage.stock_save import items_of
 from dcp_plugin.storage.writer import Facts
 from dcp_plugin.types import VERSION, EncodedValue, Flat, Shape, ShardedValue
 
@@ -477,7 +478,7 @@ class Items:
 
     share: Share
     inventory: LocalInventory
-    """What the items are follows from these two, as in :func:`dcp_plugin.planning.save.items_of`."""
+    """What the items are follows from these two, as in :func:`dcp_plugin.storage.stock_save.items_of`."""
     slabs: list[str]
     slab: Column
     """By item, the number of the slab where its bytes are, one after the other; -1 if they are in ``others``."""
@@ -627,7 +628,7 @@ class Part:
     files: dict[str, int]
     """Data file -> its size in bytes."""
     attached: dict[str, str]
-    """Comparisons of extra files, see :func:`dcp_plugin.storage.extra_files.comparisons_below`."""
+    """Comparisons of extra files, see :func:`dcp_plugin.storage.published.comparisons_below`."""
     attached_sizes: dict[str, int]
     seconds: float
 

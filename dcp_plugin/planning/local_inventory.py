@@ -14,8 +14,12 @@ ranks. Such state is therefore stored once per rank, under a key that names the 
 
 Only a rank with the same part may load this state. It is never cut for another layout, since only the optimizer knows
 what the numbers mean. Equal bytes count as shared state. The exception is a tensor that has the shape of the rank's
-shard: it belongs to the rank even while it is all zeros. At the first save, :class:`RankLocal` also compares the values
-that all ranks should share (:mod:`~dcp_plugin.planning.shared_values`).
+shard: it belongs to the rank even while it is all zeros.
+
+At the first save, :class:`RankLocal` also compares the values that all ranks are expected to share. A plain tensor or
+value is stored once, as the first rank has it, and a load gives all ranks that value: the random states or data
+positions of the other ranks are lost. So the first save of several ranks warns of values that differ. Numbers are not
+compared: the loss, and lists of losses, differ between ranks in every script.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import hashlib
 import json
 import warnings
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -33,23 +37,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from dcp_plugin.errors import some
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
 from dcp_plugin.format.keys import LocalSlot
-from dcp_plugin.format.payload import hashes_of
-from dcp_plugin.planning.shared_values import about_different, shared_hashes
+from dcp_plugin.format.payload import hashes_of, sample_of
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.records import Box, Shards
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue
 
-_Item = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
+OfKey = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
 """A rank's entry under a key: dtype (None if it is no tensor), shape, ``any_rank`` (true if every holder may write it),
 ``stored_whole`` (true if its chunks must not be cut), and the chunks, which start with offsets and sizes. A tuple and
 no dataclass, because a state has thousands of entries."""
 
-_VALUE: _Item = (None, (), False, False, (((), ()),))
+VALUE: OfKey = (None, (), False, False, (((), ()),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,35 +108,17 @@ class LocalInventory:
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
-        items: list[_Item] = [
+        items: list[OfKey] = [
             (value.dtype, value.shape, value.any_rank, value.stored_whole, value.chunks)
             if isinstance(value, ShardedValue)
-            else _VALUE
+            else VALUE
             for value in state.values()
         ]
-        return cls._of(list(state), items, paths, ties_of(state))
+        return cls.of_items(list(state), items, paths, ties_of(state))
 
     @classmethod
-    def of_plan(
-        cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
-    ) -> LocalInventory:
-        """Make the inventory from a plan that consists of DCP's own write items."""
-        items: dict[str, _Item] = {}
-        boxes: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
-        for item in plan.items:
-            key, data = item.index.fqn, item.tensor_data
-            if data is None:
-                items[key] = _VALUE
-                continue
-            boxes[key].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-            any_rank = item.type == WriteItemType.SHARD
-            dtype, shape = data.properties.dtype, tuple(data.size)
-            items.setdefault(key, (dtype, shape, any_rank, key in stored_whole, boxes[key]))
-        return cls._of(list(items), list(items.values()), paths, ties)
-
-    @classmethod
-    def _of(
-        cls, keys: list[str], items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]
+    def of_items(
+        cls, keys: list[str], items: list[OfKey], paths: dict[str, KeyPath], ties: dict[str, str]
     ) -> LocalInventory:
         item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 5
         numbers = dict(zip(keys, range(len(keys)), strict=True))
@@ -188,6 +173,9 @@ def _begin_of(chunks: Sequence[LocalChunk]) -> int:
     return chunks[0].tensor.data_ptr() if chunks and type(chunks[0].tensor) in EXACTLY_TENSORS else 0
 
 
+_SAMPLED = 4 << 20
+"""Size of a tensor in bytes above which only a few places of it are compared between ranks. That is enough to notice a
+different random state or a different batch."""
 _OWN = b""
 """Stand-in for the hash of a tensor that has the shape of the shard and so belongs to the rank."""
 
@@ -209,7 +197,9 @@ class RankLocal:
         Args:
             shared: Keys of values that all ranks are expected to share; :meth:`compare` compares them.
         """
-        self._shared = shared_hashes(state, shared)
+        self._shared = _hashes(
+            {key: state[key] for key in shared & state.keys() if not _is_stored_whole(state[key])}, _SAMPLED
+        )
         local_slots = _slots_of_sharded(state, shards)
         rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
         evident = {
@@ -254,7 +244,7 @@ class RankLocal:
         """
 
         def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
-            if message := about_different([shared for _, shared in of_ranks]):
+            if message := _about_different([shared for _, shared in of_ranks]):
                 warnings.warn(message, stacklevel=2)  # inside combine(): if warnings are errors, all ranks raise
             first: dict[str, bytes] = {}
             return frozenset(
@@ -301,13 +291,45 @@ def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
     return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
 
 
-def _hashes(state: Flat) -> dict[str, bytes]:
-    """Return a hash of each tensor or value; the hash of a tensor includes dtype and shape."""
-    tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
-    bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
-    return {
-        key: bytes_of[key] + f"{value.dtype}{value.shape}".encode()
-        if isinstance(value, ShardedValue)
-        else hashlib.blake2b(value.data, digest_size=16).digest()
-        for key, value in state.items()
-    }
+def _is_stored_whole(value: ShardedValue | EncodedValue) -> bool:
+    return isinstance(value, ShardedValue) and value.stored_whole
+
+
+def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
+    """Return a hash of each value or tensor; the hash of a tensor includes dtype and shape.
+
+    Args:
+        most: Size in bytes of a tensor above which a sample of it is hashed.
+    """
+    hashes: dict[str, bytes] = {}
+    tensors: dict[str, ShardedValue] = {}
+    for key, value in state.items():
+        if isinstance(value, EncodedValue):
+            hashes[key] = hashlib.blake2b(value.data, digest_size=16).digest()
+        elif value.chunks[0].tensor.nbytes > most:
+            hashes[key] = sample_of(value.chunks[0].tensor) or b""
+        else:
+            tensors[key] = value
+    digests = hashes_of([value.chunks[0].tensor for value in tensors.values()], 1)
+    for (key, value), digest in zip(tensors.items(), digests, strict=True):
+        hashes[key] = digest + f"{value.dtype}{value.shape}".encode()
+    return hashes
+
+
+def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
+    """Return a warning that names each key with different values, and two ranks that differ; empty if there is none.
+    A key that only some ranks have is compared among those ranks."""
+    first: dict[str, tuple[int, bytes]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    for rank, hashes in enumerate(hashes_of_ranks):
+        for key, value_hash in hashes.items():
+            other, expected = first.setdefault(key, (rank, value_hash))
+            if value_hash != expected:
+                different.setdefault(key, (other, rank))
+    if not different:
+        return ""
+    keys = [f"{key} (ranks {rank} and {other})" for key, (rank, other) in different.items()]
+    return (
+        f"ranks have different values under the same key: {some(keys)}. A checkpoint has one value for all ranks, that "
+        f"of the first rank. Where each rank needs its own value back, write dcp_plugin.PerRank(value) into the state."
+    )

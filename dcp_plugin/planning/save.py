@@ -1,10 +1,7 @@
 """The plan of a save: from the inventories of all ranks, the items that each rank writes.
 
-:class:`ShardedSavePlanner` is a real DCP ``SavePlanner``;
-``torch.distributed.checkpoint.save(sd, planner=ShardedSavePlanner())`` works with any writer.
-
-Saves of this package make the same plan with :class:`PlanExchange`. It exchanges a few digests per rank if the plan has
-not changed, and little more otherwise:
+The ranks make it with a :class:`PlanExchange`, which exchanges a few digests per rank if the plan has not changed, and
+little more otherwise:
 
 1. Each rank sends four digests: of the plan that it remembers, of its description, of its inventory, and of the values
    that should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If the last digests
@@ -20,10 +17,9 @@ They do not cover the bytes of values, whose lengths may change from save to sav
 from __future__ import annotations
 
 import hashlib
-import io
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
@@ -31,124 +27,19 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import NO_TENSOR, default_path
-from dcp_plugin.format.keys import flatten, holds_sharded, is_empty_mapping, walked_by_stock
-from dcp_plugin.format.metadata import state_metadata
+from dcp_plugin.format.keys import holds_sharded, is_empty_mapping
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
-from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
+from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.ranks import Ranks, pack, unpack
 from dcp_plugin.records import NewItem
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
-
-
-@dataclass(frozen=True)
-class LocalFacts:
-    """Facts that a rank's plan carries to the coordinator when DCP drives the planner."""
-
-    paths: dict[str, KeyPath]
-    ties: dict[str, str]
-    stored_whole: frozenset[str]
-
-
-_NO_FACTS = LocalFacts({}, {}, frozenset())
-
-
-class ShardedSavePlanner(SavePlanner):
-    """Planner for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
-
-    DCP drives this planner with plans of write items. At each save it sends every item of every rank to rank 0 and
-    back, as about six Python objects per tensor. Saves of this package use :class:`PlanExchange` instead, which makes
-    the same plan and sends only digests while the plan is unchanged. Loads need no exchange, since each rank plans
-    alone; they use the planner and the reader that DCP would drive.
-
-    Args:
-        allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
-
-    Example:
-        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
-        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
-        >>> path, planner = tempfile.mkdtemp(), dcp_plugin.ShardedSavePlanner()
-        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, planner=planner, no_dist=True)
-        >>> dcp_plugin.inspect(path).tensors[0].key
-        'w'
-    """
-
-    def __init__(self, allow_pickle: tuple[str, ...] = ()) -> None:
-        self._allow_pickle = allow_pickle
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take the state, nested and of any content, under the keys that stock's planner gives it.
-
-        An empty mapping gets no key. With one, stock's load planner would mistake the checkpoint for one of torch 2.3.
-        """
-        leaves, paths = flatten(state_dict, walked_by_stock)
-        leaves = {key: leaf for key, leaf in leaves.items() if not is_empty_mapping(leaf)}
-        self._paths = {key: paths[key] for key in leaves}
-        self._state = encode_state(leaves, self._allow_pickle)
-
-    def create_local_plan(self) -> SavePlan:
-        items = [item for key, value in self._state.items() for item in _items(key, value)]
-        tensors = {key: value for key, value in self._state.items() if isinstance(value, ShardedValue)}
-        stored_whole = frozenset(key for key, value in tensors.items() if value.stored_whole)
-        return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state), stored_whole))
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Distribute the items of all ranks so that each is written once.
-
-        Raises:
-            CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a complete tensor.
-        """
-        # A subclass may use planner_data for other data. The paths then follow from the keys.
-        facts = [plan.planner_data if isinstance(plan.planner_data, LocalFacts) else _NO_FACTS for plan in all_plans]
-        inventories = [
-            LocalInventory.of_plan(plan, rank_facts.paths, rank_facts.ties, rank_facts.stored_whole)
-            for plan, rank_facts in zip(all_plans, facts, strict=True)
-        ]
-        global_plan = make_global_plan(inventories)
-        plans = [
-            replace(plan, items=items_of(share, inventory), planner_data=None)
-            for plan, share, inventory in zip(all_plans, global_plan.shares(len(all_plans)), inventories, strict=True)
-        ]
-        table = global_plan.table
-        paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
-        return plans, Metadata(state_metadata(table), planner_data=paths)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = data_of(write_item, self._state)
-        return io.BytesIO(data) if isinstance(data, bytes) else data
-
-
-def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
-    """Return the data to write for an item: the view of its box in this rank's memory, or the bytes of a value."""
-    value = state[item.index.fqn]
-    if isinstance(value, EncodedValue):
-        return value.data
-    assert item.tensor_data is not None
-    return narrow(value, item.index.fqn, item.tensor_data.chunk)
+from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
@@ -262,44 +153,6 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     if tuple(box.sizes) == chunk.sizes:
         return chunk.tensor
     return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
-
-
-def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
-    if isinstance(value, EncodedValue):
-        data = BytesIOWriteData(len(value.data))
-        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=data)]
-    properties = TensorProperties(dtype=value.dtype)
-    kind = WriteItemType.SHARD if value.any_rank else WriteItemType.TENSOR
-    items = []
-    for number, chunk in enumerate(value.chunks):
-        box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        data_of = TensorWriteData(box, properties, torch.Size(value.shape))
-        items.append(WriteItem(MetadataIndex(key, box.offsets, number), kind, tensor_data=data_of))
-    return items
-
-
-def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
-    """Return a rank's share as DCP's write items."""
-    described = inventory.description
-    properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
-    offsets, sizes = share.boxes(inventory)
-    numbers = described.key[share.chunk]
-    kinds = np.column_stack((described.dtype[numbers], described.ndim[numbers], described.shape[numbers]))
-    same: dict[tuple[int, ...], TensorWriteData] = {}  # many tensors have equal boxes and share the object
-    items = []
-    width = offsets.shape[1]
-    rows = np.hstack((kinds.astype(np.int64), offsets, sizes)).tolist()
-    for number, row in zip(numbers.tolist(), map(tuple, rows), strict=True):
-        name, dtype = described.keys[number], row[0]
-        if dtype == NO_TENSOR:
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0)))
-            continue
-        if row not in same:
-            shape, at, size = (torch.Size(row[2 + n * width : 2 + n * width + row[1]]) for n in range(3))
-            same[row] = TensorWriteData(ChunkStorageMetadata(at, size), properties[dtype], shape)
-        data = same[row]
-        items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
 
 
 DIGEST = 12  # bytes: four of these, pickled, stay below 64

@@ -34,7 +34,7 @@ from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.open import open_alone
+from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.types import Flat, Shape, ShardedValue
@@ -205,7 +205,7 @@ class KeySelection:
         Then a save without the frozen parameters could never be loaded.
         """
         try:
-            current = open_alone(base.path, check=True)
+            current = open_checkpoint(base.path, check=True, complete=False)
             fingerprint = current.fingerprint  # that of a folder of another tool is computed from its open files
             current.close()
         except (CheckpointError, OSError) as error:

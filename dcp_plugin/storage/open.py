@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
-    CheckpointMismatch,
-    CheckpointNotFound,
     damage_in,
 )
 from dcp_plugin.format import (
@@ -22,9 +19,9 @@ from dcp_plugin.format import (
     uncommitted_reason,
 )
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media import RangedFile, Readable, locate, medium_of, packed
-from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
+from dcp_plugin.format.summary import Summary, fingerprint
+from dcp_plugin.media import Readable, locate, medium_of, packed
+from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import (
     HasCome,
@@ -62,12 +59,15 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
         check_files(opened.base, [name.removeprefix(below) for name in names if name.startswith(below)])
 
 
-def open_checkpoint(path: Where, base: Where | None = None, check: bool = False) -> OpenCheckpoint:
+def open_checkpoint(
+    path: Where, base: Where | None = None, check: bool = False, complete: bool = True
+) -> OpenCheckpoint:
     """Read and validate the table of contents; together with that of its base, if the checkpoint has one.
 
     Args:
         base: Path of the base, if it was moved.
         check: Call :func:`check_files`.
+        complete: Open the base, too.
 
     Returns:
         The open checkpoint, which the caller has to close.
@@ -77,7 +77,24 @@ def open_checkpoint(path: Where, base: Where | None = None, check: bool = False)
             the base does not exist, or the checkpoint was deleted meanwhile.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
-    return _open(path, lambda opened: completed(opened, base), check)
+
+    def look(location: Where, files: Readable) -> OpenCheckpoint:
+        opened = _open_held(location, files)
+        if complete:
+            opened = completed(opened, base)
+        try:
+            if opened.summary is None:  # the remains of one of ours under deletion may look like another tool's
+                refuse_if_moved(files)
+            if check:
+                check_files(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    medium = medium_of(path)  # outside the block: options that the store refuses are no damage
+    with damage_in(path), collector_paused():
+        return in_one_view(path, look, locate, keep_open=True, medium=medium)
 
 
 def open_files(path: Where, files: Readable, base: Where | None = None, complete: bool = True) -> OpenCheckpoint:
@@ -122,87 +139,6 @@ def _elsewhere(files: Readable) -> bool:
     return False
 
 
-def open_alone(path: Where, check: bool = False) -> OpenCheckpoint:
-    """Open a checkpoint as :func:`open_checkpoint`, without its base."""
-    return _open(path, lambda opened: opened, check)
-
-
-def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], check: bool) -> OpenCheckpoint:
-    def look(location: Where, files: Readable) -> OpenCheckpoint:
-        opened = complete(_open_held(location, files))
-        try:
-            if opened.summary is None:  # the remains of one of ours under deletion may look like another tool's
-                refuse_if_moved(files)
-            if check:
-                check_files(opened)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
-
-    medium = medium_of(path)  # outside the block: options that the store refuses are no damage
-    with damage_in(path), collector_paused():
-        return in_one_view(path, look, locate, keep_open=True, medium=medium)
-
-
-@dataclass(frozen=True)
-class _WithBase:
-    """Files of a checkpoint, and those of its base under their full paths."""
-
-    own: Readable
-    base: Readable
-
-    @property
-    def where(self) -> str:
-        return self.own.where
-
-    @property
-    def streams(self) -> int:
-        return max(self.own.streams, self.base.streams)
-
-    @property
-    def gap(self) -> int:
-        return max(self.own.gap, self.base.gap)
-
-    def _of(self, name: str) -> tuple[Readable, str]:
-        below = f"{self.base.where}/"
-        return (self.base, name.removeprefix(below)) if name.startswith(below) else (self.own, name)
-
-    def names(self) -> list[str]:
-        return self.own.names()
-
-    def size(self, name: str) -> int:
-        files, name = self._of(name)
-        return files.size(name)
-
-    def modified(self, name: str) -> float:
-        files, name = self._of(name)
-        return files.modified(name)
-
-    def open(self, name: str) -> RangedFile:
-        files, name = self._of(name)
-        return files.open(name)
-
-    def leads_elsewhere(self, name: str) -> bool:
-        files, name = self._of(name)
-        return files.leads_elsewhere(name)
-
-    def keep(self, names: Iterable[str]) -> None:
-        for name in names:
-            files, name = self._of(name)
-            files.keep([name])
-
-    def distrust(self, file: RangedFile) -> bool:
-        return self.own.distrust(file) or self.base.distrust(file)
-
-    def moved(self) -> bool:
-        return self.own.moved() or self.base.moved()
-
-    def close(self) -> None:
-        self.own.close()
-        self.base.close()
-
-
 def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
     """Return the checkpoint together with its base, if it has one.
 
@@ -210,63 +146,22 @@ def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
         CheckpointNotFound: The base does not exist.
         CheckpointMismatch: The checkpoint at the path of the base is another one.
     """
-    left_out = opened.index.left_out
-    if not left_out:
+    if not opened.index.left_out:
         return opened
-    recorded = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
-    base_checkpoint = _find_base(opened, recorded, base)
-    lost = [key for key in left_out.values() if key not in base_checkpoint.index]
-    if lost:
-        base_checkpoint.close()
-        raise CheckpointMismatch(
-            f"{base_checkpoint.path} has no {lost[0]}, but {opened.path} leaves it out and has this base"
-        )
-    added = base_checkpoint.index.selected(left_out, {}, below=base_checkpoint.files.where)
-    files = _WithBase(opened.files, base_checkpoint.files)
-    return replace(opened, files=files, index=opened.index.with_added(added), base=base_checkpoint)
+    from dcp_plugin.storage.base import with_base  # most checkpoints have no base
 
-
-def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> OpenCheckpoint:
-    """Return the base: at the path from the caller, from the checkpoint, or at the same relative path."""
-    wrong = []
-    for place in [moved] if moved else _places_of(recorded, opened.path):
-        try:
-            candidate = open_alone(resolved(place))
-        except (CheckpointNotFound, OSError, ValueError):  # ValueError: no valid file name
-            continue
-        if candidate.fingerprint == recorded.fingerprint:
-            return candidate
-        candidate.close()
-        wrong.append(candidate)
-    problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
-    if wrong:
-        raise CheckpointMismatch(
-            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} instead of "
-            f"{recorded.fingerprint[:12]}. The base was saved at {recorded.path}. Name it with base=PATH."
-        )
-    raise CheckpointNotFound(
-        f"{problem}, but {moved or recorded.path} does not exist. If the base was moved, name it with base=PATH."
-    )
-
-
-def _places_of(recorded: Base, checkpoint: Where) -> list[Where]:
-    """Return the possible paths of a base.
-
-    The path in a checkpoint is followed only on the same medium: its author must not choose which server is contacted.
-    """
-    near = are_on_same_medium(recorded.path, checkpoint)
-    return [*([as_path(recorded.path)] if near else []), checkpoint / recorded.relative]
+    return with_base(opened, base)
 
 
 def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
     """Open the files of a directory, or the file at a path that is no directory."""
     try:
         names = [name.rstrip("/") for name in files.names()]
+        reason = uncommitted_reason(names)
     except OSError:
-        if reason := packed.uncommitted_reason(path):
-            return _open_foreign(path, files, reason)
-        raise HasCome(f"{path} has just come") from None
-    reason = uncommitted_reason(names)
+        names, reason = [], packed.uncommitted_reason(path)
+        if not reason:
+            raise HasCome(f"{path} has just come") from None
     if reason and has_traces(names):
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
@@ -274,10 +169,6 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
     if not reason and INDEX in names and (summary := summary_in(files)) is not None:
         index = _own_index(files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    return _open_foreign(path, files, reason)
-
-
-def _open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints and do not need it
 
     return open_foreign(path, files, reason)

@@ -11,7 +11,7 @@ from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.media import Medium, Readable, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.open import open_alone
+from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.tensors.host_memory import collector_paused
 
 _DEPTH = 3
@@ -35,7 +35,9 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
-        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
+        return open_checkpoint(
+            path.parent, complete=False
+        )  # a view of ours, which names the files of the checkpoint above it
     data = read(files, METADATA)
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)

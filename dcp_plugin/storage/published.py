@@ -1,4 +1,5 @@
-"""Facts about a published checkpoint without its index: its summary, its base, and the save that its files are of.
+"""Facts about a published checkpoint without its index: its summary, the save that its files are of, and comparisons of
+its extra files, which are the files of a save besides its data files and tables of contents.
 
 Stock may have saved over one of our checkpoints; our index and summary do not know of its ``.metadata``. So the summary
 records the save of our ``.metadata``, and its hash. A ``.metadata`` of another save makes the directory a stock
@@ -12,10 +13,12 @@ The rule: this module imports no torch, so that a catalogue of checkpoints needs
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from typing import TypeVar, cast
+
+from xxhash import xxh3_128
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -25,7 +28,7 @@ from dcp_plugin.errors import (
     damage_in,
     unreadable,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
 from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
 from dcp_plugin.media import Medium, Readable, locate, medium_of
 from dcp_plugin.media.packed import unpacked
@@ -37,6 +40,9 @@ _MOST_LOOKS = 50
 """Attempts to read a checkpoint that saves replace meanwhile: a save takes longer than an attempt."""
 _END = 1 << 10
 """Bytes that exceed the length after the save's id in our ``.metadata``."""
+MOST_HASHED = 64 << 20
+"""Largest extra file, in bytes, that a save hashes: the save waits for the hash."""
+BYTES = " bytes"
 
 
 class HasCome(OSError):
@@ -213,9 +219,9 @@ def check_complete(path: Where) -> None:
     with damage_in(path):
         is_ours = in_one_view(path, lambda _, files: _is_ours_and_complete(files), locate, medium=medium)
     if not is_ours:
-        from dcp_plugin.storage.open import open_alone  # other tools' tables of contents need torch
+        from dcp_plugin.storage.open import open_checkpoint  # other tools' tables of contents need torch
 
-        open_alone(path, check=True).close()
+        open_checkpoint(path, check=True, complete=False).close()
 
 
 def _is_ours_and_complete(files: Readable) -> bool:
@@ -276,3 +282,35 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
                 f"{files.where}: {name} has {size} bytes, and had {sizes[name]} when it was saved. A program has "
                 f"written to it since, perhaps a save of another tool."
             )
+
+
+def comparisons_below(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
+    """Return a comparison for each extra file of a save in flight, by name. Raises OSError.
+
+    The comparison is the file's XXH3-128, or the size of a file that would take long to hash. Links and entries that
+    are no files are left out.
+    """
+    comparisons: dict[str, str] = {}
+    for entry in medium.entries(directory):
+        name = below + entry.path.name
+        if entry.is_folder:
+            comparisons |= comparisons_below(medium, entry.path, f"{name}/")
+        elif entry.is_file and (below or not name.endswith(DATA_SUFFIX)):
+            comparisons[name] = comparison_of(medium.open(directory), entry.path.name)
+    return comparisons
+
+
+def hash_of(data: bytes) -> str:
+    return xxh3_128(data).hexdigest()
+
+
+def sizes_only(comparisons: Mapping[str, str]) -> list[str]:
+    """Return the files of which only the size is compared."""
+    return [name for name, comparison in comparisons.items() if comparison.endswith(BYTES)]
+
+
+def comparison_of(files: Files, name: str) -> str:
+    """Return the comparison of one file, as in :func:`comparisons_below`."""
+    with files.open(name) as file:
+        size = files.size(name)
+        return hash_of(file.read()) if size <= MOST_HASHED else f"{size}{BYTES}"

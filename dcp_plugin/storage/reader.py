@@ -39,7 +39,7 @@ from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage import fetch, reading
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.open import check_files, open_alone, open_checkpoint, open_files
+from dcp_plugin.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory
@@ -121,10 +121,8 @@ class ShardedReader(StorageReader):
         if self._opened is None:
             if self.files is not None:
                 self._opened = open_files(self.path, self.files, self._base, self._complete)
-            elif self._complete:
-                self._opened = open_checkpoint(self.path, self._base, self._check_files)
             else:
-                self._opened = open_alone(self.path, self._check_files)
+                self._opened = open_checkpoint(self.path, self._base, self._check_files, self._complete)
             self.path = self._opened.path
         return self._opened
 

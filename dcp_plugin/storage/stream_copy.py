@@ -30,7 +30,7 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, RunningCrc, block_size, directory_at, frame_in
 from dcp_plugin.media import NewFile, RangedFile, Readable
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.extra_files import BYTES, comparison_of
+from dcp_plugin.storage.published import BYTES, comparison_of
 from dcp_plugin.tensors.host_memory import BLOCK
 
 PIECE = 4 << 20

@@ -2,9 +2,6 @@
 
 - :class:`PartWriter` writes one rank's part of a save and returns the place of each item.
 - :class:`Publication` is the unpublished checkpoint on the coordinator: reserved, then published or discarded.
-- :class:`ShardedWriter` is a DCP ``StorageWriter`` made of the two: ``torch.distributed.checkpoint.save(sd,
-  storage_writer=ShardedWriter(path))`` works with any planner, and writes the same checkpoint, committed by the same
-  rule, as :func:`dcp_plugin.save`.
 
 Two items on one rank that have the same memory or the same bytes (tied weights, equal values) are written once.
 """
@@ -12,41 +9,34 @@ Two items on one rank that have the same memory or the same bytes (tied weights,
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed, UnsafeCheckpoint
+from dcp_plugin.errors import SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
-from dcp_plugin.format.index import CheckpointIndex, Location
+from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.format.whole_tensors import WholeItem
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Medium, Readable, Reservation, locate, medium_of
-from dcp_plugin.media.packed import uncommitted_reason
-from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
+from dcp_plugin.media import Medium, Readable, Reservation
+from dcp_plugin.paths import Where
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
-from dcp_plugin.storage import extra_files, write_items
-from dcp_plugin.storage.published import newest_time
+from dcp_plugin.storage import write_items
+from dcp_plugin.storage.published import comparisons_below, hash_of, newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
-from dcp_plugin.tensors._torch import settled
-from dcp_plugin.tensors.kinds import is_stored_whole, memory_of, require_memory
+from dcp_plugin.tensors.kinds import memory_of
 from dcp_plugin.types import VERSION
 
 logger = logging.getLogger("dcp_plugin")
@@ -63,33 +53,6 @@ class RankDirectory:
     def token(self) -> str:
         """Token of the reservation: unique to this save, and the same on all ranks."""
         return self.directory.stem
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of file names. Stock's own writer reads it if a planner's cache returns our plan to it."""
-        return f"__{self.rank}_"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.rank, self.directory)
-
-
-def _received(rank: int, directory: Where) -> RankDirectory:
-    """Record a destination received from the coordinator, for :meth:`ShardedWriter.write_data`, and return it.
-
-    It arrives with the plan, but the planner need not pass that on: a planner that caches plans
-    (``enable_plan_caching``) gives the writer the plan of an earlier save, with the directory of that save. No other
-    call of DCP on every rank carries data from the coordinator, and the writer does not know the process group, so it
-    cannot communicate itself. The thread that receives a plan is the thread that writes.
-    """
-    _of_this_thread.destination = RankDirectory(rank, directory)
-    return _of_this_thread.destination
-
-
-class _OfThisThread(threading.local):
-    destination: RankDirectory | None = None
-
-
-_of_this_thread = _OfThisThread()
 
 
 @dataclass(frozen=True)
@@ -254,7 +217,7 @@ class Publication:
 
     def _comparisons(self) -> dict[str, str]:
         try:
-            return extra_files.comparisons_below(self.medium, self.reserve())
+            return comparisons_below(self.medium, self.reserve())
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
@@ -297,7 +260,7 @@ def compose(
         UnsafeCheckpoint: The ``planner_data`` of another package's planner needs code to be restored.
     """
     views = dcp_metadata.encoded_views(facts.views, index, meta)
-    index.extra_files |= {name: extra_files.hash_of(data) for name, data in views.items()}
+    index.extra_files |= {name: hash_of(data) for name, data in views.items()}
     try:
         encoded = index_file.encode(index)
     except UnsafeCheckpoint as error:
@@ -329,160 +292,6 @@ def compose(
         launch=launch_record(),
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
-
-
-class ShardedWriter(StorageWriter):
-    """Writer for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
-
-    They call its two parts, :class:`PartWriter` and :class:`Publication`, directly: their plan has no items of
-    DCP (:class:`~dcp_plugin.planning.save.PlanExchange`), and their ranks return columns, not a result per item.
-
-    Args:
-        path: The final directory. It appears when the save is complete, and replaces an existing checkpoint.
-        step: Training step, for the summary.
-        io_threads: Threads, and data files, per rank.
-        direct_io: Write past the page cache; ``"auto"``: for files that are large compared with the memory.
-        checksum: Whether to compute CRC32 checksums.
-        views: Additional tables of contents, see :mod:`dcp_plugin.format.metadata`.
-        reuse: This rank's knowledge of the run's last checkpoint; if None, everything is written.
-        aliases: Additional keys for stock readers, see :mod:`dcp_plugin.format.metadata`.
-        overwrite: Replace an existing checkpoint; if False, an existing one raises ``RuntimeError``.
-        kinds: For the summary: which names of the state are a ``"module"`` and which an ``"optimizer"``.
-        layouts: For the summary: how the tensors are distributed, in words.
-        storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-
-    Raises:
-        SaveFailed: From any method: the checkpoint was not committed; ``path`` keeps its earlier content.
-
-    Example:
-        >>> import dcp_plugin, torch, torch.distributed.checkpoint as stock
-        >>> metadata = stock.save({"weights": torch.ones(3)}, storage_writer=dcp_plugin.ShardedWriter("run/step-1"))
-        >>> print(dcp_plugin.inspect("run/step-1").format)
-        dcp_plugin
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        io_threads: int = 2,
-        direct_io: bool | Literal["auto"] = "auto",
-        checksum: bool = True,
-        views: Views | None = None,
-        reuse: Reuse | None = None,
-        aliases: Aliases | None = None,
-        overwrite: bool = True,
-        kinds: Mapping[str, str] | None = None,
-        layouts: Sequence[str] = (),
-        storage_options: StorageOptions | None = None,
-    ) -> None:
-        self.overwrite = overwrite
-        self.bytes_written = 0
-        """Bytes of this rank's data files."""
-        self._storage_options, self._direct_io = storage_options, direct_io
-        location = as_path(path, storage_options)
-        self._publication = Publication(location, medium_of(location, direct_io))
-        self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
-        self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts=layouts)
-
-    @property
-    def path(self) -> Where:
-        return self._publication.path
-
-    @property
-    def save_id(self) -> str:
-        return self._publication.save_id
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        location = as_path(checkpoint_id, self._storage_options) if checkpoint_id else self.path
-        self._publication = Publication(location, medium_of(location, self._direct_io))
-        self._options = replace(self._options, medium=self._publication.medium)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("use_collectives", True):
-            raise SaveFailed(
-                f"cannot save {self.path} with use_collectives=False: without a coordinator, no rank commits the "
-                f"checkpoint."
-            )
-        _of_this_thread.destination = None
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self.overwrite and uncommitted_reason(locate(self.path), self._options.medium) == "":
-            raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        directory = self._publication.reserve()
-        return [replace(plan, storage_data=RankDirectory(rank, directory)) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
-            written = replace(self._options, path=self.path).write(items, self._destination(plan))
-        except CheckpointError as error:  # logged, because stock shows it only after the tracebacks of all ranks
-            logger.error("%s", error)
-            raise
-        self.bytes_written = written.nbytes
-        done: Future[list[WriteResult]] = Future()
-        located = zip(plan.items, map(written.places.location, range(len(plan.items))), strict=True)
-        done.set_result([WriteResult(item.index, location.length, location) for item, location in located])
-        return done
-
-    def _destination(self, plan: SavePlan) -> RankDirectory:
-        """Return the rank and directory of this save. A plan from a planner's cache has the directory of an earlier
-        save."""
-        planned: RankDirectory = plan.storage_data
-        received, _of_this_thread.destination = _of_this_thread.destination, None
-        directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
-        return received or planned if directory is None else RankDirectory(planned.rank, directory)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
-        try:
-            entries = list(dcp_metadata.entries_of(metadata, places))
-        except KeyError as error:
-            raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        paths = dcp_metadata.planner_paths(metadata.planner_data, metadata.state_dict_metadata)
-        index = CheckpointIndex.build(entries, self._publication.file_sizes(), paths)
-        if paths is None:
-            index.planner_data = (metadata.planner_data,)
-        self._publication.publish(index, replace(self._facts, world_size=len(results)))
-        metadata.storage_data = {item: dcp_metadata.storage_info(location) for item, location in places.items()}
-        metadata.storage_meta = self.storage_meta()
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return self.path
-
-    def storage_meta(self) -> StorageMeta | None:
-        return self._publication.storage_meta
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_path(checkpoint_id)
-
-
-def _new_item(item: WriteItem, data: Any) -> NewItem:
-    """Return the data that any planner hands over for an item, in the form in which it is written.
-
-    Raises:
-        CheckpointMismatch: A tensor has no memory to store.
-    """
-    key = item.index.fqn
-    if item.type == WriteItemType.BYTE_IO:
-        return NewItem(key, data.getvalue())
-    assert item.tensor_data is not None, "it is a tensor"
-    box, data = item.tensor_data.chunk, settled(data)
-    try:
-        if is_stored_whole(data):
-            return NewItem(key, WholeItem.of(data), tuple(box.offsets), tuple(box.sizes))
-        if data.requires_grad or type(data) is not torch.Tensor:
-            data = data.detach()
-        require_memory(data)
-    except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{key} is {error}") from error
-    return NewItem(key, data, tuple(box.offsets), tuple(box.sizes))
 
 
 def _without_duplicates(items: Sequence[NewItem]) -> tuple[list[NewItem], list[int]]:

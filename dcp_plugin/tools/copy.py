@@ -27,7 +27,7 @@ from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.bases import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
-from dcp_plugin.storage.open import open_alone, open_checkpoint
+from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.tools.stream import Progress
 from dcp_plugin.tools.transfer import Counts, Homes, Source, Transfer, is_same, open_source
@@ -158,7 +158,7 @@ def _find(source: Where) -> _Found:
         return _Found([(source, True)], [])
     reason: Exception
     try:
-        open_alone(source).close()
+        open_checkpoint(source, complete=False).close()
         return _Found([(source, False)], [])
     except CheckpointNotFound as error:
         if weights_in(source):
@@ -188,7 +188,7 @@ def _refuse_other_file(path: Where) -> None:
         CheckpointError: The file is refused. The message names it.
     """
     with suppress(UnsafeCheckpoint):  # a file of a known tool, which the copy does not load
-        opened = open_alone(path)
+        opened = open_checkpoint(path, complete=False)
         opened.close()
         if path.name not in opened.index.files:
             raise CheckpointMismatch(f"{path} is the index of {some(list(opened.index.files))}: copy {path.parent}")

@@ -36,9 +36,8 @@ from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable,
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.extra_files import BYTES, hash_of
-from dcp_plugin.storage.open import check_files, completed, open_alone
-from dcp_plugin.storage.published import gone_or_damaged
+from dcp_plugin.storage.open import check_files, completed, open_checkpoint
+from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
 from dcp_plugin.storage.stream_copy import (
     PIECE,
     Look,
@@ -147,7 +146,7 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             sizes = {path.name: files.size(path.name)}
             return Source(path, files, sizes, _token_of(files, sizes), is_file=True)
         try:
-            opened: OpenCheckpoint | None = open_alone(path)
+            opened: OpenCheckpoint | None = open_checkpoint(path, complete=False)
         except CheckpointError:
             if not of_others:
                 raise

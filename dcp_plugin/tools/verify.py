@@ -11,8 +11,8 @@ from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnr
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
-from dcp_plugin.storage.extra_files import sizes_only
 from dcp_plugin.storage.open_foreign import weights_in
+from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.stream_copy import in_windows, verify_unread
 from dcp_plugin.types import VerifyReport

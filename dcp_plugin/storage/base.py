@@ -1,0 +1,124 @@
+"""The base of a checkpoint: another checkpoint with the frozen tensors that this one leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.format.summary import Base
+from dcp_plugin.media import RangedFile, Readable
+from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
+from dcp_plugin.records import OpenCheckpoint
+from dcp_plugin.storage.open import open_checkpoint
+
+
+@dataclass(frozen=True)
+class _WithBase:
+    """Files of a checkpoint, and those of its base under their full paths."""
+
+    own: Readable
+    base: Readable
+
+    @property
+    def where(self) -> str:
+        return self.own.where
+
+    @property
+    def streams(self) -> int:
+        return max(self.own.streams, self.base.streams)
+
+    @property
+    def gap(self) -> int:
+        return max(self.own.gap, self.base.gap)
+
+    def _of(self, name: str) -> tuple[Readable, str]:
+        below = f"{self.base.where}/"
+        return (self.base, name.removeprefix(below)) if name.startswith(below) else (self.own, name)
+
+    def names(self) -> list[str]:
+        return self.own.names()
+
+    def size(self, name: str) -> int:
+        files, name = self._of(name)
+        return files.size(name)
+
+    def modified(self, name: str) -> float:
+        files, name = self._of(name)
+        return files.modified(name)
+
+    def open(self, name: str) -> RangedFile:
+        files, name = self._of(name)
+        return files.open(name)
+
+    def leads_elsewhere(self, name: str) -> bool:
+        files, name = self._of(name)
+        return files.leads_elsewhere(name)
+
+    def keep(self, names: Iterable[str]) -> None:
+        for name in names:
+            files, name = self._of(name)
+            files.keep([name])
+
+    def distrust(self, file: RangedFile) -> bool:
+        return self.own.distrust(file) or self.base.distrust(file)
+
+    def moved(self) -> bool:
+        return self.own.moved() or self.base.moved()
+
+    def close(self) -> None:
+        self.own.close()
+        self.base.close()
+
+
+def with_base(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
+    """Return the checkpoint together with its base.
+
+    Raises:
+        CheckpointNotFound: The base does not exist.
+        CheckpointMismatch: The checkpoint at the path of the base is another one.
+    """
+    left_out = opened.index.left_out
+    recorded = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
+    base_checkpoint = _find_base(opened, recorded, base)
+    lost = [key for key in left_out.values() if key not in base_checkpoint.index]
+    if lost:
+        base_checkpoint.close()
+        raise CheckpointMismatch(
+            f"{base_checkpoint.path} has no {lost[0]}, but {opened.path} leaves it out and has this base"
+        )
+    added = base_checkpoint.index.selected(left_out, {}, below=base_checkpoint.files.where)
+    files = _WithBase(opened.files, base_checkpoint.files)
+    return replace(opened, files=files, index=opened.index.with_added(added), base=base_checkpoint)
+
+
+def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> OpenCheckpoint:
+    """Return the base: at the path from the caller, from the checkpoint, or at the same relative path."""
+    wrong = []
+    for place in [moved] if moved else _places_of(recorded, opened.path):
+        try:
+            candidate = open_checkpoint(resolved(place), complete=False)
+        except (CheckpointNotFound, OSError, ValueError):  # ValueError: no valid file name
+            continue
+        if candidate.fingerprint == recorded.fingerprint:
+            return candidate
+        candidate.close()
+        wrong.append(candidate)
+    problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
+    if wrong:
+        raise CheckpointMismatch(
+            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} instead of "
+            f"{recorded.fingerprint[:12]}. The base was saved at {recorded.path}. Name it with base=PATH."
+        )
+    raise CheckpointNotFound(
+        f"{problem}, but {moved or recorded.path} does not exist. If the base was moved, name it with base=PATH."
+    )
+
+
+def _places_of(recorded: Base, checkpoint: Where) -> list[Where]:
+    """Return the possible paths of a base.
+
+    The path in a checkpoint is followed only on the same medium: its author must not choose which server is contacted.
+    """
+    near = are_on_same_medium(recorded.path, checkpoint)
+    return [*([as_path(recorded.path)] if near else []), checkpoint / recorded.relative]
