@@ -136,7 +136,7 @@ class NewFile(Protocol):
 
 
 class RawRanges(io.RawIOBase):
-    """Raw file below a buffered file whose bytes are read by ranges, with :meth:`read_at`."""
+    """Raw file below a :class:`RangedFile`, whose bytes are read by ranges."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -145,6 +145,9 @@ class RawRanges(io.RawIOBase):
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         """Read as :meth:`RangedFile.read_into` does."""
         raise NotImplementedError
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Prepare reads as :meth:`RangedFile.expect` does."""
 
     def readable(self) -> bool:
         return True
@@ -216,12 +219,20 @@ def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
 
 
 class RangedFile(io.BufferedReader):
-    """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once."""
+    """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once.
+
+    Args:
+        identity: A value that no other file has, and that changes with the contents of the file. None: unknown.
+        buffer_size: Bytes that a small read asks for.
+    """
 
     is_outside = False
     """Whether the open file is the target of a link out of the checkpoint, see :meth:`Readable.leads_elsewhere`."""
-    identity: Any
-    """A value that no other file has, and that changes with the contents of the file."""
+
+    def __init__(self, ranges: RawRanges, identity: Any = None, buffer_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
+        super().__init__(ranges, buffer_size)
+        self._ranges = ranges
+        self.identity = identity
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         """Fill the pieces in turn from byte ``offset`` on.
@@ -229,27 +240,32 @@ class RangedFile(io.BufferedReader):
         Returns:
             The number of bytes. It may be smaller than the memory; 0 is the end of the file.
         """
-        raise NotImplementedError
+        return self._ranges.read_at(memory, offset)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prepare small reads within these ranges, each from one byte to before another. Raises OSError."""
+        self._ranges.expect(ranges)
 
 
 class Readable(Files, Protocol):
-    """The files of one checkpoint. Threads may open them at the same time."""
+    """The files of one checkpoint. Threads may open them at the same time. A subclass inherits the answers of a place
+    that has no links, pins nothing and where reads are system calls."""
 
     @property
     def streams(self) -> int:
         """Number of ranges to read at the same time where each read is a request; 0 where reads are system calls."""
+        return 0
 
     @property
     def gap(self) -> int:
         """Bytes between two ranges that cost less to read than a further read."""
+        return 8 << 10  # a system call costs as much
 
     def open(self, name: str) -> RangedFile: ...
 
     def leads_elsewhere(self, name: str) -> bool:
         """Return whether a file is a link out of the checkpoint. The blobs of Hugging Face's cache belong to it."""
+        return False
 
     def keep(self, names: Iterable[str]) -> None:
         """Pin files: they can be opened until :meth:`close`, even if the checkpoint is deleted. After that, only
@@ -258,16 +274,20 @@ class Readable(Files, Protocol):
         Raises:
             OSError: A file is missing.
         """
+        return
 
     def distrust(self, file: RangedFile) -> bool:
         """Mark the source of a file as unreliable: its bytes are not the saved bytes. Return whether the file has
         another source, which the next :meth:`open` uses."""
+        return False
 
     def moved(self) -> bool:
         """Return whether the checkpoint at the path was created, replaced or deleted since these files were opened."""
+        return False
 
     def close(self) -> None:
         """Close the pinned files. May be called twice."""
+        return
 
 
 @dataclass(frozen=True)
@@ -531,8 +551,9 @@ def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium
     """
     if isinstance(path, ObjectPath):
         from dcp_plugin.media.objects import ObjectStore  # needed for URLs alone
+        from dcp_plugin.media.objects.client import client_of
 
-        return cast(Medium, ObjectStore.of(path))
+        return cast(Medium, ObjectStore(client_of(path)))
     from dcp_plugin.media.disk import LocalDisk
 
     return cast(Medium, LocalDisk(direct_io))  # each takes its own kind of path, and is given no other

@@ -152,9 +152,10 @@ class PackedFiles:
 
     def open(self, name: str) -> RangedFile:
         if name == SUMMARY:
-            return _Part(None, 0, self._summary)
+            return RangedFile(_KnownEnd(None, 0, self._summary))
         if name == METADATA:
-            return _Part(self.files.open(METADATA), self._metadata_size - len(self._before), self._before)
+            begin = self._metadata_size - len(self._before)
+            return RangedFile(_KnownEnd(self.files.open(METADATA), begin, self._before))
         return self.files.open(self._at(name))
 
     def leads_elsewhere(self, name: str) -> bool:
@@ -182,7 +183,7 @@ def _attached(summary: bytes) -> frozenset[str]:
         return frozenset()
 
 
-class _Bytes(RawRanges):
+class _KnownEnd(RawRanges):
     """The first bytes of a file, of which the last are known."""
 
     def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
@@ -199,13 +200,3 @@ class _Bytes(RawRanges):
         if self._file is not None:
             self._file.close()
         super().close()
-
-
-class _Part(RangedFile):
-    def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
-        self._bytes = _Bytes(file, begin, known)
-        self.identity = None
-        super().__init__(self._bytes)
-
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return self._bytes.read_at(memory, offset)

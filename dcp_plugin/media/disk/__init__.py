@@ -18,8 +18,7 @@ from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
-from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
-from dcp_plugin.media.disk.hard_links import link_file
+from dcp_plugin.media.disk.files import HeldFiles, LocalFiles, link_file
 
 _VISIBLE_SECONDS = 10.0
 """Time limit for the appearance of a directory made by another rank: NFS clients cache missing names."""

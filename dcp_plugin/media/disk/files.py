@@ -1,21 +1,26 @@
-"""Files of a checkpoint in a directory, read while other processes publish, replace and delete checkpoints.
+"""Files of a checkpoint in a directory, read while other processes publish, replace and delete checkpoints; and hard
+links to its data files.
 
 :class:`HeldFiles` opens the directory once and reads through its descriptor: an overwrite exchanges names, a removal
 renames first, and the descriptor stays with its directory. So all bytes are of the same save. After the removal deletes
 a file that is not open yet, the file is missing; :meth:`HeldFiles.moved` distinguishes that from damage.
+
+:func:`link_file` gives a data file a further name, in a later checkpoint. It compares the identity of the file before
+and after that, because another file may take its name at any time.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from stat import S_ISLNK
+from stat import S_ISLNK, S_ISREG
+from typing import Any, cast
 
-from dcp_plugin.media import RangedFile
+from dcp_plugin.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.media.disk import posix
 
 _HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
@@ -24,18 +29,21 @@ _TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH: of a directory that 
 _MET_A_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EMLINK}  # the last one on FreeBSD
 _MOST_KEPT = 256
 """Files that are kept open at the same time. A process may often have no more than 1024."""
+_FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
 
 
 class LocalFile(RangedFile):
     """A file that several threads read at the same time."""
 
     def __init__(self, file: FileIO, is_outside: bool = False) -> None:
-        super().__init__(file)
+        super().__init__(cast(Any, file), identity_of(os.fstat(file.fileno())))
         self.is_outside = is_outside
-        self.identity = identity_of(os.fstat(file.fileno()))
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         return posix.read_at(self.fileno(), memory, offset)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: the system reads ahead."""
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
@@ -43,11 +51,8 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class LocalFiles:
+class LocalFiles(Readable):
     """Files of a directory, opened by their paths at each call. Nothing is pinned."""
-
-    streams = 0
-    gap = 8 << 10  # a system call costs as much
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,14 +65,8 @@ class LocalFiles:
         """Return a path, and the descriptor of the directory that it is relative to."""
         return self.directory / name, None
 
-    @contextmanager
-    def _entries(self) -> Iterator[Iterator[os.DirEntry[str]]]:
-        with os.scandir(self.directory) as entries:
-            yield entries
-
     def names(self) -> list[str]:
-        with self._entries() as entries:  # whose kinds are known without a system call for each
-            return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+        return _names_in(self.directory)
 
     def _stat(self, name: str, follow_symlinks: bool = True) -> os.stat_result:
         path, relative_to = self._at(name)
@@ -80,11 +79,7 @@ class LocalFiles:
         return self._stat(name).st_mtime
 
     def open(self, name: str) -> LocalFile:
-        """Open a regular file. Raise OSError for a named pipe, which would block for ever."""
-        return LocalFile(*self._opened(name))
-
-    def _opened(self, name: str) -> tuple[FileIO, bool]:
-        """Open a file. Return also whether it is a link out of the checkpoint.
+        """Open a regular file. Raise OSError for a named pipe, which would block for ever.
 
         The call that opens the file also checks it: another process may put a link in place of the file at any time.
         """
@@ -94,7 +89,9 @@ class LocalFiles:
             file = self._open_below(parts)
             if file is None and (target := self._link_target(parts)):
                 file = self._open_below(target)
-        return (posix.open_regular(*self._at(name)), True) if file is None else (file, False)
+        if file is None:
+            return LocalFile(posix.open_regular(*self._at(name)), is_outside=True)
+        return LocalFile(file)
 
     def _open_below(self, parts: Sequence[str]) -> FileIO | None:
         """Open a file without following a link below the directory. Return None if a link is in the way."""
@@ -132,18 +129,6 @@ class LocalFiles:
             return False
         return (linked or ".." in parts) and not self._link_target(parts)
 
-    def keep(self, names: Iterable[str]) -> None:
-        pass
-
-    def distrust(self, file: RangedFile) -> bool:
-        return False
-
-    def moved(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
 
 class HeldFiles(LocalFiles):
     """Files of the directory that has a path now, through its descriptor.
@@ -154,7 +139,7 @@ class HeldFiles(LocalFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._descriptor: int | None = None
-        self._kept: dict[str, FileIO] = {}
+        self._kept: dict[str, LocalFile] = {}
         self._refused: OSError | None = None
         try:
             if _HAS_DESCRIPTORS:
@@ -170,17 +155,13 @@ class HeldFiles(LocalFiles):
             raise type(self._refused)(*self._refused.args, str(self.directory))
         return super()._at(name) if self._descriptor is None else (name or ".", self._descriptor)
 
-    @contextmanager
-    def _entries(self) -> Iterator[Iterator[os.DirEntry[str]]]:
+    def names(self) -> list[str]:
         path, relative_to = self._at("")
         if relative_to is None:
-            with super()._entries() as entries:
-                yield entries
-            return
+            return super().names()
         listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # with a position of its own
         try:
-            with os.scandir(listing) as entries:
-                yield entries
+            return _names_in(listing)
         finally:
             os.close(listing)
 
@@ -192,12 +173,12 @@ class HeldFiles(LocalFiles):
         for name in names:
             if name not in self._kept and len(self._kept) < _MOST_KEPT:
                 try:
-                    file, is_outside = self._opened(name)
+                    file = super().open(name)
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         return
                     raise
-                if is_outside:  # a removal of the checkpoint does not delete it
+                if file.is_outside:  # a removal of the checkpoint does not delete it
                     file.close()
                 else:
                     self._kept[name] = file
@@ -222,6 +203,11 @@ class HeldFiles(LocalFiles):
         self.close()
 
 
+def _names_in(place: Path | int) -> list[str]:
+    with os.scandir(place) as entries:  # whose kinds are known without a system call for each
+        return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+
+
 def _identity(place: Path | int) -> tuple[int, int] | None:
     """Return the device and inode of a path or a descriptor; None if the path does not exist. Raise OSError if the file
     system fails."""
@@ -230,3 +216,52 @@ def _identity(place: Path | int) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino
+
+
+def link_file(file: DataFile, target: Path) -> DataFile:
+    """Make ``target`` this file, or one that shares its blocks. See :meth:`dcp_plugin.media.Medium.link_file`."""
+    reason = GONE
+    for home in file.homes:
+        assert isinstance(home, Path)
+        if not _is_at(file, home):
+            continue
+        try:
+            os.link(home, target)
+        except OSError as error:
+            if _reflink(home, target) and _is_at(file, home):
+                return DataFile.written(LocalFiles(target.parent), target)
+            target.unlink(missing_ok=True)
+            if error.errno != errno.ENOENT:  # not deleted just now
+                reason = f"the file system makes no hard links there ({error.strerror})"
+            continue
+        if _is_at(file, target):
+            return DataFile((target, *file.homes), file.size, identity_of(os.stat(target)))
+        target.unlink()  # another file has taken its name just now
+    raise CannotLink(reason)
+
+
+def _is_at(file: DataFile, path: Path) -> bool:
+    """Return whether a path is a name of the file. A link, which another program may have put there, is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    is_same = identity_of(status) == file.identity if file.identity else status.st_size == file.size
+    return is_same and S_ISREG(status.st_mode)
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    """Make a durable copy that shares the blocks of the source. Return False where the file system cannot.
+
+    An ordinary copy, by the kernel too, saves nothing: it reads and writes bytes that are in memory already.
+    """
+    import fcntl  # not on every platform; a save without it has ended before
+
+    try:
+        with open(source, "rb") as original, open(target, "xb") as copy:
+            fcntl.ioctl(copy.fileno(), _FICLONE, original.fileno())
+            os.fsync(copy.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+        return False
+    return True

@@ -20,12 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from dcp_plugin.errors import SaveFailed
+from dcp_plugin.media import scatter
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _IN_MEMORY = {0x01021994, 0x858458F6}  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _AT_FDCWD = -100
 _SEEKING = threading.Lock()
+_READ_AT_ONCE = 8 << 20
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 """Errors of a rename, but not of an exchange: some FUSE file systems perform a rename instead."""
@@ -154,19 +156,13 @@ class Folder:
 
 
 def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
-    """``preadv``; where there is none (Windows), a seek and reads, one thread at a time."""
+    """Read as :meth:`dcp_plugin.media.RangedFile.read_into` does."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, memory, offset)
-    count = 0
-    with _SEEKING:
+    with _SEEKING:  # Windows
         os.lseek(fd, offset, os.SEEK_SET)
-        for part in memory:
-            while part and (data := os.read(fd, len(part))):
-                part[: len(data)] = data
-                part, count = part[len(data) :], count + len(data)
-            if part:
-                break
-    return count
+        data = os.read(fd, min(_READ_AT_ONCE, sum(map(len, memory))))
+    return scatter([data], memory)
 
 
 def sync_tree(directory: Path, but: str) -> None:

@@ -18,7 +18,7 @@ from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed
 from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter, client_of
+from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
 from dcp_plugin.paths import ObjectPath
 
@@ -61,10 +61,6 @@ class ObjectStore:
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
 
-    @classmethod
-    def of(cls, path: ObjectPath) -> ObjectStore:
-        return cls(client_of(path))
-
     def join(self, directory: ObjectPath, path: ObjectPath) -> None:
         """Check the bucket. No rank waits: all ranks see the objects of a rank at once."""
         if directory.store != path.store:
@@ -90,7 +86,7 @@ class ObjectStore:
             return ListedFiles(self.client, path, self._of_save(*within))
         if self.listed is None:
             return ListedFiles(self.client, path) if pin else ObjectFiles(self.client, path)
-        return ListedFiles(self.client, path, self.listed.below(path), frozen=True)
+        return ListedFiles(self.client, path, self.listed.below(path))
 
     def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, Found]:
         """Return the objects of a save in flight, or of a folder in it, under their usual names."""

@@ -12,16 +12,16 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from dcp_plugin.media import scatter
-from dcp_plugin.media.objects import credentials, uploads
-from dcp_plugin.media.objects.refusals import refusal, said
-from dcp_plugin.paths import ObjectPath, StoreOptions
+from dcp_plugin.media.objects import s3
+from dcp_plugin.media.objects.refusals import error_text, refusal, secrets_in, texts_in
+from dcp_plugin.paths import ObjectPath
 
 PART = 8 << 20
 """Bytes of a part of an upload, and of a range of a large read."""
@@ -38,7 +38,6 @@ _MOST_DELETED = 1_000
 _ATTEMPTS = 5
 _INIT_BACKOFF, _MAX_BACKOFF = timedelta(milliseconds=100), timedelta(seconds=15)
 _sleep = time.sleep
-_SHORTEST_SECRET = 3
 _REFUSED_KEY = "Encountered object with invalid path"
 """Error of obstore for a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
@@ -181,9 +180,9 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
         if not isinstance(value, (str, bool)) and name != "credential_provider":
             raise ValueError(f"{name} is text, not of type {type(value).__name__}")
     if path.scheme == "s3":
-        user_options = credentials.of_aws(user_options) | user_options
+        user_options = s3.further_options(user_options) | user_options
         own = {name.lower().removeprefix("aws_"): value for name, value in user_options.items()}
-        endpoint = next((own[name] for name in credentials.ENDPOINT if name in own), "")
+        endpoint = next((own[name] for name in s3.ENDPOINT if name in own), "")
         if endpoint and not _ENDPOINT.match(endpoint):
             raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
         if endpoint.startswith("http://"):
@@ -219,7 +218,7 @@ class ObstoreClient:
             from obstore.store import from_url
         except ImportError as error:
             raise ValueError(_MISSING.format(path.store)) from error
-        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
+        self._obstore, self._url, self._secrets = obstore, path.store, secrets_in(dict(path.options or {}))
         try:
             options = _options_of(path)
             self._patient: Any = from_url(path.store, **options)
@@ -229,10 +228,11 @@ class ObstoreClient:
             self._hasty = self._patient if is_given else from_url(path.store, **options | {"retry_config": hasty})
             self._has_answered = False
         except Exception as error:
+            reason = error_text(error, texts_in(path.options))
             raise ValueError(
-                f"{path.store} cannot be reached with these options: {said(error, _texts_in(path.options))}. Those of "
-                f"storage_options are named as obstore does (region, endpoint, access_key_id, …), and where none is "
-                f"given, they come from the environment."
+                f"{path.store} cannot be reached with these options: {reason}. Those of storage_options are named as "
+                f"obstore does (region, endpoint, access_key_id, …), and where none is given, they come from the "
+                f"environment."
             ) from None
 
     @property
@@ -262,17 +262,17 @@ class ObstoreClient:
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
             self._has_answered = True
             if conditional:
-                raise Changed(said(error, self._secrets)) from None
+                raise Changed(error_text(error, self._secrets)) from None
             raise self._error(error, key) from None
         except kinds.NotSupportedError as error:
-            raise NoConditions(said(error, self._secrets)) from None
+            raise NoConditions(error_text(error, self._secrets)) from None
         except (kinds.BaseError, OSError) as error:  # the latter from a writer
             self._has_answered = self._has_answered or isinstance(error, FileNotFoundError)
             raise self._error(error, key) from None
 
     def _error(self, error: Exception, key: str) -> OSError:
         """The error as one of Python's, which picks the class by the number."""
-        number, text = refusal(error, said(error, self._secrets))
+        number, text = refusal(error, error_text(error, self._secrets))
         return OSError(number, text, f"{self._url}/{key}")
 
     def put(self, key: str, data: bytes) -> str:
@@ -356,7 +356,7 @@ class ObstoreClient:
     def _pages(self, prefix: str, delimiter: str = "") -> Iterator[Any]:
         """Yield the pages of a listing that obstore refuses because of one key. Others put such keys; we never do."""
         try:
-            yield from uploads.pages(self._url, self._store.config, prefix, delimiter)
+            yield from s3.pages(self._url, self._store.config, prefix, delimiter)
         except ImportError:
             reason = "obstore cannot list a key with an empty part, a dot or a control character: pip install botocore"
             raise OSError(errno.EIO, reason, f"{self._url}/{prefix}") from None
@@ -422,13 +422,13 @@ class ObstoreClient:
     def unfinished_uploads(self, prefix: str) -> list[str]:
         """Return the keys of uploads below ``prefix`` that were never completed, if the store lists them. Never raises
         OSError."""
-        return uploads.unfinished(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
+        return s3.unfinished_uploads(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         """Abort the uploads below ``prefix`` that have one of ``tokens`` in their keys. Never raises OSError: a rule of
         the life cycle of the bucket has to end those that cannot be aborted."""
         if self._url.startswith("s3://"):
-            uploads.abort(self._url, self._store.config, prefix, tokens)
+            s3.abort_uploads(self._url, self._store.config, prefix, tokens)
 
 
 def _is_path(key: str) -> bool:
@@ -437,14 +437,6 @@ def _is_path(key: str) -> bool:
 
 def _found(meta: Any, key: str) -> Found:
     return Found(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
-
-
-def _texts_in(options: Any) -> list[str]:
-    """All that options say: a message about them may quote a secret that is in the wrong place."""
-    if isinstance(options, str):
-        return [options] if len(options) > _SHORTEST_SECRET else []
-    values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
-    return [text for item in values for text in _texts_in(item)]
 
 
 class MemoryClient:

@@ -1,43 +1,87 @@
 """Files of a checkpoint in a store, read while other processes publish, replace and delete checkpoints.
 
 A single listing has the objects, their sizes and their tags. Each later read requires the listed tag, so a replaced
-object is never read in place of the listed one.
+object is never read in place of the listed one. Small reads pass through a cache: readers of other tools' files read
+the same few ranges several times.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
-from dcp_plugin.media import RangedFile, RawRanges, first_bytes
-from dcp_plugin.media.objects.cache import BLOCK, Cache
+from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
 
 _A_PAGE = 1000
 """Keys that a store lists in one answer."""
+_BLOCK = 64 << 10
+"""Bytes that a small read asks for, of an object that is larger than :data:`GAP`: others are read in one request."""
+_MOST_CACHED = 32 << 20
 
 
-class ObjectFile(RangedFile):
-    """An object, read by ranges."""
+class _Cache:
+    """Blocks of the objects below a prefix, by key, tag and number; the most recently used ones."""
 
-    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
-        self._object = _Object(client, cache, found, where)
-        self.identity = found.tag
-        super().__init__(self._object, max(1, min(BLOCK, found.size)))
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._blocks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self._object.expect(ranges)
+    def read(self, found: Found, offset: int) -> memoryview:
+        """Return bytes from ``offset`` on, at least one."""
+        size = found.size if found.size <= GAP else _BLOCK
+        number = offset // size
+        if (data := self._known(found, number)) is None:
+            in_turn = number > 0 and self._known(found, number - 1) is not None
+            blocks = self._fetched(found, number, size, GAP // size if in_turn else 1)
+            data = blocks[0]
+        return memoryview(data)[offset - number * size :]
 
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return self._object.read_at(memory, offset)
+    def fetch(self, found: Found, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch these ranges of an object at the same time."""
+        size = found.size if found.size <= GAP else _BLOCK
+        wanted = {number for begin, end in ranges for number in range(begin // size, -(-end // size))}
+        lacking = sorted(number for number in wanted if self._known(found, number) is None)[: _MOST_CACHED // size]
+        if lacking:
+            with ThreadPoolExecutor(min(STREAMS, len(lacking)), thread_name_prefix="dcp-look") as pool:
+                list(pool.map(lambda number: self._fetched(found, number, size, 1), lacking))
+
+    def _known(self, found: Found, number: int) -> bytes | None:
+        with self._lock:
+            place = found.key, found.tag, number
+            if place in self._blocks:
+                self._blocks.move_to_end(place)
+            return self._blocks.get(place)
+
+    def _fetched(self, found: Found, number: int, size: int, count: int) -> list[bytes]:
+        memory = bytearray(min(count * size, found.size - number * size))
+        got = self._client.read(found.key, number * size, [memoryview(memory)], found.tag)
+        if got < len(memory):
+            raise OSError(errno.EIO, "the store has sent fewer bytes than there are", found.key)
+        blocks = [bytes(memory[at : at + size]) for at in range(0, len(memory), size)]
+        with self._lock:
+            for place, block in enumerate(blocks, number):
+                if (found.key, found.tag, place) not in self._blocks:
+                    self._blocks[found.key, found.tag, place] = block
+                    self._size += len(block)
+            while self._size > _MOST_CACHED:
+                self._size -= len(self._blocks.popitem(last=False)[1])
+        return blocks
 
 
 class _Object(RawRanges):
-    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
+    """An object, read by ranges."""
+
+    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
         super().__init__(found.size)
         self._client, self._cache, self._found, self._where = client, cache, found, where
 
@@ -45,7 +89,7 @@ class _Object(RawRanges):
         memory = memoryview(memory).cast("B")
         if self._at >= self._found.size:
             return 0
-        if len(memory) > BLOCK and self._found.size > GAP:
+        if len(memory) > _BLOCK and self._found.size > GAP:
             count = self.read_at([memory], self._at)
         else:
             with self._unless_replaced():
@@ -74,15 +118,18 @@ class _Object(RawRanges):
             raise FileNotFoundError(errno.ENOENT, "another save has replaced the object", self._where) from None
 
 
-class ObjectFiles:
-    """Objects below a prefix, looked up one by one. The tag of an object stays the same after that."""
+class ObjectFiles(Readable):
+    """Objects below a prefix, looked up one by one. The tag of an object stays the same after that.
+
+    No file needs a pin: a save that replaces a checkpoint leaves its objects to the save after that.
+    """
 
     streams = STREAMS
     gap = GAP
 
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
-        self._cache = Cache(client)
+        self._cache = _Cache(client)
         self._found: dict[str, Found] = {}
 
     @property
@@ -114,39 +161,24 @@ class ObjectFiles:
     def modified(self, name: str) -> float:
         return self._find(name).modified
 
-    def open(self, name: str) -> ObjectFile:
-        return ObjectFile(self._client, self._cache, self._find(name), f"{self.path}/{name}")
-
-    def leads_elsewhere(self, name: str) -> bool:
-        return False
-
-    def distrust(self, file: RangedFile) -> bool:
-        return False
-
-    def keep(self, names: Iterable[str]) -> None:
-        """Do nothing: a save that replaces a checkpoint leaves its objects to the save after that."""
-
-    def moved(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
+    def open(self, name: str) -> RangedFile:
+        item = self._find(name)
+        ranges = _Object(self._client, self._cache, item, f"{self.path}/{name}")
+        return RangedFile(ranges, item.tag, max(1, min(_BLOCK, item.size)))
 
 
 class ListedFiles(ObjectFiles):
     """The objects below a prefix, of one listing.
 
     Args:
-        listed: By the names below the prefix; None: the first use lists them.
-        frozen: Never compare the listing with the store again.
+        listed: By the names below the prefix. These files are compared with the store no more. None: the first use
+            lists them.
     """
 
-    def __init__(
-        self, client: Client, path: ObjectPath, listed: Mapping[str, Found] | None = None, frozen: bool = False
-    ) -> None:
+    def __init__(self, client: Client, path: ObjectPath, listed: Mapping[str, Found] | None = None) -> None:
         super().__init__(client, path)
         self._listed = listed
-        self._frozen = frozen
+        self._is_given = listed is not None
         self._too_many = False
 
     def _all(self) -> Mapping[str, Found]:
@@ -187,7 +219,7 @@ class ListedFiles(ObjectFiles):
         return super().modified(name)
 
     def moved(self) -> bool:
-        if self._frozen:
+        if self._is_given:
             return False
         try:
             before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))

@@ -1,11 +1,14 @@
-"""What a store refuses, in words: what it has said, without what a request was signed with, and the way out."""
+"""Texts of errors of a store: its own words without secrets, and the way out."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dcp_plugin.paths import StoreOptions
 
 _SECRET = re.compile(
     r"(?i)\b((?:x-amz-[\w-]*|sig|signature|(?<!expired)(?<!invalid)token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
@@ -64,11 +67,13 @@ _REFUSALS = (
         _NOT_ALLOWED,
     ),
 )
-"""Words of what a store says, the kind of error that it is, and the way out. The first that fits."""
+"""Words in the answer of a store, the error number, and the way out. The first row that matches counts."""
+_IS_SECRET = re.compile(r"(?i)(key|secret|token|sas|password)(?!.*_file$)")
+_SHORTEST_SECRET, _SHORTEST_TEXT = 8, 4
 
 
 def refusal(error: Exception, text: str) -> tuple[int, str]:
-    """The number of an error, and its text with the way out, where one is known."""
+    """Return the number of an error, and its text with the way out, if that is known."""
     for words, number, advice in _REFUSALS:
         if any(word in text for word in words):
             return number, f"{text}. {advice}"
@@ -77,8 +82,23 @@ def refusal(error: Exception, text: str) -> tuple[int, str]:
     return errno.EIO, text
 
 
-def said(error: Exception, secrets: Iterable[str]) -> str:
-    """What a store has said, on one line, without what a request was signed with."""
+def secrets_in(options: Mapping[str, Any]) -> list[str]:
+    """Return the texts of these options and of the environment that no message may have in it."""
+    clouds = {name: text for name, text in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
+    secret = [text for name, text in {**clouds, **options}.items() if _IS_SECRET.search(name) and isinstance(text, str)]
+    return sorted({text for text in secret if len(text) >= _SHORTEST_SECRET}, key=len, reverse=True)
+
+
+def texts_in(options: Any) -> list[str]:
+    """Return all texts of options: a message about them may quote a secret that is in the wrong place."""
+    if isinstance(options, str):
+        return [options] if len(options) >= _SHORTEST_TEXT else []
+    values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
+    return [text for item in values for text in texts_in(item)]
+
+
+def error_text(error: Exception, secrets: Iterable[str]) -> str:
+    """Return the text of an error of a store, on one line, without the secrets of a request."""
     text = str(error).partition("\n\nDebug source:")[0]
     body = re.search(r"<Code>(.*?)</Code>\s*(?:<Message>(.*?)</Message>)?", text, re.DOTALL)
     text = re.sub(r"\ufeff?<(\?xml|Error).*", "", text, flags=re.DOTALL)
