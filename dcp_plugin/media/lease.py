@@ -1,4 +1,5 @@
-"""Leases: how a process learns that the process of another save has ended, on a disk and in a store alike.
+"""Records of saves in flight, and leases: how a process learns that the process of another save has ended, on a disk
+and in a store alike.
 
 The process of a save touches its record every minute. A record that was not touched for :data:`LEASE` belongs to a
 process that has ended. The age of a record is measured by the clock of the file system or the store, never by comparing
@@ -9,16 +10,41 @@ processes share.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from dcp_plugin.launcher import launch_record
+from dcp_plugin.media import InFlight, is_target
 from dcp_plugin.media.disk import posix
 
 _BEAT = 60.0
 LEASE = 15 * _BEAT
 """Seconds after which the process of an untouched record counts as ended."""
+
+
+def maker(time: float) -> dict[str, Any]:
+    """Return the entries of a record about this process, which begins a save at ``time``."""
+    return {
+        "host": socket.gethostname(),
+        "machine": posix.machine(),
+        "pid": os.getpid(),
+        "time": time,
+        "launch": launch_record(),
+    }
+
+
+def target_in(noted: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint of a record, relative to the parent of the workspace; None if the record names none."""
+    target = noted.get("target")
+    return target if is_target(target) else None
+
+
+def in_flight(noted: Mapping[str, Any], time: float) -> InFlight:
+    """Return the save of a record whose last heartbeat was at ``time``."""
+    return InFlight(target_in(noted) or "?", time, noted.get("launch"))
 
 
 def start_heartbeat(ended: threading.Event, touch: Callable[[], None]) -> None:

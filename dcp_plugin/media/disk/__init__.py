@@ -15,7 +15,7 @@ from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation
+from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation, lease
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles, link_file
@@ -93,11 +93,9 @@ class LocalDisk:
     def in_flight(self, entry: Path) -> InFlight | None:
         if entry.suffix != ".saving":
             return None
-        try:
-            target, launch = commit.noted_in(entry)
-            return InFlight(target or "?", entry.stat().st_mtime, launch)
-        except OSError:
-            return None
+        with suppress(OSError):
+            return lease.in_flight(commit.record_of(entry), entry.stat().st_mtime)
+        return None
 
     def kind(self, path: Path) -> Literal["folder", "file", ""]:
         try:

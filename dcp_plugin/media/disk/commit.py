@@ -32,7 +32,6 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -46,11 +45,9 @@ from typing import Any
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
-from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import (
     Leftover,
     Reservation,
-    is_target,
     is_workspace,
     lease,
     medium_of,
@@ -134,10 +131,10 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     for folder, token in _records(workspace):
         if token in _held:
             continue
+        noted = _noted(folder, token)
+        if noted.get("copy_of") != copy_of or lease.target_in(noted) != _name_in(workspace, final):
+            continue
         with suppress(OSError):
-            noted = _noted(folder, token)
-            if noted.get("copy_of") != copy_of or _checked_target(noted) != _name_in(workspace, final):
-                continue
             reservation = _reservation(final, token)
             descriptor = _open_if_ended(folder, token)
             if descriptor is None:
@@ -336,36 +333,36 @@ def _as_it_was(what: str) -> Iterator[None]:
 def sweep(workspace: Path) -> None:
     """Collect the garbage of ended processes and of failed calls: give moved checkpoints their names back, delete the
     other files. The next sweep repeats a step that fails."""
-    with suppress(OSError):
-        for folder, token in _records(workspace):
-            if token not in _held:
-                with suppress(OSError):
-                    _sweep_one(folder, token)
+    for folder, token, noted in _ended_saves(workspace):
+        with suppress(OSError):
+            _sweep_one(folder, token, noted)
 
 
 def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
     """See :meth:`dcp_plugin.media.Medium.collect_garbage`."""
-    garbage = _leftovers(workspace)
+    garbage: list[Leftover[Path]] = []
+    for folder, token, noted in _ended_saves(workspace):
+        with suppress(OSError):
+            garbage += _left_by(folder, _reservation(workspace.parent / (lease.target_in(noted) or "?"), token))
     if not dry_run:
         sweep(workspace)
     return garbage
 
 
-def _leftovers(workspace: Path) -> list[Leftover[Path]]:
-    """Return the garbage that :func:`sweep` would collect, as far as records can be locked and read."""
-    garbage: list[Leftover[Path]] = []
+def _ended_saves(workspace: Path) -> Iterator[tuple[posix.Folder, str, dict[str, Any]]]:
+    """Yield the open workspace, the token and the contents of each record of an ended process. The record is locked
+    until the next one, where the file system has locks. Skip a record that cannot be read."""
     with suppress(OSError):
         for folder, token in _records(workspace):
             with suppress(OSError):
-                descriptor = _open_if_ended(folder, token) if token not in _held else None
+                descriptor = None if token in _held else _open_if_ended(folder, token)
                 if descriptor is None:
                     continue
                 try:
-                    noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-                    garbage += _left_by(folder, _reservation(workspace.parent / (_checked_target(noted) or "?"), token))
+                    # Through the descriptor: closing another one of the file would drop the lock.
+                    yield folder, token, _parsed(os.pread(descriptor, _MAX_RECORD, 0))
                 finally:
                     os.close(descriptor)
-    return garbage
 
 
 def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
@@ -410,24 +407,16 @@ def _age(folder: posix.Folder, descriptor: int) -> float:
     return os.fstat(folder.descriptor).st_mtime - os.fstat(descriptor).st_mtime
 
 
-def _sweep_one(folder: posix.Folder, token: str) -> None:
-    descriptor = _open_if_ended(folder, token)
-    if descriptor is None:  # it lives
-        return
-    try:
-        # Through the descriptor: closing another one of the file would drop the lock.
-        noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-        # First of all the directory loses its name: its process may only have been suspended on a node that shares no
-        # locks with this one, and would give the final name to a directory that is half deleted.
-        with suppress(FileNotFoundError):
-            folder.rename(f"{token}.saving", f"{token}.deleted")
-        if (target := _checked_target(noted)) is not None:
-            _recover(folder, _reservation(folder.path.parent / target, token), noted)
-        record = f"{token}.json"
-        if _delete_all(folder, (name for name in folder.names() if name.startswith(f"{token}.") and name != record)):
-            folder.delete(record)
-    finally:
-        os.close(descriptor)
+def _sweep_one(folder: posix.Folder, token: str, noted: dict[str, Any]) -> None:
+    # First of all the directory loses its name: its process may only have been suspended on a node that shares no
+    # locks with this one, and would give the final name to a directory that is half deleted.
+    with suppress(FileNotFoundError):
+        folder.rename(f"{token}.saving", f"{token}.deleted")
+    if (target := lease.target_in(noted)) is not None:
+        _recover(folder, _reservation(folder.path.parent / target, token), noted)
+    record = f"{token}.json"
+    if _delete_all(folder, (name for name in folder.names() if name.startswith(f"{token}.") and name != record)):
+        folder.delete(record)
 
 
 def locate(path: Path) -> Path:
@@ -439,7 +428,7 @@ def locate(path: Path) -> Path:
         for workspace in workspaces_of(path):
             with suppress(NotADirectoryError):
                 for folder, token in _records(workspace):
-                    if _target_in(folder, token) == _name_in(workspace, path):
+                    if lease.target_in(_noted(folder, token)) == _name_in(workspace, path):
                         is_in_flight, aside = True, workspace / f"{token}.aside"
                         if layout.uncommitted_reason(_names_in(aside) or []) == "":
                             return aside
@@ -579,9 +568,7 @@ def _open_record(final: Path, **said: str) -> Reservation[Path]:
 def _note_maker(reservation: Reservation[Path], **said: str) -> None:
     """Note in a record that this process has made it, and begin its heartbeat."""
     held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
-    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
-    maker |= {"mount": posix.mount_of(held.descriptor), "launch": launch_record()}
-    _note_in_record(reservation, {**maker, **said})
+    _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **said})
     # By its path: the descriptor may belong to another file once the record is closed.
     lease.start_heartbeat(held.ended, lambda: os.utime(record, follow_symlinks=False))
 
@@ -671,35 +658,20 @@ def _name_in(workspace: Path, final: Path) -> str:
 
 
 def _noted(folder: posix.Folder, token: str) -> dict[str, Any]:
-    return _parsed(_contents(folder, f"{token}.json"))
-
-
-def _target_in(folder: posix.Folder, token: str) -> str | None:
-    """Return the checkpoint of a record, relative to the parent of the workspace; None if it names none."""
+    """Return the contents of a record; nothing if it cannot be read, and the target alone for a save of this process:
+    closing its record would drop the lock."""
     if token in _held:
-        return _held[token].target
-    try:
-        return _checked_target(_noted(folder, token))
-    except OSError:
-        return None
+        return {"target": _held[token].target}
+    with suppress(OSError):
+        return _parsed(_contents(folder, f"{token}.json"))
+    return {}
 
 
-def noted_in(directory: Path) -> tuple[str | None, object]:
-    """Return the checkpoint of a save in flight by its record, and the launch of the other process that saves."""
-    token = directory.stem
-    if token in _held:
-        return _held[token].target, None
-    try:
-        with posix.Folder(directory.parent) as folder:
-            noted = _noted(folder, token)
-    except OSError:
-        return None, None
-    return _checked_target(noted), noted.get("launch")
-
-
-def _checked_target(noted: dict[str, Any]) -> str | None:
-    target = noted.get("target")
-    return target if is_target(target) else None
+def record_of(directory: Path) -> dict[str, Any]:
+    """Return the contents of the record of a save in flight; nothing if it cannot be read."""
+    with suppress(OSError), posix.Folder(directory.parent) as folder:
+        return _noted(folder, directory.stem)
+    return {}
 
 
 def _recover(workspace: posix.Folder, reservation: Reservation[Path], noted: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
-from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed
+from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed, lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -109,8 +109,7 @@ class ObjectStore:
         item = self.client.head(entry.key) if entry.suffix == ".json" else None
         if item is None:
             return None
-        target, launch = commit.noted_in(self.client, item)
-        return InFlight(target or "?", item.modified, launch)
+        return lease.in_flight(commit.json_in(self.client, item) or {}, item.modified)
 
     def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
         if self.listed is not None:

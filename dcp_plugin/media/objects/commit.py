@@ -30,8 +30,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -55,9 +53,7 @@ from dcp_plugin.format import (
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE
 from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Leftover, Reservation, is_target, is_workspace, lease, other_things, workspace_of
-from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
     MOST_COPIED,
@@ -99,8 +95,6 @@ class _Held:
     said: bytes
     """The contents of its record."""
     ended: threading.Event
-    copies: str = ""
-    """The save whose objects this one copies, if it is no save itself."""
     replaces_file: bool = False
     """Whether an object of the name is a checkpoint in a single file: some frameworks write both under one name."""
     in_doubt: bool = False
@@ -141,9 +135,9 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
             reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
         _held[reservation.token].replaces_file = replaces_file
         try:
-            if copy_of:
-                _refuse_if_copied_twice(client, reservation)
             records = _Records(client, workspace_of(final))
+            if copy_of:
+                _refuse_if_copied_twice(reservation, records.read())
             _sweep_beside(client, workspace_of(final), records)
             if names or folders:
                 _clean(client, final, _listed(client, final), records.alive())
@@ -155,18 +149,14 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
     return reservation
 
 
-def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]) -> None:
+def _refuse_if_copied_twice(reservation: Reservation[ObjectPath], records: list[_Record]) -> None:
     """Refuse a second copy to a path: both would write the same objects, and a failed copy delete them."""
-    workspace = workspace_of(reservation.final)
-    records = _records(client, workspace)
-    now = max((item.modified for item in records.values()), default=0.0)
-    for token, entry in records.items():
-        noted = _noted(client, entry) if token != reservation.token else None
-        if noted is None or noted.get("copies") != reservation.directory.stem:
+    now = _newest(records)
+    for record in records:
+        noted = record.noted
+        if record.token == reservation.token or noted.get("copies") != reservation.directory.stem:
             continue
-        if not is_target(noted.get("target")) or workspace.parent / noted["target"] != reservation.final:
-            continue
-        if token in _held or not _is_dead(noted, entry, now):
+        if record.path == reservation.final and not record.is_dead(now):
             raise SaveFailed(
                 f"cannot copy to {reservation.final}: another process ({noted.get('pid')} on {noted.get('host')}) is "
                 f"copying the same, or has died less than {lease.LEASE / 60:.0f} minutes ago."
@@ -203,12 +193,11 @@ def _put_record(
     began = _last_time[0] = max(now, _last_time[0] + 0.001)
     token = new_token(began)
     reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
-    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
     tag = published.tag if published else None
-    text = json.dumps({"target": target, **maker, "launch": launch_record(), "replaces": tag, **noted}).encode()
+    text = json.dumps({"target": target, **lease.maker(now), "replaces": tag, **noted}).encode()
     replaced = _token_of(client, published)
-    held = _held[token] = _Held(reservation, tag, replaced, text, threading.Event(), str(noted.get("copies", "")))
+    held = _held[token] = _Held(reservation, tag, replaced, text, threading.Event())
     try:
         client.put(_record(reservation), text)
     except BaseException:
@@ -399,13 +388,13 @@ def _token_of(client: Client, found: Found | None) -> str:
 def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: bool = False) -> None:
     """End a save that was not published. See :meth:`dcp_plugin.media.Medium.discard`. A record that is kept is a record
     of an ended process from now on."""
-    held = _held.pop(reservation.token, None) if keep else _held.get(reservation.token)
-    if held is None or keep:
-        if held is not None:
-            held.ended.set()
+    held = _held.get(reservation.token)
+    if held is None:
         return
-    client, token = client_of(reservation.final), reservation.directory.stem
     try:
+        if keep:
+            return
+        client, token = client_of(reservation.final), reservation.directory.stem
         if held.in_doubt:
             raise OSError("nobody knows yet whether it was published")
         if token_at(client, reservation.final) != token:
@@ -461,7 +450,7 @@ def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Found
     attached: list[Any] = []
     entries = {name.partition("/")[0] for name in names}
     if SUMMARY in names:
-        attached = _list_in(_noted(client, names[SUMMARY], MAX_SIZE) or {}, "attached")
+        attached = _list_in(json_in(client, names[SUMMARY], MAX_SIZE) or {}, "attached")
     elif not token_at(client, path):
         others = {name for name in entries if not is_of_other_tool(name)}
         if NUMBERED.fullmatch(path.name):  # it is rotated as a whole, but for a checkpoint in it
@@ -518,12 +507,25 @@ def _copy(client: Client, found: Found, to: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Dead:
-    """The record of a save whose process has died."""
+class _Record:
+    """The record of a save or a removal, by any process."""
 
     token: str
-    record: Found
+    entry: Found
     noted: dict[str, Any]
+    path: ObjectPath | None
+    """The checkpoint; None if the record names none."""
+
+    def is_dead(self, now: float) -> bool:
+        """Return whether its process has ended, ``now`` by the clock of the store."""
+        if self.token in _held:
+            return False
+        return bool(self.noted.get("dead")) or lease.has_ended(self.noted, lambda: now - self.entry.modified)
+
+
+def _newest(records: list[_Record]) -> float:
+    """Return the time at which the newest record was put: the clock of the store, if a save has just put its own."""
+    return max((record.entry.modified for record in records), default=0.0)
 
 
 class _Records:
@@ -533,37 +535,38 @@ class _Records:
         self._client, self._workspace = client, workspace
         self._noted: dict[tuple[str, str], dict[str, Any] | None] = {}
 
-    def read(self) -> dict[str, tuple[Found, dict[str, Any] | None]]:
-        """Return the records that are there now, by token, and what each says."""
-        records = _records(self._client, self._workspace)
-        unknown = [item for item in records.values() if (item.key, item.tag) not in self._noted]
+    def read(self) -> list[_Record]:
+        """Return the present records."""
+        items = [item for item in self._client.below(self._workspace.key) if item.key.endswith(".json")]
+        unknown = [item for item in items if (item.key, item.tag) not in self._noted]
         if unknown:
             with ThreadPoolExecutor(min(STREAMS, len(unknown)), thread_name_prefix="dcp-records") as pool:
-                read = pool.map(lambda item: _noted(self._client, item), unknown)
+                read = pool.map(lambda item: json_in(self._client, item), unknown)
                 self._noted |= {(item.key, item.tag): noted for item, noted in zip(unknown, read, strict=True)}
-        return {token: (item, self._noted[item.key, item.tag]) for token, item in records.items()}
+        records = []
+        for item in items:
+            if (noted := self._noted[item.key, item.tag]) is not None:
+                target = lease.target_in(noted)
+                path = self._workspace.parent / target if target else None
+                token = _name_below(self._workspace, item.key).removesuffix(".json")
+                records.append(_Record(token, item, noted, path))
+        return records
 
     def alive(self) -> set[str]:
         """Return the tokens of saves in flight, and of those whose objects are being copied."""
         alive = set[str]()
-        for token, (_, noted) in self.read().items():
-            held = _held.get(token)
-            noted = {"copies": held.copies} if held else noted
-            if noted is not None and not noted.get("dead"):
-                alive |= {token, str(noted.get("copies", ""))}
+        for record in self.read():
+            if record.token in _held or not record.noted.get("dead"):
+                alive |= {record.token, str(record.noted.get("copies", ""))}
         return alive
 
 
 def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None) -> None:
     """Delete the objects of dead saves. The next sweep repeats a step that fails."""
     records = records or _Records(client, workspace)
-    entries = records.read()
-    now = max((entry.modified for entry, _ in entries.values()), default=0.0)  # that of this save was put just now
-    dead = [
-        _Dead(token, entry, noted)
-        for token, (entry, noted) in entries.items()
-        if token not in _held and noted is not None and _is_dead(noted, entry, now)
-    ]
+    present = records.read()
+    now = _newest(present)
+    dead = [record for record in present if record.is_dead(now)]
     for first in range(0, len(dead), _SWEPT_TOGETHER):
         _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
 
@@ -572,21 +575,19 @@ def revoke(path: ObjectPath, token: str) -> None:
     """Treat a save of another process as dead: it learns of that before it commits. Raises OSError."""
     client, workspace = client_of(path), workspace_of(path)
     records = _Records(client, workspace)
-    found, noted = records.read().get(token, (None, None))
-    if found is not None and noted is not None:
-        _sweep_some(client, workspace, records, [_Dead(token, found, noted)])
+    _sweep_some(client, workspace, records, [record for record in records.read() if record.token == token])
 
 
-def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Dead]) -> None:
+def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Record]) -> None:
     """Delete the objects of some dead saves, in the order of the module's docstring."""
-    by_path: dict[ObjectPath, list[_Dead]] = {}
-    finished: list[_Dead] = []
+    by_path: dict[ObjectPath, list[_Record]] = {}
+    finished: list[_Record] = []
     for save in dead:
-        path = workspace.parent / save.noted["target"] if is_target(save.noted.get("target")) else None
+        path = save.path
         with _left_for_the_next(path), suppress(Changed):  # it has ended, or has just put its record again
             if not save.noted.get("dead"):
                 text = json.dumps({**save.noted, "dead": True}).encode()
-                _put_over(client, workspace, save.record.key, text, save.record.tag)
+                _put_over(client, workspace, save.entry.key, text, save.entry.tag)
             if path is None:
                 finished.append(save)
             else:
@@ -606,7 +607,7 @@ def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: 
     copied = {str(save.noted.get("copies", "")) for save in finished} - {"", *alive}
     if finished:
         client.abort_uploads(workspace.parent.key, {save.token for save in finished} | copied)
-        client.delete([save.record.key for save in finished])
+        client.delete([save.entry.key for save in finished])
 
 
 @contextmanager
@@ -638,13 +639,11 @@ def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPat
     """Return the garbage that :func:`collect_garbage` would delete, by the clock of this machine."""
     garbage: list[Leftover[ObjectPath]] = []
     uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: a live save has a record by then
-    for token, record in _records(client, workspace).items():
-        noted = _noted(client, record) if token not in _held else None
-        if noted is None or not is_target(noted.get("target")):
-            continue
-        if _is_dead(noted, record, time.time()):
-            garbage += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
-    alive = _Records(client, workspace).alive()
+    records = _Records(client, workspace)
+    for record in records.read():
+        if record.path is not None and record.is_dead(time.time()):
+            garbage += _left_by(client, record.path, record.token, bool(record.noted.get("deletes")))
+    alive = records.alive()
     for key in uploads:
         path, token = _save_of(workspace.parent, key)
         if token and token not in alive and workspace_of(path) == workspace:
@@ -693,13 +692,6 @@ def collect_garbage(client: Client, workspace: ObjectPath, dry_run: bool) -> lis
     return garbage
 
 
-def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:
-    """Return the records of a workspace by their tokens."""
-    prefix = below(workspace, "")
-    objects = (item for item in client.below(workspace.key) if item.key.endswith(".json"))
-    return {item.key.removeprefix(prefix).removesuffix(".json"): item for item in objects}
-
-
 def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
     """Give ``.metadata`` another tag if a request of a dead save that replaces it may be in flight."""
     entry = client.head(below(path, METADATA)) if noted.get("replaces") else None
@@ -711,20 +703,8 @@ def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None
         _put_over(client, path, entry.key, other, entry.tag)
 
 
-def _is_dead(noted: Mapping[str, Any], record: Found, now: float) -> bool:
-    return bool(noted.get("dead")) or lease.has_ended(noted, lambda: now - record.modified)
-
-
-def noted_in(client: Client, record: Found) -> tuple[str | None, object]:
-    """Return the checkpoint of a record, relative to the parent of the workspace, or None; and the launch of the
-    process that saves."""
-    noted = _noted(client, record) or {}
-    target = noted.get("target")
-    return target if is_target(target) else None, noted.get("launch")
-
-
-def _noted(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] | None:
-    """Return the contents of a record; None if it was deleted."""
+def json_in(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] | None:
+    """Return the contents of a record or a summary; None if the object was deleted."""
     data = bytearray(min(found.size, most))
     try:
         client.read(found.key, 0, [memoryview(data)], None)
