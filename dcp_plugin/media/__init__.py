@@ -16,10 +16,9 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from dcp_plugin.errors import SaveFailed, some
@@ -112,14 +111,8 @@ class Reservation(Generic[P]):
     """Start of the save in seconds since the epoch, if all saves share a clock."""
 
 
-class NewFile(Protocol):
+class NewFile(AbstractContextManager["NewFile", None], Protocol):
     """A file under construction, written once from front to back. It is durable when its ``with`` block ends."""
-
-    def __enter__(self) -> NewFile: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def tell(self) -> int:
         """Return the number of bytes appended so far."""

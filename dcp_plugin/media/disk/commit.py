@@ -36,12 +36,12 @@ import threading
 import time
 import uuid
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
@@ -58,6 +58,7 @@ from dcp_plugin.media import (
 from dcp_plugin.media.disk import posix
 
 logger = logging.getLogger("dcp_plugin")
+R = TypeVar("R")
 
 
 @dataclass
@@ -255,15 +256,8 @@ def remove(path: Path) -> None:
             return
         if _has_working_directory(path):
             raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
-        reservation = _open_record(path)
-        try:
-            os.rename(path, f"{reservation.token}.deleted", dst_dir_fd=_held[reservation.token].workspace.descriptor)
-        except OSError:
-            _tidy_up(reservation)
-            raise
-    with suppress(OSError):  # otherwise a loss of power may undo the removal
-        posix.sync_directory(path.parent)
-    _tidy_up(reservation)
+        with _renaming(path) as (reservation, workspace):
+            os.rename(path, f"{reservation.token}.deleted", dst_dir_fd=workspace)
 
 
 def link(path: Path, target: Path) -> None:
@@ -275,51 +269,62 @@ def link(path: Path, target: Path) -> None:
     Raises:
         CheckpointError: ``path`` is unchanged.
     """
-    with _as_it_was(f"link {path} to {target}"):
-        reservation = _open_record(path)
-        fresh, workspace = reservation.directory.name, _held[reservation.token].workspace.descriptor
-        try:
-            os.symlink(os.path.relpath(target, path.parent), fresh, dir_fd=workspace)
-            if path.is_symlink() or not path.is_dir():
-                os.replace(fresh, path, src_dir_fd=workspace)
-            else:
-                _take_name(reservation, replaces=True)
-        except BaseException:
-            _tidy_up(reservation)
-            raise
-    with suppress(OSError):  # otherwise a loss of power may undo the link
-        posix.sync_directory(path.parent)
-    _tidy_up(reservation)
+    with _as_it_was(f"link {path} to {target}"), _renaming(path) as (reservation, workspace):
+        fresh = reservation.directory.name
+        os.symlink(os.path.relpath(target, path.parent), fresh, dir_fd=workspace)
+        if path.is_symlink() or not path.is_dir():
+            os.replace(fresh, path, src_dir_fd=workspace)
+        else:
+            _take_name(reservation, replaces=True)
+
+
+@contextmanager
+def _renaming(path: Path) -> Iterator[tuple[Reservation[Path], int]]:
+    """Yield a reservation and the descriptor of its workspace for a block that renames ``path`` or a link to it. Then
+    delete the earlier entry, durably."""
+    reservation = _open_record(path)
+    try:
+        yield reservation, _held[reservation.token].workspace.descriptor
+        with suppress(OSError):  # otherwise a loss of power may undo the renames
+            posix.sync_directory(path.parent)
+    finally:
+        _tidy_up(reservation)
 
 
 def note(path: Path, data: bytes, replaced: Iterable[Path] = (), only_new: bool = False) -> bool:
     """Make a small file. See :meth:`dcp_plugin.media.Medium.note`. One that replaces another is not durable at once."""
     is_in_workspace = is_workspace(path.parent.name)
-    for attempt in range(_ATTEMPTS):
+
+    def write() -> bool:
         if is_in_workspace:
             posix.make_directories(path.parent)
-        try:
-            with posix.Folder(path.parent if is_in_workspace else path.parent.resolve()) as folder:
-                if only_new and folder.has(path.name):
-                    return False
-                fresh = path.name if only_new else f"{path.name}.new"
-                if not only_new:
-                    folder.delete(fresh)
-                with open(folder.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.write(data)
-                    if only_new:
-                        file.flush()
-                        os.fsync(file.fileno())
-                if not only_new:
-                    folder.rename(fresh, path.name)
-                for other in replaced:
-                    folder.delete(other.name)
-        except (FileNotFoundError, FileExistsError):  # an empty workspace was removed; or another process does the same
-            if attempt + 1 == _ATTEMPTS:
-                raise
-        else:
-            break
-    return True
+        with posix.Folder(path.parent if is_in_workspace else path.parent.resolve()) as folder:
+            if only_new and folder.has(path.name):
+                return False
+            fresh = path.name if only_new else f"{path.name}.new"
+            if not only_new:
+                folder.delete(fresh)
+            with open(folder.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(data)
+                if only_new:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if not only_new:
+                folder.rename(fresh, path.name)
+            for other in replaced:
+                folder.delete(other.name)
+        return True
+
+    # An empty workspace was removed; or another process does the same.
+    return _repeated(write, FileNotFoundError, FileExistsError)
+
+
+def _repeated(call: Callable[[], R], *errors: type[OSError]) -> R:
+    """Return the result of a call, which is repeated after these errors: another process is at work there."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(*errors):
+            return call()
+    return call()
 
 
 @contextmanager
@@ -380,10 +385,7 @@ def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[L
 
 def _open_if_ended(folder: posix.Folder, token: str) -> int | None:
     """Open a record, and lock it where the file system has locks. None if the process that made it may be alive."""
-    try:
-        descriptor, is_locked = posix.lock(folder, f"{token}.json", create=False), True
-    except OSError:
-        descriptor, is_locked = folder.open(f"{token}.json", os.O_RDWR), False
+    descriptor, is_locked = _locked(folder, token, create=False)
     if descriptor is None:
         return None
     has_ended = False
@@ -430,7 +432,7 @@ def locate(path: Path) -> Path:
                 for folder, token in _records(workspace):
                     if lease.target_in(_noted(folder, token)) == _name_in(workspace, path):
                         is_in_flight, aside = True, workspace / f"{token}.aside"
-                        if layout.uncommitted_reason(_names_in(aside) or []) == "":
+                        if layout.uncommitted_reason(_names_in(aside)) == "":
                             return aside
         if not is_in_flight:
             break  # otherwise the new one may have its name by now
@@ -439,22 +441,12 @@ def locate(path: Path) -> Path:
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Return whether a directory has files that only checkpoints have, committed or not."""
-    return layout.has_traces(_names_in(path) or ())
+    return layout.has_traces(_names_in(path))
 
 
-def _names_in(path: Path) -> list[str] | None:
-    """Return the names in a directory; None if the path is no directory."""
-    for _ in range(_ATTEMPTS):
-        try:
-            return os.listdir(path)
-        except FileNotFoundError:
-            if not path.is_dir():  # otherwise another process has just made it
-                return None
-        except OSError:
-            if path.is_dir():
-                raise
-            return None
-    return None
+def _names_in(path: Path) -> list[str]:
+    """Return the names in a directory; none if the path is no directory."""
+    return _repeated(lambda: os.listdir(path) if path.is_dir() else [], FileNotFoundError, NotADirectoryError)
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
@@ -552,17 +544,8 @@ def _records(workspace: Path) -> Iterator[tuple[posix.Folder, str]]:
 def _open_record(final: Path, **said: str) -> Reservation[Path]:
     """Return a reservation with a new token and its locked record in the workspace."""
     posix.require_locks()
-    for attempt in range(_ATTEMPTS):
-        reservation = _reservation(final, uuid.uuid4().hex[:16])
-        posix.make_directories(reservation.directory.parent)
-        try:
-            _make_record(reservation, said)
-        except (FileNotFoundError, BlockingIOError, PermissionError):  # or another user has just made the workspace
-            if attempt + 1 == _ATTEMPTS:
-                raise
-        else:
-            break
-    return reservation
+    # PermissionError: another user has just made the workspace.
+    return _repeated(lambda: _make_record(final, said), FileNotFoundError, BlockingIOError, PermissionError)
 
 
 def _note_maker(reservation: Reservation[Path], **said: str) -> None:
@@ -573,32 +556,37 @@ def _note_maker(reservation: Reservation[Path], **said: str) -> None:
     lease.start_heartbeat(held.ended, lambda: os.utime(record, follow_symlinks=False))
 
 
-def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
+def _make_record(final: Path, said: dict[str, str]) -> Reservation[Path]:
+    reservation = _reservation(final, uuid.uuid4().hex[:16])
+    posix.make_directories(reservation.directory.parent)
     workspace = posix.Folder(reservation.directory.parent)
     target = _name_in(workspace.path, reservation.final)
     # Before the record exists: a sweep in another thread of this process could lock it, and would drop the lock.
     held = _held[reservation.token] = _Held(workspace, target)
     try:
-        held.descriptor = _create_locked(workspace, f"{reservation.token}.json")
+        descriptor, _ = _locked(workspace, reservation.token, create=True)
+        if descriptor is None:
+            raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(workspace.path))
+        held.descriptor = descriptor
         _note_maker(reservation, target=target, **said)
         # Before the directory of the save: a sweep after a loss of power finds garbage by its record.
         workspace.sync()
     except BaseException:
         _let_go(reservation, finished=True)
         raise
+    return reservation
 
 
-def _create_locked(workspace: posix.Folder, record: str) -> int:
-    """Create a record and lock it. Raise BlockingIOError if a sweep of another process has just locked it."""
+def _locked(workspace: posix.Folder, token: str, create: bool) -> tuple[int | None, bool]:
+    """Open a record, and lock it where the file system has locks. Return its descriptor, None while another process has
+    the lock; and whether it is locked."""
+    record = f"{token}.json"
     try:
-        descriptor = posix.lock(workspace, record)
+        return posix.lock(workspace, record, create), True
     except FileNotFoundError:
         raise
     except OSError:  # a file system without locks
-        descriptor = workspace.open(record, os.O_RDWR | os.O_CREAT)
-    if descriptor is None:
-        raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(workspace.path / record))
-    return descriptor
+        return workspace.open(record, os.O_RDWR | (os.O_CREAT if create else 0)), False
 
 
 def _note_in_record(reservation: Reservation[Path], said: dict[str, Any]) -> None:

@@ -272,7 +272,7 @@ def has_ended(on_machine: object, pid: object) -> bool:
     return False
 
 
-def lock(folder: Folder, name: str, create: bool = True) -> int | None:
+def lock(folder: Folder, name: str, create: bool) -> int | None:
     """Create or open a file and lock it for this process; its descriptor, or None while another process holds it.
 
     The kernel drops the lock when the process dies, however it dies. POSIX locks, because a forked data loader

@@ -18,7 +18,7 @@ from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed, lease
 from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter
+from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter, below
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
 from dcp_plugin.paths import ObjectPath
 
@@ -32,7 +32,7 @@ class Listing:
 
     def below(self, path: ObjectPath) -> dict[str, Found]:
         """Return the objects below a path, by their names relative to it."""
-        start = commit.below(path, "")
+        start = below(path, "")
         first = bisect_left(self._keys, start)
         last = bisect_left(self._keys, start + chr(sys.maxunicode), first)
         return {key[len(start) :]: self._found[key] for key in self._keys[first:last]}
@@ -69,7 +69,7 @@ class ObjectStore:
     def create(
         self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1
     ) -> ObjectWriter:
-        return self.client.create(commit.below(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
+        return self.client.create(below(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
 
     def flush(self, directory: ObjectPath) -> None:
         """Do nothing: every object is durable."""
@@ -90,7 +90,7 @@ class ObjectStore:
 
     def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, Found]:
         """Return the objects of a save in flight, or of a folder in it, under their usual names."""
-        start = commit.below(directory.parent, "")
+        start = below(directory.parent, "")
         objects = {item.key.removeprefix(start): item for item in self.client.below(directory.parent.key)}
         of_save = {name: item for name, item in objects.items() if token_in(name) == directory.stem}
         usual = {name.removeprefix(f"{PACKED}{directory.stem}/"): item for name, item in of_save.items()}
@@ -123,7 +123,7 @@ class ObjectStore:
 
     def link_file(self, file: DataFile, target: ObjectPath) -> DataFile:
         """Make ``target`` a copy of the object. Its name is used once, so the object is known by that."""
-        key = commit.below(target.parent.parent, target.name)  # its directory is that of a save in flight
+        key = below(target.parent.parent, target.name)  # its directory is that of a save in flight
         reason = "its objects are gone"
         for home in file.homes:
             assert isinstance(home, ObjectPath)

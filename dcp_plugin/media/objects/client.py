@@ -62,6 +62,11 @@ class Found:
     """Its ETag, which changes with the contents."""
 
 
+def below(path: ObjectPath, name: str) -> str:
+    """Return the key of a name below a path."""
+    return f"{path.key}/{name}" if path.key else name
+
+
 class Changed(Exception):
     """A condition of a request was not met: the object was created, deleted or changed."""
 

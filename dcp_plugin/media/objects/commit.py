@@ -63,6 +63,7 @@ from dcp_plugin.media.objects.client import (
     Client,
     Found,
     NoConditions,
+    below,
     client_of,
 )
 from dcp_plugin.media.packed import HAS_BASE
@@ -106,11 +107,6 @@ _swept_in_threads: set[ObjectPath] = set()
 _conditional: dict[str, bool] = {}
 """Stores that were probed, and whether they have conditional requests."""
 _last_time = [0.0]
-
-
-def below(path: ObjectPath, name: str) -> str:
-    """The key of a name below a path."""
-    return f"{path.key}/{name}" if path.key else name
 
 
 def _record(reservation: Reservation[ObjectPath]) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
-from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
+from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found, below
 from dcp_plugin.paths import ObjectPath
 
 _A_PAGE = 1000
@@ -136,12 +136,9 @@ class ObjectFiles(Readable):
     def where(self) -> str:
         return str(self.path)
 
-    def _key(self, name: str) -> str:
-        return f"{self.path.key}/{name}" if self.path.key else name
-
     def _find(self, name: str) -> Found:
         if name not in self._found:
-            item = self._client.head(self._key(name))
+            item = self._client.head(below(self.path, name))
             if item is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
             self._found[name] = item
@@ -183,16 +180,16 @@ class ListedFiles(ObjectFiles):
 
     def _all(self) -> Mapping[str, Found]:
         if self._listed is None:
-            below = f"{self.path.key}/" if self.path.key else ""
+            start = below(self.path, "")
             listed: dict[str, Found] = {}
             for item in self._client.below(self.path.key):
                 if not item.key.endswith("/"):
-                    listed[item.key.removeprefix(below)] = item
+                    listed[item.key.removeprefix(start)] = item
                 # Keys are sorted, and this key precedes all others of a checkpoint.
                 self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
                 if self._too_many:  # this may be a whole bucket
                     objects, _ = self._client.directly_below(self.path.key)
-                    listed = {item.key.removeprefix(below): item for item in objects}
+                    listed = {item.key.removeprefix(start): item for item in objects}
                     break
             self._listed = listed
         return self._listed
@@ -222,7 +219,7 @@ class ListedFiles(ObjectFiles):
         if self._is_given:
             return False
         try:
-            before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+            before, now = self._all().get(METADATA), self._client.head(below(self.path, METADATA))
         except OSError:  # unknown, and the caller has an error already
             return False
         return (before.tag if before else None) != (now.tag if now else None)
