@@ -32,7 +32,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.tensors._torch import pickled_tensor
+from dcp_plugin.tensors._torch import pickled_parts
 from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
@@ -181,7 +181,8 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
-    return _around(pickled_tensor(dtype, shape), payload_length)
+    records, _ = pickled_parts(torch.empty(shape, dtype=dtype))
+    return _around(records, payload_length)
 
 
 def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:

@@ -11,10 +11,11 @@ have another shape; :mod:`~dcp_plugin.loading.matching` decides the response.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -85,36 +86,34 @@ class CalledLast:
     """
 
 
-class StateAdapter(Protocol):
-    """Named object of the state.
-
-    ``kind`` is ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"value"``.
-    """
+class StateAdapter(ABC):
+    """Named object of the state."""
 
     name: str
     kind: str
-
-    @property
-    def entry(self) -> RankEntry | None:
-        """Place of the object, if each rank has its own."""
+    """``"module"``, ``"optimizer"``, ``"stateful"`` or ``"value"``."""
+    entry: RankEntry | None = None
+    """Place of the object, if each rank has its own."""
+    module: nn.Module | None = None
+    """Module that the object is, or whose parameters it optimizes; None for any other object."""
 
     @property
     def is_shared(self) -> bool:
         """Whether the object is data that should be the same on all ranks."""
+        return False
 
-    @property
-    def module(self) -> nn.Module | None:
-        """Module that the object is, or whose parameters it optimizes; None for any other object."""
-
+    @abstractmethod
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Return the leaves by key relative to the name, and their paths below it, except those that are ``(key,)``."""
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Return the keys of the object, relative to the name. Collective if a module contains FSDP1.
 
         An optimizer returns a prefix, up to the dot, for each parameter.
         """
 
+    @abstractmethod
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         """Decide what to read, given the entries stored under the name.
 
@@ -122,8 +121,8 @@ class StateAdapter(Protocol):
         makes its slots.
         """
 
-    def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Check the values that are no tensors, before any tensor is overwritten.
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:  # noqa: B027  most kinds have nothing to check
+        """Check the values that are no tensors, before any tensor is overwritten. By default any value is accepted.
 
         Args:
             strict: Whether missing keys will be an error.
@@ -132,6 +131,7 @@ class StateAdapter(Protocol):
             CheckpointMismatch: A value does not fit.
         """
 
+    @abstractmethod
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
         """Load the object from the filled targets of :meth:`want`.
 
@@ -263,7 +263,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             key = adapter.name
             if key in leaves:
                 raise CheckpointMismatch(f"two values of the state have the key {key!r}")
-            leaves[key] = adapter.leaf
+            leaves[key] = adapter.value
             if "." in key:
                 paths[key] = tuple(key.split("."))
             continue
@@ -409,10 +409,9 @@ def _is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
-class ModuleAdapter:
+class ModuleAdapter(StateAdapter):
     kind = "module"
-    entry: RankEntry | None = None
-    is_shared = False
+    module: nn.Module
 
     def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
         self.name, self.module, self._unapplied = name, module, unapplied
@@ -435,9 +434,6 @@ class ModuleAdapter:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         return self._loading.want(stored, paths)
 
-    def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Accept any value."""
-
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
         report = self._loading.take(filled, read, strict)
         if self._unapplied is not None:
@@ -445,12 +441,11 @@ class ModuleAdapter:
         return report
 
 
-class OptimizerAdapter:
+class OptimizerAdapter(StateAdapter):
     """Adapter of an optimizer, without the wrappers of frameworks."""
 
     kind = "optimizer"
-    entry: RankEntry | None = None
-    is_shared = False
+    module: nn.Module
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
         self.name, self.module, self.optimizer = name, module, optimizer
@@ -495,11 +490,10 @@ class OptimizerAdapter:
         self._load.commit(filled)
 
 
-class TreeAdapter:
+class TreeAdapter(StateAdapter):
     """Common base of the adapters of data and ``Stateful`` objects."""
 
     kind = "value"
-    module: nn.Module | None = None
     may_grow = False
     """Whether the object accepts a tensor of another shape than it has."""
 
@@ -514,11 +508,10 @@ class TreeAdapter:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the object is data that should be the same on all ranks."""
         return self.entry is None and not _is_state_dict(self._value)
 
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        raise NotImplementedError
+    @abstractmethod
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]: ...
 
     def names(self) -> list[str]:
         return list(self.gather()[0])
@@ -553,9 +546,6 @@ class TreeAdapter:
         self._paths = paths_as_stored(stored, current_paths, paths)
         self._paths |= {key: current_paths[key] for key in (*self._empty, *wanted.lacking)}
         return wanted
-
-    def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Accept any value."""
 
     def _memory_for(self, entry: StoredTensor, existing: Any) -> Any:
         """Return the object's own tensor if it can hold the entry, or a new one."""
@@ -711,21 +701,16 @@ class ValueAdapter(TreeAdapter):
         self._key = key
 
     @property
-    def leaf(self) -> Any:
-        """The present value."""
+    def value(self) -> Any:
         return self._value[self._key]
 
     @property
     def is_leaf(self) -> bool:
         """Whether the value is certainly one leaf, under the bare name."""
-        return type(self.leaf) in _LEAVES
+        return type(self.value) in _LEAVES
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return flatten_tree(self._value[self._key], walks)
-
-    @property
-    def value(self) -> Any:
-        return self._value[self._key]
+        return flatten_tree(self.value, walks)
 
     @property
     def is_tensor(self) -> bool:
@@ -737,7 +722,7 @@ class ValueAdapter(TreeAdapter):
             return
         if filled := self.with_empty(filled):
             loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
-            self._value[self._key] = values.on_devices_of(self._value[self._key], loaded)
+            self._value[self._key] = values.on_devices_of(self.value, loaded)
 
 
 def _is_expected_equal(leaf: Any) -> bool:

@@ -30,7 +30,7 @@ from dcp_plugin.state.module import (
     same_parameter,
 )
 from dcp_plugin.state.names import contains_fsdp1
-from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_like
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, empty_like, is_meta, is_tensor
 from dcp_plugin.tensors._torch_modules import (
     Incompatible,
     call_post_load_hooks,
@@ -69,12 +69,10 @@ class Deferred:
 
     def allocate(self) -> Any:
         shape, dtype, like = self.entry.shape, self.entry.dtype, self.like
-        if isinstance(like, ShardedTensor):
-            return sharded_like(like, [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()])
+        if isinstance(like, ShardedTensor) or (isinstance(like, DTensor) and tuple(like.shape) == shape):
+            return empty_like(like, dtype)
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
-            if tuple(like.shape) == shape:
-                return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
             return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
         on_device = is_tensor(like) and not is_meta(like)
         return self.entry.empty(like.device if on_device else None, dtype)

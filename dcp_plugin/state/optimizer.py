@@ -223,17 +223,11 @@ def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
 def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     """Return the nested state: the inverse of :func:`flatten_optimizer`. Parameters with equal hyper-parameters share a
     group."""
-    state: dict[str, dict[str, Any]] = defaultdict(dict)
-    fields: dict[str, dict[str, Any]] = defaultdict(dict)
-    for key, value in flat.items():
-        if key == GROUPS or key in BESIDE:  # the group list, which is for stock code
-            continue
-        kind, fqn, name = split_key(key)
-        (state if kind == "state" else fields)[fqn][name] = value
+    state, fields = sort_by_name({key: value for key, value in flat.items() if key != GROUPS})  # a list for stock code
     groups: dict[str, Nested] = {}
     for fqn, group in fields.items():
         groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append(fqn)
-    return _nested(dict(state), list(groups.values()), flat.get(GLOBAL, {}), flat.get(EXTRA_STATE, {}))
+    return _nested(state, list(groups.values()), flat.get(GLOBAL, {}), flat.get(EXTRA_STATE, {}))
 
 
 def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
@@ -249,17 +243,12 @@ def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
         if isinstance(tree.get(kind), dict):
             for fqn, named in tree[kind].items():
                 flat |= {f"{kind}.{fqn}.{name}": value for name, value in named.items()}
-    state: dict[str, dict[str, Any]] = defaultdict(dict)
-    fields: dict[str, dict[str, Any]] = defaultdict(dict)
-    for key, value in flat.items():
-        kind, fqn, name = split_key(key, listed_names)
-        if kind in ("state", GROUPS):
-            (state if kind == "state" else fields)[fqn][name] = value
+    state, fields = sort_by_name(flat, listed_names)
     is_listed = bool(groups) and state.keys() | fields.keys() <= listed_names
     if not is_listed:
         runs = (list(run) for _, run in itertools.groupby(fields, key=lambda fqn: repr(sorted(fields[fqn].items()))))
         groups = [{**fields[run[0]], "params": run} for run in runs]
-    nested = _nested(dict(state), groups, tree.get(GLOBAL, {}), tree.get(EXTRA_STATE, {}))
+    nested = _nested(state, groups, tree.get(GLOBAL, {}), tree.get(EXTRA_STATE, {}))
     return nested, is_listed and not any(map(LocalSlot.parse, flat))
 
 
@@ -287,6 +276,24 @@ def with_numbers(nested: Nested) -> dict[str, Any]:
     state = {number: nested["state"][fqn] for fqn, number in numbers.items() if fqn in nested["state"]}
     groups = [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in nested[GROUPS]]
     return {"state": state | nested.get(GLOBAL, {}), GROUPS: groups, **nested.get(EXTRA_STATE, {})}
+
+
+Named = dict[str, dict[str, Any]]
+"""Slots, or hyper-parameters, by the FQN of their parameter and their name."""
+
+
+def sort_by_name(flat: Mapping[str, Any], known: Collection[str] = ()) -> tuple[Named, Named]:
+    """Return the slots and the hyper-parameters among stored keys, without the state of no parameter.
+
+    Args:
+        known: As in :func:`split_key`.
+    """
+    sorted_by_kind: dict[str, Named] = {"state": defaultdict(dict), GROUPS: defaultdict(dict)}
+    for key, value in flat.items():
+        kind, fqn, name = split_key(key, known)
+        if kind in sorted_by_kind:
+            sorted_by_kind[kind][fqn][name] = value
+    return dict(sorted_by_kind["state"]), dict(sorted_by_kind[GROUPS])
 
 
 def split_key(key: str, known: Collection[str] = ()) -> tuple[str, str, str]:

@@ -34,6 +34,7 @@ from dcp_plugin.state.optimizer import (
     EXTRA_STATE,
     GLOBAL,
     GROUPS,
+    Named,
     OptimizerState,
     OwnLayout,
     class_name,
@@ -44,15 +45,15 @@ from dcp_plugin.state.optimizer import (
     groups_of,
     numbers_of,
     own_state_dict,
+    sort_by_name,
     split_key,
 )
 from dcp_plugin.tensors._torch import (
-    ShardedTensor,
+    empty_like,
     is_tensor,
     laid_out_like,
     shape_of,
     shard_of,
-    sharded_like,
     sharded_value,
     with_memory,
 )
@@ -351,19 +352,14 @@ class OptimizerLoad:
         tree: dict[Any, Any] = unflatten(read, self._paths)[name] if read else {}
         return _merged(current, tree) if len(read) < len(stored) else tree
 
-    def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    def _sort(self, filled: Mapping[str, Any]) -> tuple[Named, Named]:
         """Return slots and hyper-parameters by FQN."""
-        state: dict[str, dict[str, Any]] = defaultdict(dict)
-        fields: dict[str, dict[str, Any]] = defaultdict(dict)
-        listed: dict[str, dict[str, Any]] = defaultdict(dict)
         parts = {key: value for key, value in filled.items() if key in self._parts}
         slots = {key: value for key, value in filled.items() if key not in self._parts}
-        for key, value in {**slots, **unflatten(parts, self._parts)}.items():
-            kind, fqn, name = self._split(key)
-            if kind in BESIDE:
-                continue
-            destination = state if kind == "state" else listed if key in self._group_list else fields
-            destination[fqn][name] = value
+        state, fields = sort_by_name({**slots, **unflatten(parts, self._parts)}, self._here)
+        if not self._group_list:
+            return state, fields
+        listed, fields = fields, {}
         for group in listed.values():
             for fqn in group.get("params", ()):
                 fields[self._numbers.get(fqn, fqn)] = fields_of(group)
@@ -379,7 +375,7 @@ class OptimizerLoad:
         """
         like = self._layouts[fqn]
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
-            return _empty_like(like, self._dtype_of_slot(entry.dtype, like))
+            return empty_like(like, self._dtype_of_slot(entry.dtype, like))
         on_device = entry.shape != () or self._steps_on_device(fqn)
         return entry.empty(like.device if on_device else "cpu")
 
@@ -536,7 +532,7 @@ class Memory:
                 return current
         fqn = self._named_in(key)
         if fqn is not None and sharded_value(self._layouts[fqn]).shape == entry.shape:
-            return _empty_like(self._layouts[fqn], entry.dtype)
+            return empty_like(self._layouts[fqn], entry.dtype)
         if reason := self.refusal(entry):
             self._refused[key] = reason
         return entry.empty()
@@ -565,13 +561,6 @@ class Memory:
                 if name in self._layouts:
                     return name
         return None
-
-
-def _empty_like(like: Any, dtype: torch.dtype) -> Any:
-    """Allocate a tensor that is distributed like a parameter."""
-    if isinstance(like, ShardedTensor):
-        return sharded_like(like, [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()])
-    return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -196,11 +196,7 @@ def with_memory(value: Any) -> Any:
         return value
     device = value.device_mesh.device_type if isinstance(value, DTensor) else _device_of_process()
     with torch.no_grad():
-        made: Any = torch.empty_like(value, device=device)
-    for name in _CHECKPOINTABLE:
-        if hasattr(value, name) and not hasattr(made, name):
-            setattr(made, name, getattr(value, name))
-    return made
+        return laid_out_like(torch.empty_like(value, device=device), value)
 
 
 def _device_of_process() -> torch.device | str:
@@ -270,18 +266,19 @@ _boxes: dict[Any, tuple[Shape, Shape] | None] = {}
 one."""
 
 
-def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTensor:
-    """Return a ShardedTensor with the layout of ``value`` and other local tensors, without communication.
+def empty_like(like: Any, dtype: torch.dtype) -> Any:
+    """Allocate a tensor that is distributed like another, without communication.
 
-    The public ``init_from_local_shards`` gathers metadata from all ranks for every tensor.
+    The public ``init_from_local_shards`` gathers metadata from all ranks for every ShardedTensor.
     """
-    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, value.local_shards(), strict=True)]
-    metadata = value.metadata()  # replaced below, not changed: the object belongs to ``value``
-    if tensors:
-        properties = replace(metadata.tensor_properties, dtype=tensors[0].dtype)
-        metadata = replace(metadata, tensor_properties=properties)
+    if not isinstance(like, ShardedTensor):
+        return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
+    shards = [Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in like.local_shards()]
+    metadata = like.metadata()  # replaced below, not changed: the object belongs to ``like``
+    if shards:
+        metadata = replace(metadata, tensor_properties=replace(metadata.tensor_properties, dtype=dtype))
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=value._process_group
+        shards, metadata, process_group=like._process_group
     )
 
 
@@ -299,17 +296,12 @@ class _PickleOnly:
             self.records[name] = data.encode() if isinstance(data, str) else bytes(data)
 
 
-def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, bytes]:
-    """Return the records, other than the payload, that ``torch.save`` writes for a contiguous CPU tensor, in its order.
-
-    ``torch.save`` itself copies and checksums the payload; ``_save`` takes the writer as an argument.
-    """
-    return pickled_parts(torch.empty(shape, dtype=dtype))[0]
-
-
 def pickled_parts(tree: Any) -> tuple[dict[str, bytes], dict[str, torch.UntypedStorage]]:
-    """Return the records that ``torch.save`` writes for ``tree`` before the payloads, and the storage of each
-    payload."""
+    """Return the records that ``torch.save`` writes for ``tree`` before the payloads, in its order, and the storage of
+    each payload.
+
+    ``torch.save`` itself copies and checksums the payloads; ``_save`` takes the writer as an argument.
+    """
     writer = _PickleOnly()
     torch.serialization._save(tree, writer, pickle, 2, False)  # type: ignore[no-untyped-call]
     return writer.records, writer.storages

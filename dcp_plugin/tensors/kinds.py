@@ -77,8 +77,8 @@ def require_memory(tensor: torch.Tensor) -> None:
     """
     if is_dense_memory(tensor):
         return
-    if not _is_in_memory(tensor):
-        raise CheckpointMismatch(_reason_without_memory(tensor))
+    if reason := _reason_without_memory(tensor):
+        raise CheckpointMismatch(reason)
     if not tensor.is_quantized:
         _require_storable(tensor.dtype)
 
@@ -106,24 +106,8 @@ def is_dense_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _is_in_memory(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are in memory. If not, :func:`_reason_without_memory` returns the reason."""
-    try:
-        storage = tensor.untyped_storage()
-        if type(tensor) not in EXACTLY_TENSORS and storage.device.type == "meta":
-            return False  # a FakeTensor, whose data_ptr() would warn
-        if tensor.layout is not torch.strided or tensor.is_nested or storage.nbytes() < _extent(tensor):
-            return False
-        if storage.data_ptr():
-            return True
-        local = tensor.is_cpu or tensor.is_cuda  # on other devices data_ptr() may be 0 for tensors with memory
-        return not tensor.is_meta and (not local or not tensor.numel())
-    except Exception:  # each kind of tensor without memory raises another exception
-        return False
-
-
 def _reason_without_memory(tensor: torch.Tensor) -> str:
-    """Return the reason why a tensor has no elements in memory, with the way out."""
+    """Return the reason why a tensor has elements that are not in memory, with the way out; empty if all are."""
     if nn.parameter.is_lazy(tensor):
         return "a parameter of a lazy module that has no shape yet: run a batch through it first"
     if tensor.is_nested:
@@ -140,6 +124,9 @@ def _reason_without_memory(tensor: torch.Tensor) -> str:
             return f"{_a(tensor)}, which has no values"
         if held < needed:
             return f"{_a(tensor)} whose storage has {held} bytes and should have {needed}: its memory has been freed"
+        has_address = tensor.is_cpu or tensor.is_cuda  # on other devices data_ptr() may be 0 for tensors with memory
+        if not has_address or not tensor.numel() or storage.data_ptr():
+            return ""
     except Exception:  # each kind of tensor without memory raises another exception
         pass
     if type(tensor) in EXACTLY_TENSORS:
@@ -222,15 +209,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().cpu().clone()
         moved = tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
         names, context = moved.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: _copied_part(moved, name) for name in names}
+        parts = {name: getattr(moved, name) for name in names}
+        inner = {name: _copied(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
         return type(moved).__tensor_unflatten__(inner, context, moved.shape, moved.stride())  # type: ignore[no-any-return, attr-defined]
-
-
-def _copied_part(tensor: torch.Tensor, name: str) -> Any:
-    part = getattr(tensor, name)
-    if not isinstance(part, torch.Tensor):
-        return part
-    return _copied(part) if is_stored_whole(part) else part.detach().clone()
 
 
 def classes_of(tensor: torch.Tensor) -> list[type]:
