@@ -210,20 +210,6 @@ def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
     return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
 
 
-END_BEGINS = b"PK\x06\x06"
-"""First bytes of the end of an item."""
-END_LENGTH = torch_archive.END_LENGTH
-
-
-def directory_at(end: bytes) -> tuple[int, int] | None:
-    """Return where the directory of an item begins, and its length; None if ``end`` is not the end of our item."""
-    if len(end) != END_LENGTH:
-        return None
-    entries, size, offset = torch_archive.read_end(end)
-    ours = offset <= _MOST and max(entries, size) < 1 << 16
-    return (offset, size) if ours and end == torch_archive.end(entries, size, offset) else None
-
-
 def frame_in(head: bytes, directory: bytes) -> Frame | None:
     """Return the frame of an item of an unknown tensor, rebuilt from the records in the item.
 

@@ -30,6 +30,7 @@ from dcp_plugin.format.pickles.records import (
     argument,
     columns_of,
     fields,
+    kind_of_record,
     new_pairs,
     without_dictionaries,
 )
@@ -49,52 +50,21 @@ _MOST_TUPLES = 10_000
 """Most keys that are tuples: unlike text, an attacker can make many of them that collide."""
 
 
-class _Metadata(Record):
-    __slots__ = ()
+_Metadata = kind_of_record("_Metadata")
+_Tensor = kind_of_record("_Tensor")
+_Value = kind_of_record("_Value")
+_Properties = kind_of_record("_Properties")
+_Chunk = kind_of_record("_Chunk")
+_Item = kind_of_record("_Item")  # MetadataIndex
+_Place = kind_of_record("_Place")  # _StorageInfo
+_StorageMeta = kind_of_record("_StorageMeta")
+_Path = kind_of_record("_Path")  # its only state is a tuple of its parts
 
 
-class _Tensor(Record):
-    __slots__ = ()
-
-
-class _Value(Record):
-    __slots__ = ()
-
-
-class _Properties(Record):
-    __slots__ = ()
-
-
-class _Chunk(Record):
-    __slots__ = ()
-
-
-class _Item(Record):
-    """``MetadataIndex``."""
-
-    __slots__ = ()
-
-
-class _Place(Record):
-    """``_StorageInfo``."""
-
-    __slots__ = ()
-
-
-class _StorageMeta(Record):
-    __slots__ = ()
-
-
-class _Path(Record):
-    """Path of ``pathlib``; its only state is a tuple of its parts."""
-
-    __slots__ = ()
-
-
-def _path(*parts: Any) -> _Path:
+def _path(*parts: Any) -> Record:
     if len(parts) > _MOST_PARTS or not all(type(part) is str for part in parts):
         raise ValueError("a path has too many parts, or parts that are not text")
-    path: _Path = list.__new__(_Path)
+    path = list.__new__(_Path)
     path.append(parts)
     return path
 

@@ -11,8 +11,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from isal.isal_zlib import crc32
-
 _ROOT = "archive/"
 _ALIGNMENT = 64
 _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
@@ -107,12 +105,17 @@ def end(count: int, size: int, begin: int) -> bytes:
 
 
 END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
+END_BEGINS = b"PK\x06\x06"
+"""First bytes of the end of an archive."""
 
 
-def read_end(data: bytes) -> tuple[int, int, int]:
-    """Return the arguments of :func:`end` for which it returns these bytes."""
+def directory_at(data: bytes) -> tuple[int, int] | None:
+    """Return where the directory of a small archive begins, and its length; None if ``data`` is not its end."""
+    if len(data) != END_LENGTH:
+        return None
     count, size, begin = _END64.unpack_from(data)[-3:]
-    return count, size, begin
+    is_small = begin < _MOST and max(count, size) < 1 << 16
+    return (begin, size) if is_small and data == end(count, size, begin) else None
 
 
 def sizes_in(entries: bytes) -> dict[str, int]:
@@ -124,8 +127,3 @@ def sizes_in(entries: bytes) -> dict[str, int]:
         sizes[name.removeprefix(_ROOT)] = fields[9]
         at += _CENTRAL.size + len(name)
     return sizes
-
-
-def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """Return the CRC32 of data that follows bytes with the CRC32 ``before``."""
-    return crc32(data, before)

@@ -91,7 +91,7 @@ class BatchOfFetches(Batch):
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         fetches = self._fetches
-        block = rings.of(fetches[0].device).next()
+        block = rings.next(fetches[0].device)
         placed = [(fetch, fetch.parts(block)) for fetch in fetches]
         if len(fetches) == 1:
             ((fetch, parts),) = placed

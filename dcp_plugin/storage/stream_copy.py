@@ -27,7 +27,8 @@ from xxhash import xxh3_128
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, RunningCrc, block_size, directory_at, frame_in
+from dcp_plugin.format.payload import ALIGNMENT, RunningCrc, block_size, frame_in
+from dcp_plugin.format.torch_archive import END_BEGINS, END_LENGTH, directory_at
 from dcp_plugin.media import NewFile, RangedFile, Readable
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of

@@ -1,7 +1,7 @@
 """The bytes of tensors, in pieces, as host memory.
 
 A contiguous tensor on the host is read and written in place, without a copy. Any other tensor (strided, conjugated, on
-a device) is copied piece by piece through a :class:`Ring` of blocks, so no save or load needs memory for a complete
+a device) is copied piece by piece through the blocks of :class:`Rings`, so no save or load needs memory for a complete
 tensor. For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next
 block is being copied.
 """
@@ -61,60 +61,46 @@ class Block:
             self._event.synchronize()
 
 
-class Ring:
-    """The blocks of one thread for one device, used in turn."""
+class Rings:
+    """Blocks of one thread, made on first use: some for each device, used in turn."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._blocks = [Block(device) for _ in range(_BLOCKS if device.type == "cuda" else 1)]
-        self._next = 0
+    def __init__(self) -> None:
+        self._blocks: dict[torch.device, deque[Block]] = {}
 
-    def next(self) -> Block:
-        """Return the next block, after its last copy is done."""
-        block = self._blocks[self._next % len(self._blocks)]
-        self._next += 1
+    def next(self, device: torch.device) -> Block:
+        """Return the next block for a device, after its last copy is done."""
+        if device not in self._blocks:
+            count = _BLOCKS if device.type == "cuda" else 1
+            self._blocks[device] = deque(Block(device) for _ in range(count))
+        block = self._blocks[device][0]
+        self._blocks[device].rotate(-1)
         block.wait()
         return block
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor, row by row. A piece is valid until the caller requests the next piece."""
+    def pieces(self, tensor: torch.Tensor, size: int = PIECE) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor in row-major order. A piece is valid until the caller requests the next piece.
+
+        Args:
+            size: Bytes of the pieces of plain memory.
+        """
+        if is_plain_memory(tensor):
+            memory = memory_view(tensor)
+            yield from (memory[start : start + size] for start in range(0, len(memory), size))
+            return
         copies_under_way: deque[tuple[Block, int]] = deque()
         for part in parts_of(tensor, BLOCK):
-            block = self.next()
+            block = self.next(tensor.device)
             block.copy(block.take(part.nbytes).view(part.dtype).view(part.shape), part)
             copies_under_way.append((block, part.nbytes))
-            if len(copies_under_way) == len(self._blocks):
+            if len(copies_under_way) == len(self._blocks[tensor.device]):
                 yield _arrived(*copies_under_way.popleft())
         while copies_under_way:
             yield _arrived(*copies_under_way.popleft())
 
     def wait(self) -> None:
-        for block in self._blocks:
-            block.wait()
-
-
-class Rings:
-    """The rings of one thread, one per device, created on first use."""
-
-    def __init__(self) -> None:
-        self._rings: dict[torch.device, Ring] = {}
-
-    def of(self, device: torch.device) -> Ring:
-        if device not in self._rings:
-            self._rings[device] = Ring(device)
-        return self._rings[device]
-
-    def pieces(self, tensor: torch.Tensor, size: int = PIECE) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in row-major order. Plain memory is yielded in pieces of ``size`` bytes."""
-        if not is_plain_memory(tensor):
-            yield from self.of(tensor.device).pieces(tensor)
-            return
-        memory = memory_view(tensor)
-        for start in range(0, len(memory), size):
-            yield memory[start : start + size]
-
-    def wait(self) -> None:
-        for ring in self._rings.values():
-            ring.wait()
+        for blocks in self._blocks.values():
+            for block in blocks:
+                block.wait()
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -63,6 +63,7 @@ _FIXED = {
     **{opcode: (size, (0, 1, _NUMBER)) for opcode, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4))},
     ord("G"): (8, (0, 1, 0)),
     ord(")"): (0, (1, 1, 0)),
+    0x8F: (0, (0, 1, 0)),  # an empty set
 }
 
 
@@ -84,46 +85,46 @@ class _Follower:
         self.unusual = self.late = 0
 
     def run(self) -> None:
-        data, at = self.data, 0
-        fixed, steps = _FIXED, _STEPS
+        data = self.data
+        at = 2 if data.startswith(b"\x80") else 0  # after the number of the protocol
+        fixed, steps, longer_steps = _FIXED, _STEPS, _LONGER_STEPS
         while True:
             opcode = data[at]
             if opcode in fixed:
                 size, marked = fixed[opcode]
                 self.stack.append(marked)
                 at += 1 + size
+            elif opcode in steps:
+                size, step = steps[opcode]
+                step(self, at + 1)
+                at += 1 + size
             elif opcode == 0x2E:
                 return
             else:
-                at = steps[opcode](self, at + 1)
+                at = longer_steps[opcode](self, at + 1)
 
     def pop_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
         return items
 
-    def mark(self, at: int) -> int:
+    def mark(self, at: int) -> None:
         self.marks.append(self.stack)
         self.stack = []
-        return at
 
-    def put(self, at: int) -> int:
+    def put(self, at: int) -> None:
         self.memo[self.data[at]] = self.stack[-1]
-        return at + 1
 
-    def long_put(self, at: int) -> int:
+    def long_put(self, at: int) -> None:
         number = int.from_bytes(self.data[at : at + 4], "little")
         if number > len(self.memo) + _MOST_UNUSED:
             raise ValueError("its pickle skips numbers of the memo")
         self.memo[number] = self.stack[-1]
-        return at + 4
 
-    def get(self, at: int) -> int:
+    def get(self, at: int) -> None:
         self._push_again(self.memo[self.data[at]])
-        return at + 1
 
-    def long_get(self, at: int) -> int:
+    def long_get(self, at: int) -> None:
         self._push_again(self.memo[int.from_bytes(self.data[at : at + 4], "little")])
-        return at + 4
 
     def _push_again(self, marked: Any) -> None:
         self._spend(marked[1])
@@ -185,30 +186,22 @@ class _Follower:
         if any(item[2] & _ARRAYS == _ARRAYS for item in items):
             raise ValueError("its pickle has the class bytearray as a value")
 
-    def marked_tuple(self, at: int) -> int:
+    def marked_tuple(self, at: int) -> None:
         self.tuple_of(self.pop_mark())
-        return at
 
-    def last_as_tuple(self, at: int) -> int:
+    def last_as_tuple(self, at: int) -> None:
         count = self.data[at - 1] - 0x84
         items = self.stack[-count:]
         if len(items) != count:
             raise ValueError("its pickle takes more objects from the stack than it has")
         del self.stack[-count:]
         self.tuple_of(items)
-        return at
 
-    def empty_list(self, at: int) -> int:
+    def empty_list(self, at: int) -> None:
         self.stack.append([0, 1, _LIST, False])
-        return at
 
-    def empty_dictionary(self, at: int) -> int:
+    def empty_dictionary(self, at: int) -> None:
         self.stack.append([0, 1, _MAPPING, False])
-        return at
-
-    def empty_set(self, at: int) -> int:
-        self.stack.append((0, 1, 0))
-        return at
 
     def _add(self, items: list[Any], kind: int) -> None:
         """Add items to a list or a mapping. The size of a mapping that a call made is unknown."""
@@ -225,22 +218,18 @@ class _Follower:
                 if self.late > _MOST_LATE:
                     raise ValueError("its pickle adds too much to containers that are already in a tuple")
 
-    def append(self, at: int) -> int:
+    def append(self, at: int) -> None:
         self._add([self.stack.pop()], _LIST)
-        return at
 
-    def extend(self, at: int) -> int:
+    def extend(self, at: int) -> None:
         self._add(self.pop_mark(), _LIST)
-        return at
 
-    def set_item(self, at: int) -> int:
+    def set_item(self, at: int) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self._add_items([key, value])
-        return at
 
-    def set_items(self, at: int) -> int:
+    def set_items(self, at: int) -> None:
         self._add_items(self.pop_mark())
-        return at
 
     def _add_items(self, items: list[Any]) -> None:
         for key in items[::2]:
@@ -253,7 +242,7 @@ class _Follower:
                     raise ValueError("its pickle has too many keys that are tuples or large numbers")
         self._add(items, _MAPPING)
 
-    def call(self, at: int) -> int:
+    def call(self, at: int) -> None:
         """Call a global, or make an object. The result may be a copy of the arguments, and is hashed as they are."""
         depth, size, marks, *_ = self.stack.pop()
         function = self.stack.pop()
@@ -275,36 +264,36 @@ class _Follower:
         self.stack.append(
             (depth, size, (marks & ~(_NUMBER | _ENCODE)) | (function[2] & (_MAPPING | _STATE)) | is_bytes)
         )
-        return at
 
-    def build(self, at: int) -> int:
+    def build(self, at: int) -> None:
         state = self.stack.pop()
         self._check_no_class([state])
         self._spend(state[1])
         if self.stack[-1][2] & (_STATE | _GLOBAL) != _STATE:
             raise ValueError("its pickle changes an object that takes no state")
-        return at
 
-    def storage(self, at: int) -> int:
+    def storage(self, at: int) -> None:
         self.stack.pop()
         self.stack.append((0, 1, 0))
-        return at
-
-    def protocol(self, at: int) -> int:
-        return at + 1
 
 
 _STEPS = {
-    **{ord(opcode): step for opcode, step in (
-        ("(", _Follower.mark), ("q", _Follower.put), ("r", _Follower.long_put), ("h", _Follower.get),
-        ("j", _Follower.long_get), ("X", _Follower.text), ("U", _Follower.short_text), ("c", _Follower.name),
-        ("t", _Follower.marked_tuple), ("]", _Follower.empty_list), ("}", _Follower.empty_dictionary),
-        ("a", _Follower.append), ("e", _Follower.extend), ("s", _Follower.set_item), ("u", _Follower.set_items),
-        ("R", _Follower.call), ("b", _Follower.build), ("Q", _Follower.storage),
+    **{ord(opcode): (size, step) for opcode, size, step in (
+        ("(", 0, _Follower.mark), ("q", 1, _Follower.put), ("r", 4, _Follower.long_put), ("h", 1, _Follower.get),
+        ("j", 4, _Follower.long_get), ("t", 0, _Follower.marked_tuple), ("]", 0, _Follower.empty_list),
+        ("}", 0, _Follower.empty_dictionary), ("a", 0, _Follower.append), ("e", 0, _Follower.extend),
+        ("s", 0, _Follower.set_item), ("u", 0, _Follower.set_items), ("R", 0, _Follower.call),
+        ("b", 0, _Follower.build), ("Q", 0, _Follower.storage),
     )},
-    0x80: _Follower.protocol, 0x81: _Follower.call, 0x85: _Follower.last_as_tuple, 0x86: _Follower.last_as_tuple,
-    0x87: _Follower.last_as_tuple, 0x8A: _Follower.large_number, 0x8F: _Follower.empty_set,
+    0x81: (0, _Follower.call), 0x85: (0, _Follower.last_as_tuple), 0x86: (0, _Follower.last_as_tuple),
+    0x87: (0, _Follower.last_as_tuple),
 }  # fmt: skip
+"""Steps of opcodes, with the bytes of their arguments."""
+
+_LONGER_STEPS = {
+    ord("X"): _Follower.text, ord("U"): _Follower.short_text, ord("c"): _Follower.name, 0x8A: _Follower.large_number,
+}  # fmt: skip
+"""Steps of opcodes whose arguments have any length; they return the position of the next opcode."""
 
 
 def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -75,6 +75,11 @@ class Record(list[Any], metaclass=_Sealed):
 
     __slots__ = ()
     __setstate__ = list.append
+
+
+def kind_of_record(name: str) -> type[Record]:
+    """Return a class of records that stands for a class in a pickle."""
+    return cast(type[Record], _Sealed(name, (Record,), {"__slots__": ()}))
 
 
 class Pairs(list[Any], metaclass=_Sealed):

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.keys import name_of, step_of, unflatten
@@ -67,11 +68,11 @@ class TorchFile:
             file.write(record.header)
             crc = 0
             if record.name in self.small:
-                crc = torch_archive.checksum(self.small[record.name])
+                crc = crc32(self.small[record.name])
                 file.write(self.small[record.name])
             elif record.size:
                 for piece in next(pieces)[1]:
-                    crc = torch_archive.checksum(piece.data, crc)
+                    crc = crc32(piece.data, crc)
                     file.write(piece.data)
             file.write(record.descriptor(crc))
             crcs.append(crc)
