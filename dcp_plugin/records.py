@@ -50,7 +50,7 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, W
 if TYPE_CHECKING:
     import torch
 
-    from dcp_plugin.format.whole_tensors import WholeItem
+    from dcp_plugin.format.values import WholeItem
     from dcp_plugin.planning.save import RankPlan
 
 Box = tuple[Shape, Shape]

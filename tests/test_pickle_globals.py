@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.format import stock_metadata, values, whole_tensors
+from dcp_plugin.format import stock_metadata, values
 from dcp_plugin.format.pickles.follow import check, check_pickle
 from dcp_plugin.format.pickles.rebuild import _MAKERS, FACTORIES, VALUE
 from dcp_plugin.format.pickles.unpickler import FILE, TENSOR
@@ -121,7 +121,7 @@ OTHERS = [
 ]
 READERS: dict[str, Callable[[bytes], Any]] = {
     "metadata": lambda pickled: stock_metadata.decode(pickled, "it"),
-    "tensor": lambda pickled: whole_tensors.decode(_archive(pickled)),
+    "tensor": lambda pickled: values.decode_tensor(_archive(pickled)),
     "value": lambda pickled: values.decode("it", _archive(pickled)),
 }
 

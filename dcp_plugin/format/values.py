@@ -1,7 +1,9 @@
-"""Conversion of values that are no tensors to bytes and back, without executing code.
+"""Items that are ``torch.save`` files, as in stock DCP: values, and tensors of a class of their own.
 
-The bytes are ``torch.save`` files, as stock DCP writes and reads them. Their objects are restricted to those that
-``torch.load(weights_only=True)`` accepts and those of :mod:`dcp_plugin.format.pickles.rebuild`.
+The objects of a value are restricted to those that ``torch.load(weights_only=True)`` accepts and those of
+:mod:`dcp_plugin.format.pickles.rebuild`. A tensor is read into a tensor of the same class, or of a class that the user
+has declared safe (``torch.serialization.add_safe_globals``). The file alone never decides the class of an object, and
+no code in it is executed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import PurePath
@@ -20,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.pickles.rebuild import FACTORIES, VALUE, rebuilt
-from dcp_plugin.format.pickles.unpickler import load_bytes
+from dcp_plugin.format.pickles.unpickler import TENSOR, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
+from dcp_plugin.tensors.kinds import classes_of, copied
 
 MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
@@ -208,3 +212,69 @@ def _plain(value: Any, notes: list[str] | None) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_plain(item, notes) for item in value)
     return value
+
+
+@dataclass(frozen=True, eq=False)
+class WholeItem:
+    """Tensor that is stored as one item, ready to be written.
+
+    Raises:
+        CheckpointMismatch: From both methods: ``torch.save`` cannot write it. The message lacks the key.
+    """
+
+    tensor: torch.Tensor
+    length: int
+    """Bytes of the item."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> WholeItem:
+        """Return the item of a tensor. Its bytes are counted and discarded, so that a save holds one item at a time."""
+        counter = _Counter()
+        _save_tensor(tensor, counter)
+        return cls(tensor, counter.count)
+
+    def encode(self) -> bytes:
+        buffer = io.BytesIO()
+        _save_tensor(self.tensor, buffer)
+        return buffer.getvalue()
+
+
+class _Counter:
+    """File that counts the bytes written to it."""
+
+    count = 0
+
+    def write(self, data: Any) -> int:
+        self.count += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _save_tensor(tensor: torch.Tensor, file: Any) -> None:
+    try:
+        torch.save(copied(tensor), file)
+    except CheckpointMismatch:
+        raise
+    except Exception as error:  # the class may raise any type
+        raise CheckpointMismatch(f"a {type(tensor).__name__} that torch.save cannot write ({error})") from error
+
+
+_PLAIN_TENSOR = torch.empty(0)
+
+
+def decode_tensor(data: bytes | bytearray, target: torch.Tensor = _PLAIN_TENSOR) -> Any:
+    """Return the tensor in an item, to be copied into ``target``; it may consist of the classes of the target.
+
+    Raises:
+        UnsafeCheckpoint: The item has another class. The message lacks the key.
+        ValueError: Loading it could harm the process.
+    """
+    try:
+        return load_bytes(data, TENSOR.with_classes(classes_of(target)))[0]
+    except Refused as error:
+        raise UnsafeCheckpoint(
+            f"stored as an object of {error}, but the target is a {type(target).__name__}. Give the target that "
+            f"class, or declare that you trust it: torch.serialization.add_safe_globals([...])"
+        ) from error

@@ -19,7 +19,7 @@ import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, has_traces, is_own, read
-from dcp_plugin.format.foreign.frameworks import META as META
+from dcp_plugin.format.foreign.detect import META as META
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot

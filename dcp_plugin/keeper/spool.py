@@ -54,7 +54,7 @@ import torch
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.format.columns import Column, KeyColumns
-from dcp_plugin.format.whole_tensors import WholeItem
+from dcp_plugin.format.values import WholeItem
 from dcp_plugin.keeper.local_checkpoints import key_of
 from dcp_plugin.keeper.wire import Address
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where

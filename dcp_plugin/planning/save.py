@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format import values
 from dcp_plugin.format.keys import holds_sharded, is_empty_mapping
-from dcp_plugin.format.whole_tensors import WholeItem
+from dcp_plugin.format.values import WholeItem
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.ranks import Ranks, pack, unpack

@@ -218,7 +218,7 @@ def _examined_file(saved: Saved) -> Saved | None:
 
 def _damage(files: Files) -> str:
     """Return an error that names a truncated or lost file of a directory; empty if the files are complete."""
-    from dcp_plugin.format.foreign import detect, frameworks, safetensors, torch_file  # imports torch
+    from dcp_plugin.format.foreign import detect, safetensors, torch_file  # imports torch
 
     try:
         with damage_in(files.where):
@@ -233,8 +233,8 @@ def _damage(files: Files) -> str:
                     torch_file.check_records(files, name)
                 elif suffix == ".safetensors":
                     return f"{name} is no safetensors file"
-            if folders := frameworks.accelerate_folders(files):
-                frameworks.accelerate_index(files, folders)
+            if folders := detect.accelerate_folders(files):
+                detect.accelerate_index(files, folders)
     except CheckpointUnreadable:
         raise
     except CheckpointError as error:

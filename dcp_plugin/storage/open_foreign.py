@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from dcp_plugin.errors import CheckpointNotFound, damage_in, some
 from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata
-from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
+from dcp_plugin.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.media import Medium, Readable, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
@@ -33,14 +33,14 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 
 
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
-    if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
+    if detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
         return open_checkpoint(
             path.parent, complete=False
         )  # a view of ours, which names the files of the checkpoint above it
     data = read(files, METADATA)
-    if frameworks.is_of_lightning(files):
-        index, kinds = frameworks.lightning_index(files)
+    if detect.is_of_lightning(files):
+        index, kinds = detect.lightning_index(files)
         return OpenCheckpoint(path, files, index, fingerprint(data), "lightning", kinds)
     index = stock_metadata.index_of(stock_metadata.decode(data, f"{files.where}/{METADATA}"), files)
     return OpenCheckpoint(path, files, index, fingerprint(data), "stock")
@@ -50,9 +50,9 @@ def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
 def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     kind = medium_of(path).kind(path)
     is_folder = kind == "folder"
-    folders = frameworks.accelerate_folders(files) if is_folder else []
+    folders = detect.accelerate_folders(files) if is_folder else []
     if folders:
-        index, kinds = frameworks.accelerate_index(files, folders)
+        index, kinds = detect.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
         return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
     if is_folder:

@@ -19,7 +19,7 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import frame_if_possible
-from dcp_plugin.format.whole_tensors import decode
+from dcp_plugin.format.values import decode_tensor
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors._torch import undo_transforms
@@ -66,7 +66,7 @@ def tensor_in(
     label = f"the item of {key} in {chunk.location.file}"
     largest = prod(chunk.sizes) * dtype.itemsize + size_of(target) + _MOST_FRAME
     try:
-        stored = decode(without_transforms(path, item, chunk.location, transforms, largest), target)
+        stored = decode_tensor(without_transforms(path, item, chunk.location, transforms, largest), target)
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{path}: {key} is {error}") from error
     except Exception as error:

@@ -29,7 +29,7 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.columns import Places, hashes_of
 from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
-from dcp_plugin.format.whole_tensors import WholeItem
+from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory

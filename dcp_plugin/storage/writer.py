@@ -28,7 +28,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint
-from dcp_plugin.format.whole_tensors import WholeItem
+from dcp_plugin.format.values import WholeItem
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation
 from dcp_plugin.paths import Where

@@ -8,7 +8,7 @@ therefore call :func:`require_memory` before they access the first byte.
 
 Two kinds are stored *whole*, as one item made by ``torch.save``: a wrapper subclass that can be taken apart
 (``__tensor_flatten__``), and torch's quantized tensors, because their memory does not include the scales
-(:mod:`dcp_plugin.format.whole_tensors`).
+(:mod:`dcp_plugin.format.values`).
 """
 
 from __future__ import annotations

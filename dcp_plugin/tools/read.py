@@ -9,7 +9,7 @@ import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.format.whole_tensors import decode
+from dcp_plugin.format.values import decode_tensor
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.storage.reader import ShardedReader
@@ -126,7 +126,7 @@ def _object(reader: ShardedReader, key: str, device: torch.device) -> Any:
     """Return a tensor of a custom class, which ``torch.save`` has written."""
     data = reader.item(key)
     try:
-        return decode(data).to(device)
+        return decode_tensor(data).to(device)
     except Exception as error:
         raise UnsafeCheckpoint(
             f"{reader.path}: {key} is of a class that torch does not load without executing code: "
