@@ -242,7 +242,7 @@ def _turn(adapter: StateAdapter) -> tuple[int, bool, bool, str]:
 
     Loaders come before other ``Stateful`` objects, which may have random streams, because loaders draw from these.
     """
-    is_last = isinstance(adapter, StatefulAdapter) and adapter.is_called_last
+    is_last = isinstance(adapter, StatefulAdapter) and isinstance(adapter._value, CalledLast)
     is_position = isinstance(adapter, PositionAdapter)
     return ("module", "optimizer", "stateful").index(adapter.kind), is_last, not is_position, adapter.name
 
@@ -595,10 +595,6 @@ def _flatten_mapping(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, A
 class StatefulAdapter(TreeAdapter):
     kind = "stateful"
     may_grow = True
-
-    @property
-    def is_called_last(self) -> bool:
-        return isinstance(self._value, CalledLast)
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         self._current = self._value.state_dict()

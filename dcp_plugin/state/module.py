@@ -123,12 +123,15 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Raises:
         RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
     """
-    if contains_fsdp1(module):
-        return apply_fsdp1_module(module, state)
     clean = CleanNames(module)
-    wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
-    raw_state = {wrapped.get(name, name): value for name, value in state.items()}
-    report = call_load_state_dict(module, raw_state, wrapped.values(), strict) or Incompatible()
+    if contains_fsdp1(module):
+        with _quiet():
+            keys = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+        report = Incompatible(keys.missing_keys, keys.unexpected_keys)
+    else:
+        wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
+        raw_state = {wrapped.get(name, name): value for name, value in state.items()}
+        report = call_load_state_dict(module, raw_state, wrapped.values(), strict) or Incompatible()
     return list(dict.fromkeys(map(clean, report.missing))), list(dict.fromkeys(map(clean, report.unexpected)))
 
 
@@ -230,14 +233,6 @@ def gather_fsdp1_module(module: nn.Module) -> dict[str, Any]:
     clean = CleanNames(module)
     with _quiet():
         return {clean(name): value for name, value in get_model_state_dict(module).items()}
-
-
-def apply_fsdp1_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Load a sharded state dict; return the missing and the unexpected keys. Collective."""
-    with _quiet():
-        report = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
-    clean = CleanNames(module)
-    return [clean(key) for key in report.missing_keys], [clean(key) for key in report.unexpected_keys]
 
 
 def gather_fsdp1_optimizer(

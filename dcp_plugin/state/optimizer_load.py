@@ -84,7 +84,11 @@ def load_into(
     if not isinstance(own, OwnLayout):
         return OptimizerLoad(module, optimizer, stored, paths, own)
     load = OwnLayoutLoad(module, optimizer, own, stored, paths or {})
-    if load.shares_no_key and any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer):
+    if (
+        load.current.keys().isdisjoint(stored)
+        and any(key.startswith(f"{GROUPS}.") for key in stored)
+        and groups_of(optimizer)
+    ):
         return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before this package stored own layouts
     return load
 
@@ -140,7 +144,7 @@ class OptimizerLoad:
         self.wanted = Wanted()
         """Wanted state, without targets until :meth:`targets` is called."""
         for key, entry in stored.items():
-            kind, fqn, name = self._split(key)
+            kind, fqn, name = split_key(key, self._here)
             if key == "state":  # an empty mapping, from an optimizer without state that was saved as data
                 continue
             self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
@@ -277,7 +281,7 @@ class OptimizerLoad:
 
     def _slots_stored(self, fqn: str) -> set[str]:
         keys = (f"state.{fqn}.{name}" for name in self._slots[fqn])
-        return {self._split(str(self._parts.get(key, (key,))[0]))[2] for key in keys}
+        return {split_key(str(self._parts.get(key, (key,))[0]), self._here)[2] for key in keys}
 
     def _slots_needed(self) -> set[str] | None:
         """Return the slots that the optimizer has of every parameter; None if they are not known yet."""
@@ -365,9 +369,6 @@ class OptimizerLoad:
                 fields[self._numbers.get(fqn, fqn)] = fields_of(group)
         return state, fields
 
-    def _split(self, key: str) -> tuple[str, str, str]:
-        return split_key(key, self._here)
-
     def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
         """Allocate a slot that the optimizer does not have yet.
 
@@ -445,14 +446,10 @@ class OwnLayoutLoad:
         paths: Mapping[str, KeyPath],
     ) -> None:
         self._module, self._optimizer, self._tree, self._stored = module, optimizer, tree, stored
-        self._current, self._paths = flatten_tree(tree, walked_as_stored(stored))
+        self.current, self._paths = flatten_tree(tree, walked_as_stored(stored))
         self._paths |= paths_as_stored(stored, self._paths, paths)
         self.wanted = Wanted(missing=[] if stored else [""])
         """Wanted state, without targets until :meth:`targets` is called."""
-
-    @property
-    def shares_no_key(self) -> bool:
-        return self._current.keys().isdisjoint(self._stored)
 
     def targets(self) -> dict[str, Any]:
         """Return a tensor to fill, or None for another value, by relative key.
@@ -462,12 +459,12 @@ class OwnLayoutLoad:
         """
         memory = Memory(self._module, self.wanted.refused)
         for key, entry in self._stored.items():
-            if key not in self._current and not memory.names_parameter(key):
+            if key not in self.current and memory.parameter_in(key) is None:
                 self.wanted.extra[key] = Deferred(entry) if isinstance(entry, StoredTensor) else None
                 if isinstance(entry, StoredTensor) and (reason := memory.refusal(entry)):
                     self.wanted.refused[key] = reason
             elif isinstance(entry, StoredTensor):
-                self.wanted.targets[key] = memory.of(key, entry, self._current.get(key))
+                self.wanted.targets[key] = memory.of(key, entry, self.current.get(key))
             else:
                 self.wanted.targets[key] = None
         return self.wanted.targets
@@ -476,7 +473,7 @@ class OwnLayoutLoad:
         """Return the keys of the optimizer that the state of another class lacks, as :meth:`OptimizerLoad.lacks`."""
         if not recorded or not may_be_another(self._optimizer, recorded):
             return []
-        return [key for key in self._current if key not in self._stored and not has_keys_below(key, self._stored)]
+        return [key for key in self.current if key not in self._stored and not has_keys_below(key, self._stored)]
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Accept any value."""
@@ -489,7 +486,7 @@ class OwnLayoutLoad:
         """
         kept = {
             key: value
-            for key, value in self._current.items()
+            for key, value in self.current.items()
             if key in self._stored or (is_empty_mapping(value) and not has_keys_below(key, self._stored))
         }
         leaves = {**kept, **filled}
@@ -530,16 +527,12 @@ class Memory:
             current = with_memory(current)
             if shape_of(current) == entry.shape:
                 return current
-        fqn = self._named_in(key)
+        fqn = self.parameter_in(key)
         if fqn is not None and sharded_value(self._layouts[fqn]).shape == entry.shape:
             return empty_like(self._layouts[fqn], entry.dtype)
         if reason := self.refusal(entry):
             self._refused[key] = reason
         return entry.empty()
-
-    def names_parameter(self, key: str) -> bool:
-        """Return whether a key contains the name of a parameter of this rank."""
-        return self._named_in(key) is not None
 
     def refusal(self, entry: StoredTensor) -> str:
         """Return why a tensor cannot get memory that is not like a parameter's; empty if it can."""
@@ -552,8 +545,8 @@ class Memory:
             )
         return ""
 
-    def _named_in(self, key: str) -> str | None:
-        """Return the longest FQN that the steps of a key contain."""
+    def parameter_in(self, key: str) -> str | None:
+        """Return the longest FQN of a parameter of this rank that the steps of a key contain."""
         steps = key.split(".")
         for length in range(len(steps), 0, -1):
             for start in range(len(steps) - length + 1):
