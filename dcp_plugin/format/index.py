@@ -70,8 +70,6 @@ class _Chunks(Sequence[StoredChunk]):
         return len(self._boxes[0])
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return tuple(self[position] for position in range(*number.indices(len(self))))
         at, (offsets, sizes) = range(len(self))[number], self._boxes
         location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
@@ -113,9 +111,8 @@ class StoredTensor:
         """Return the chunk that begins at ``offsets``; ``hint`` is its number, if the planner knows it."""
         if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
             return self.chunks[hint]
-        if isinstance(self.chunks, _Chunks):
-            return self.chunks.at(offsets)
-        return next((chunk for chunk in self.chunks if chunk.offsets == offsets), None)
+        assert isinstance(self.chunks, _Chunks), "only the entries of an index are searched"
+        return self.chunks.at(offsets)
 
 
 @dataclass(frozen=True)
@@ -195,11 +192,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         # The prefix with its last character increased sorts right after all keys that start with the prefix.
         last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
         return sorted(self._sorted[first:last], key=self.slots.__getitem__)
-
-    def has_under(self, prefix: str) -> bool:
-        """Return whether any key starts with ``prefix``."""
-        at = bisect_left(self._sorted, prefix)
-        return at < len(self._sorted) and self._sorted[at].startswith(prefix)
 
     @functools.cached_property
     def _sorted(self) -> list[str]:

@@ -221,7 +221,7 @@ class Matching:
         slot = self._index.slots.get(adapter.name)
         if self._given is not None or slot is None or not adapter.is_tensor:
             return False
-        return self._index.table.dtype_of(slot) is not None and not self._index.has_under(f"{adapter.name}.")
+        return self._index.table.dtype_of(slot) is not None and not self._index.under(f"{adapter.name}.")
 
     def _take_plain(self, adapter: ValueAdapter) -> None:
         name, tensor = adapter.name, adapter.value
@@ -254,7 +254,7 @@ class Matching:
         own, entries = entry.name_on(entry.rank), self._entries(entry)
         if not entries:
             shared = entry.shared_name
-            is_shared = shared in self._index or self._index.has_under(f"{shared}.")
+            is_shared = shared in self._index or bool(self._index.under(f"{shared}."))
             if is_shared and entry.world_size > 1:
                 self._warn(f"{self._path} has one value of {shared!r} for all ranks: each rank takes it.")
             return shared if is_shared else own
