@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
+    from dcp_plugin.tools.contents import inspect
     from dcp_plugin.tools.copy import CopyReport, copy
     from dcp_plugin.tools.diff import CheckpointDiff, diff
     from dcp_plugin.tools.divergence import Divergence, first_divergence
     from dcp_plugin.tools.export import ExportReport, export
-    from dcp_plugin.tools.inspect import inspect
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
@@ -76,7 +76,7 @@ _HOMES = {
         "UnsafeCheckpoint",
     ),
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
-    "dcp_plugin.tools.inspect": ("inspect",),
+    "dcp_plugin.tools.contents": ("inspect",),
     "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),

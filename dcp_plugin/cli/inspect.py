@@ -56,7 +56,7 @@ def inspect_command(
         elif stats:
             _show_stats(at, include or (), exclude or (), as_json)
         else:
-            from dcp_plugin.tools.inspect import inspect
+            from dcp_plugin.tools.contents import inspect
 
             info = inspect(at)
             if as_json:

@@ -165,7 +165,7 @@ def _of_checkpoint(path: Where, name: str) -> nn.Module:
     from torch import nn
 
     from dcp_plugin.format.columns import dtype_named
-    from dcp_plugin.tools.inspect import inspect
+    from dcp_plugin.tools.contents import inspect
 
     class Header(nn.Module):
         """Stand-in for a module, with the names, shapes and dtypes of its tensors."""

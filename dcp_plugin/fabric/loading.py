@@ -32,7 +32,7 @@ from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
-from dcp_plugin.tools.inspect import info_of
+from dcp_plugin.tools.contents import info_of
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter

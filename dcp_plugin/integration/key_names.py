@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dcp_plugin.paths import PathLike
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools.inspect import info_of
+from dcp_plugin.tools.contents import info_of
 from dcp_plugin.types import CheckpointInfo
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"

@@ -95,28 +95,22 @@ def _rows_agree(first: Column, first_starts: Column, second: Column, second_star
     return _all(same, np.cumsum(counts), counts)
 
 
-def _checksums(index: CheckpointIndex) -> tuple[Column, Column]:
-    """Return the position of the first checksum of each chunk, and the number of its checksums."""
-    ends = index.columns["block_ends"]
-    counts = np.diff(ends, prepend=0)
-    return ends - counts, counts
-
-
 def _chunks_agree(
     first: CheckpointIndex, first_chunks: Column, second: CheckpointIndex, second_chunks: Column
 ) -> tuple[Column, Column]:
     """Return for each pair of chunks whether the checksums decide, and whether they agree."""
     first_places, second_places = first.columns["place"][first_chunks], second.columns["place"][second_chunks]
     alike = (first_places[:, 3] == second_places[:, 3]) & ((first_places[:, 2] >= 0) == (second_places[:, 2] >= 0))
-    (starts, counts), (second_starts, second_counts) = _checksums(first), _checksums(second)
-    blocks = counts[first_chunks]
+    starts, second_starts = first.block_starts[first_chunks], second.block_starts[second_chunks]
+    blocks = first.block_starts[first_chunks + 1] - starts
+    second_blocks = second.block_starts[second_chunks + 1] - second_starts
     empty = (first_places[:, 3] == 0) & (first_places[:, 2] >= 0)
-    decided = alike & (empty | ((blocks > 0) & (blocks == second_counts[second_chunks])))
+    decided = alike & (empty | ((blocks > 0) & (blocks == second_blocks)))
     if first.smallest_block != second.smallest_block:
         decided &= empty
     blocks = np.where(decided, blocks, 0)
     crcs = first.columns["block_crc"], second.columns["block_crc"]
-    same = _rows_agree(crcs[0], starts[first_chunks], crcs[1], second_starts[second_chunks], blocks)
+    same = _rows_agree(crcs[0], starts, crcs[1], second_starts, blocks)
     if "hashed" in first.columns and "hashed" in second.columns:
         hashes = first.places.hash[first_chunks], second.places.hash[second_chunks]
         hashed = alike & in_any(hashes[0]) & in_any(hashes[1])
@@ -125,23 +119,21 @@ def _chunks_agree(
     return decided, same
 
 
-def signatures(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, tuple[bytes, bytes] | None]:
-    """Return for each key its layout and the checksums of its bytes; None for a key without checksums."""
-    table, places = index.table, index.columns["place"]
-    starts, counts = _checksums(index)
-    ends, box_starts, chunk_starts = starts + counts, table.box_starts, table.chunk_starts
-    signed: dict[str, tuple[bytes, bytes] | None] = {}
+def signatures(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, tuple[bytes, bytes]]:
+    """Return for each key its layout and the checksums of its bytes; an empty layout for a key without checksums."""
+    table, places, block_starts = index.table, index.columns["place"], index.block_starts
+    signed: dict[str, tuple[bytes, bytes]] = {}
     for key in keys:
         slot = index.slots[key]
-        first, last = int(chunk_starts[slot]), int(chunk_starts[slot + 1])
-        empty = places[first:last, 3] == 0
-        if first == last or not (empty | (counts[first:last] > 0)).all():
-            signed[key] = None
+        first, last = table.chunk_starts[slot : slot + 2].tolist()
+        has_checksums = (places[first:last, 3] == 0) | (np.diff(block_starts[first : last + 1]) > 0)
+        if first == last or not has_checksums.all():
+            signed[key] = b"", b""
             continue
-        layout = table.columns["box"][box_starts[slot] : box_starts[slot + 1]].tobytes()
+        layout = table.columns["box"][table.box_starts[slot] : table.box_starts[slot + 1]].tobytes()
         layout += places[first:last, 3].tobytes() + bytes(places[first:last, 2] >= 0)
         layout += index.smallest_block.to_bytes(8, "little")
-        signed[key] = layout, index.columns["block_crc"][starts[first] : ends[last - 1]].tobytes()
+        signed[key] = layout, index.columns["block_crc"][block_starts[first] : block_starts[last]].tobytes()
     return signed
 
 

@@ -8,7 +8,7 @@ Tensors that differ are read as well, to measure the difference (:mod:`~dcp_plug
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,19 +16,16 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.index import StoredTensor, StoredValue
+from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools import keys
+from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import Agreement, paired, signatures
-from dcp_plugin.tools.amounts import Amount, difference, equal
-from dcp_plugin.tools.leaves import differences, short
-from dcp_plugin.tools.read import read_keys
-from dcp_plugin.tools.stream import Part, Progress, Stream
+from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
+from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream
 from dcp_plugin.types import Shape
 
 _WINDOW = 32 << 20
@@ -201,185 +198,137 @@ def diff(
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     with ShardedReader(a, **options) as first, ShardedReader(b, **options) as second:
-        selected = _Selected.of(first, second, include, exclude, rename or {})
-        first.index.require_bounded([*selected.common.values(), *selected.removed])
-        second.index.require_bounded([*selected.common, *selected.added])
-        return _Comparison(first, second, selected, checksums, amounts, progress).result()
+        common, removed, added = _selected(first, second, include, exclude, rename or {})
+        first.index.require_bounded([*common.values(), *removed])
+        second.index.require_bounded([*common, *added])
+        return _Comparison((first, second), common, (removed, added), checksums, amounts, progress).result()
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """Keys to compare."""
+def _selected(
+    first: ShardedReader, second: ShardedReader, include: Globs, exclude: Globs, rename: Mapping[str, str]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return keys of B with the same keys of A, keys that only A has, and keys that only B has.
 
+    Args:
+        include: Globs of keys of B, as ``exclude``.
+        rename: Prefixes of keys of A -> prefixes of keys of B.
+    """
+    names = stream.renamed(first.index, rename, first.path) if rename else {key: key for key in first.index}
+    old_keys = {name: key for key, name in names.items()}
+    wanted: Collection[str] = dict.fromkeys((*old_keys, *second.index))
+    include, exclude = stream.texts(include), stream.texts(exclude)
+    if include or exclude:
+        wanted = stream.select(wanted, include, exclude, f"neither {first.path} nor {second.path}")
+    slots = second.index.slots
+    common = {name: old_keys[name] for name in wanted if name in old_keys and name in slots}
+    removed = [old_keys[name] for name in wanted if name not in slots]
+    added = [name for name in wanted if name not in old_keys]
+    return common, removed, added
+
+
+@dataclass
+class _Comparison:
+    """Comparison of two open checkpoints. Of each pair, the first is of A, and the second of B."""
+
+    readers: tuple[ShardedReader, ShardedReader]
     common: dict[str, str]
     """Keys of B -> keys of A."""
-    removed: list[str]
-    added: list[str]
+    alone: tuple[list[str], list[str]]
+    """Keys that only one of the checkpoints has."""
+    checksums: bool
+    amounts: bool
+    progress: Progress | None
+    read: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
-        first: ShardedReader,
-        second: ShardedReader,
-        include: str | Iterable[str],
-        exclude: str | Iterable[str],
-        rename: Mapping[str, str],
-    ) -> _Selected:
-        names = keys.renamed(first.index, rename, first.path) if rename else {key: key for key in first.index}
-        old_keys = {name: key for key, name in names.items()}
-        include, exclude = keys.texts(include), keys.texts(exclude)
-        wanted = dict.fromkeys((*old_keys, *second.index))
-        if include or exclude:
-            wanted = dict.fromkeys(keys.select(wanted, include, exclude, f"neither {first.path} nor {second.path}"))
-        slots = second.index.slots
-        return cls(
-            {name: old_keys[name] for name in wanted if name in old_keys and name in slots},
-            [old_keys[name] for name in wanted if name not in slots],
-            [name for name in wanted if name not in old_keys],
-        )
-
-
-class _Comparison:
-    """Comparison of two open checkpoints."""
-
-    def __init__(
-        self,
-        first: ShardedReader,
-        second: ShardedReader,
-        selected: _Selected,
-        checksums: bool,
-        amounts: bool,
-        progress: Progress | None,
-    ) -> None:
-        self._one, self._other, self._selected = first, second, selected
-        self._amounts, self._progress = amounts, progress
-        self._checksums = checksums
-        self._names = list(selected.common)
-        slots = list(map(first.index.slots.__getitem__, selected.common.values()))
-        theirs = list(map(second.index.slots.__getitem__, self._names))
-        self._agree = Agreement(first.index, np.array(slots, np.int64), second.index, np.array(theirs, np.int64))
-        self._read: list[str] = []
+    @property
+    def indices(self) -> tuple[CheckpointIndex, CheckpointIndex]:
+        return self.readers[0].index, self.readers[1].index
 
     def result(self) -> CheckpointDiff:
-        agree = self._agree
-        alike = agree.same_dtype & agree.same_shape
-        decided = agree.known & self._checksums
-        equal_already = decided & agree.equal
-        changed = self._tensors(
-            self._at(alike & agree.tensors & decided & ~agree.equal), self._at(alike & agree.tensors & ~decided)
-        )
-        values = self._values(self._at(agree.same_dtype & ~agree.tensors & ~equal_already))
-        both = np.flatnonzero(alike & agree.tensors)
-        counts = self._element_counts(both)
+        first, second = self.indices
+        names = list(self.common)
+        slots = np.array([first.slots[key] for key in self.common.values()], np.int64)
+        other_slots = np.array([second.slots[name] for name in names], np.int64)
+        agree = Agreement(first, slots, second, other_slots)
+
+        def at(flags: Any) -> list[str]:
+            return [names[number] for number in np.flatnonzero(flags).tolist()]
+
+        comparable = agree.same_dtype & agree.same_shape & agree.tensors
+        decided = agree.known & self.checksums
+        changed = self._tensors(at(comparable & decided & ~agree.equal), at(comparable & ~decided))
+        values = self._values(at(agree.same_dtype & ~agree.tensors & ~(decided & agree.equal)))
+        shapes = second.table.shapes_of(other_slots[comparable])
         renamed = self._renamed()
         moved = set(renamed.values())
-        reshaped, retyped = self._redefined()
-        redefined = {item.key for item in reshaped} | {item.key for item in retyped}
+        reshaped_names, retyped_names = at(agree.tensors & ~agree.same_shape), at(~agree.same_dtype)
+        redefined = {*reshaped_names, *retyped_names}
+        removed, added = self.alone
         return CheckpointDiff(
-            self._one.path,
-            self._other.path,
-            [key for key in self._selected.added if key not in moved],
-            [key for key in self._selected.removed if key not in renamed],
+            self.readers[0].path,
+            self.readers[1].path,
+            [key for key in added if key not in moved],
+            [key for key in removed if key not in renamed],
             renamed,
-            reshaped,
-            retyped,
+            [Reshaped(name, _shape(first, self.common[name]), _shape(second, name)) for name in reshaped_names],
+            [Retyped(name, _dtype(first, self.common[name]), _dtype(second, name)) for name in retyped_names],
             changed,
             values,
-            len(self._names) - len(changed) - len(values) - len(redefined),
-            self._read,
-            self._one.bytes_read + self._other.bytes_read,
-            {self._names[at]: count for at, count in zip(both.tolist(), counts, strict=True)},
+            len(names) - len(changed) - len(values) - len(redefined),
+            self.read,
+            sum(reader.bytes_read for reader in self.readers),
+            dict(zip(at(comparable), map(prod, shapes), strict=True)),
         )
-
-    def _at(self, flags: Any) -> list[str]:
-        return [self._names[at] for at in np.flatnonzero(flags).tolist()]
-
-    def _element_counts(self, pairs: Any) -> list[int]:
-        table = self._other.index.table
-        numbers = self._other.index.slots
-        slots = np.array([numbers[self._names[at]] for at in pairs.tolist()], np.int64)
-        counts = np.ones(len(slots), np.int64)
-        for dim in range(int(table.columns["ndim"].max(initial=0))):
-            has = table.columns["ndim"][slots] > dim
-            counts[has] *= table.columns["shape"][table.shape_starts[slots[has]] + dim]
-        return counts.tolist()
-
-    def _redefined(self) -> tuple[list[Reshaped], list[Retyped]]:
-        reshaped = [
-            Reshaped(name, *(index[key].shape for index, key in self._entries(name)))
-            for name in self._at(self._agree.tensors & ~self._agree.same_shape)
-        ]
-        retyped = [
-            Retyped(name, *(_dtype(index[key]) for index, key in self._entries(name)))
-            for name in self._at(~self._agree.same_dtype)
-        ]
-        return reshaped, retyped
-
-    def _entries(self, name: str) -> tuple[Any, Any]:
-        return (self._one.index, self._selected.common[name]), (self._other.index, name)
 
     def _tensors(self, differ: list[str], undecided: list[str]) -> list[ChangedTensor]:
         """Return the tensors that changed: all in ``differ``, and those in ``undecided`` whose bytes differ."""
-        settled = set(differ)
-        self._read += undecided
-        wanted = [name for name in self._names if name in settled.union(undecided)] if differ or undecided else []
-        objects = {name for name in wanted if self._is_object(name)}
-        streamed = [name for name in wanted if name not in objects and (self._amounts or name not in settled)]
+        self.read += undecided
+        first, second = self.readers
         amounts: dict[str, Amount | None] = dict.fromkeys(differ)
-        amounts |= self._in_step([(self._selected.common[name], name) for name in streamed])
-        amounts |= {name: None for name in objects - settled if self._items_differ(name)}
+        wanted = {*differ, *undecided}
+        streamed = []
+        for name, key in self.common.items():
+            if name not in wanted:
+                continue
+            if not (stream.is_opaque(first, key) or stream.is_opaque(second, name)):
+                if self.amounts or name not in amounts:
+                    streamed.append((key, name))
+            elif name not in amounts and first.item(key) != second.item(name):
+                amounts[name] = None
+        settled = set(differ)
+        amounts |= self._in_step(streamed)
         changed = []
-        for name in wanted:
+        for name in self.common:
             if name in amounts:
-                stored = self._other.index[name]
-                assert isinstance(stored, StoredTensor)
-                nbytes = prod(stored.shape) * stored.dtype.itemsize
+                shape, nbytes = _shape(second.index, name), stream.nbytes_of(second, name)
                 decided: Literal["checksums", "bytes"] = "checksums" if name in settled else "bytes"
-                changed.append(ChangedTensor(name, stored.shape, _dtype(stored), nbytes, decided, amounts[name]))
+                changed.append(ChangedTensor(name, shape, _dtype(second.index, name), nbytes, decided, amounts[name]))
         return changed
 
     def _in_step(self, pairs: list[tuple[str, str]]) -> dict[str, Amount | None]:
         """Return the tensors whose bytes differ, with the amounts."""
-        parts = [
-            (Part.whole(key, _tensor(self._one, key)), Part.whole(name, _tensor(self._other, name)))
-            for key, name in pairs
-        ]
-        total, done = 2 * sum(first.nbytes for first, _ in parts), 0
-        differing: dict[str, Amount | None] = {}
-        norms: dict[str, Amount] = {}
-        streams = (
-            Stream(self._one, [first for first, _ in parts], _WINDOW),
-            Stream(self._other, [second for _, second in parts], _WINDOW),
-        )
+        parts = [[Part.of(reader, pair[side]) for pair in pairs] for side, reader in enumerate(self.readers)]
+        streams = [Stream(reader, of_side, _WINDOW) for reader, of_side in zip(self.readers, parts, strict=True)]
+        count = Counter(2 * streams[0].nbytes, self.progress)
+        differing: set[str] = set()
+        amounts: dict[str, Amount] = {}
         for first, second in zip(*streams, strict=True):
             name = pairs[first.part][1]
             same = equal(first.tensor, second.tensor)
-            if self._amounts and not (same and first.tensor.nbytes == parts[first.part][0].nbytes):
-                norms[name] = norms.get(name, Amount()) + difference(first.tensor, second.tensor)
             if not same:
-                differing[name] = None
-            done += 2 * first.tensor.nbytes
-            if self._progress is not None:
-                self._progress(done, total)
-        return {name: norms.get(name) for name in differing}
-
-    def _is_object(self, name: str) -> bool:
-        return any(
-            reader.opened.format == "dcp_plugin" and _tensor(reader, key).stored_whole
-            for reader, key in ((self._one, self._selected.common[name]), (self._other, name))
-        )
-
-    def _items_differ(self, name: str) -> bool:
-        """Return whether the bytes that torch wrote for a tensor of a custom class differ."""
-        return self._one.item(self._selected.common[name]) != self._other.item(name)
+                differing.add(name)
+            if self.amounts and not (same and first.tensor.nbytes == parts[0][first.part].nbytes):
+                amounts[name] = amounts.get(name, Amount()) + difference(first.tensor, second.tensor)
+            count.add(2 * first.tensor.nbytes)
+        return {name: amounts.get(name) for name in differing}
 
     def _values(self, undecided: list[str]) -> list[ChangedValue]:
-        self._read += undecided
-        old = _values_of(self._one, [self._selected.common[name] for name in undecided])
-        new = _values_of(self._other, undecided)
+        self.read += undecided
+        old = _values_of(self.readers[0], [self.common[name] for name in undecided])
+        new = _values_of(self.readers[1], undecided)
         changed = []
         for name in undecided:
-            leaves = list(islice(differences(old[self._selected.common[name]], new[name]), _MOST_LEAVES))
+            leaves = list(islice(differences(old[self.common[name]], new[name]), _MOST_LEAVES))
             if leaves:
                 first = leaves[0]
                 text = all(isinstance(leaf.old, str) and isinstance(leaf.new, str) for leaf in leaves)
@@ -388,95 +337,81 @@ class _Comparison:
 
     def _renamed(self) -> dict[str, str]:
         """Return the keys of A that have the same bytes under another key in B."""
-        groups: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-        for side, (reader, names) in enumerate(
-            ((self._one, self._selected.removed), (self._other, self._selected.added))
-        ):
-            for name in names:
-                groups[_kind(reader, name)][side].append(name)
-        groups = {kind: group for kind, group in groups.items() if all(group)}
+        kinds: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        for side, index in enumerate(self.indices):
+            for key in self.alone[side]:
+                kinds[_kind(index, key)][side].append(key)
+        groups = [group for group in kinds.values() if all(group)]
         renamed: dict[str, str] = {}
-        for kind, bytes_of in self._bytes_of(groups).items():
-            removed, added = groups[kind]
+        for group, contents in zip(groups, self._contents(groups), strict=True):
             same: dict[bytes, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-            for side, names in enumerate((removed, added)):
-                for name in names:
-                    same[bytes_of[side][name]][side].append(name)
+            for side, keys in enumerate(group):
+                for key in keys:
+                    same[contents[side][key]][side].append(key)
             for old, new in same.values():
                 if old and new:
-                    renamed |= paired(old, new, _nbytes(self._other, new[0]))
-        order = {key: at for at, key in enumerate(self._selected.removed)}
-        return dict(sorted(renamed.items(), key=lambda pair: order[pair[0]]))
+                    renamed |= paired(old, new, stream.nbytes_of(self.readers[1], new[0]))
+        return {key: renamed[key] for key in self.alone[0] if key in renamed}
 
-    def _bytes_of(self, groups: dict[Any, tuple[list[str], list[str]]]) -> dict[Any, tuple[dict[str, bytes], ...]]:
+    def _contents(self, groups: list[tuple[list[str], list[str]]]) -> list[list[dict[str, bytes]]]:
         """Return for each group and side the checksums of its keys; hashes of the bytes if checksums cannot decide."""
-        bytes_of: dict[Any, tuple[dict[str, bytes], ...]] = {}
-        to_read: list[Any] = []
-        for kind, group in groups.items():
-            signed = [signatures(reader.index, names) for reader, names in zip(self._readers, group, strict=True)]
-            layouts = {None if signature is None else signature[0] for side in signed for signature in side.values()}
-            if self._checksums and len(layouts) == 1 and None not in layouts:
-                bytes_of[kind] = tuple(
-                    {key: signature[1] for key, signature in side.items() if signature} for side in signed
-                )
-            else:
-                to_read.append(kind)
-        hashes = [
-            _hashes(reader, [name for kind in to_read for name in groups[kind][side]])
-            for side, reader in enumerate(self._readers)
+        signed = [
+            [signatures(index, keys) for index, keys in zip(self.indices, group, strict=True)] for group in groups
         ]
-        for kind in to_read:
-            self._read += groups[kind][1]
-            bytes_of[kind] = tuple({name: hashes[side][name] for name in groups[kind][side]} for side in range(2))
-        return bytes_of
-
-    @property
-    def _readers(self) -> tuple[ShardedReader, ShardedReader]:
-        return self._one, self._other
-
-
-def _tensor(reader: ShardedReader, key: str) -> StoredTensor:
-    stored = reader.index[key]
-    assert isinstance(stored, StoredTensor)
-    return stored
+        to_read = [not (self.checksums and _have_one_layout(sides)) for sides in signed]
+        hashes: list[dict[str, bytes]] = []
+        for side, reader in enumerate(self.readers):
+            keys = [key for group, is_read in zip(groups, to_read, strict=True) if is_read for key in group[side]]
+            hashes.append(_hashes(reader, keys))
+        self.read += hashes[1]
+        return [
+            hashes if is_read else [{key: checksums for key, (_, checksums) in side.items()} for side in sides]
+            for is_read, sides in zip(to_read, signed, strict=True)
+        ]
 
 
-def _dtype(entry: StoredTensor | StoredValue) -> str:
-    return str(entry.dtype).removeprefix("torch.") if isinstance(entry, StoredTensor) else _VALUE
+def _have_one_layout(sides: list[dict[str, tuple[bytes, bytes]]]) -> bool:
+    layouts = {layout for side in sides for layout, _ in side.values()}
+    return len(layouts) == 1 and b"" not in layouts
 
 
-def _kind(reader: ShardedReader, key: str) -> tuple[Any, ...]:
+def _dtype(index: CheckpointIndex, key: str) -> str:
+    dtype = index.table.dtype_of(index.slots[key])
+    return _VALUE if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _shape(index: CheckpointIndex, key: str) -> Shape:
+    return index.table.shape_of(index.slots[key])
+
+
+def _kind(index: CheckpointIndex, key: str) -> tuple[Any, ...]:
     """Return dtype and shape of a tensor, or the size of a value: equal for keys that may have the same bytes."""
-    index = reader.index
-    slot = index.slots[key]
-    dtype = index.table.dtype_of(slot)
-    if dtype is not None:
-        return dtype, index.table.shape_of(slot)
-    return _VALUE, int(index.columns["place"][index.table.chunk_starts[slot], 3])
+    dtype = _dtype(index, key)
+    if dtype != _VALUE:
+        return dtype, _shape(index, key)
+    chunk = index.table.chunk_starts[index.slots[key]]
+    return _VALUE, int(index.columns["place"][chunk, 3])
 
 
-def _nbytes(reader: ShardedReader, key: str) -> int:
-    """Return the bytes of a tensor. Return 0 for a value: equal bytes of small values are often a coincidence."""
-    stored = reader.index[key]
-    return prod(stored.shape) * stored.dtype.itemsize if isinstance(stored, StoredTensor) else 0
-
-
-def _hashes(reader: ShardedReader, names: list[str]) -> dict[str, bytes]:
+def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
     """Return a hash of the bytes of each key. A key that cannot be read has a unique hash."""
-    tensors = [key for key in names if isinstance(reader.index[key], StoredTensor)]
-    objects = {key for key in tensors if reader.opened.format == "dcp_plugin" and _tensor(reader, key).stored_whole}
-    tensors = [key for key in tensors if key not in objects]
-    running = {key: xxh3_128() for key in tensors}
-    for piece in Stream(reader, [Part.whole(key, _tensor(reader, key)) for key in tensors], _WINDOW):
-        running[tensors[piece.part]].update(piece.data)
-    hashes = {key: hashed.digest() for key, hashed in running.items()}
-    for key in names:
-        if key not in hashes:
-            hashes[key] = _digest_of_name(reader, key)
-            if key not in reader.index.values_here:
-                with suppress(CheckpointMismatch):  # the item is in several parts
-                    hashes[key] = xxh3_128_digest(reader.item(key))
-    return hashes
+    is_streamed = {
+        key: isinstance(reader.index[key], StoredTensor) and not stream.is_opaque(reader, key) for key in keys
+    }
+    parts = [Part.of(reader, key) for key in keys if is_streamed[key]]
+    running = [xxh3_128() for _ in parts]
+    for piece in Stream(reader, parts, _WINDOW):
+        running[piece.part].update(piece.data)
+    hashes = {part.key: hashed.digest() for part, hashed in zip(parts, running, strict=True)}
+    return {key: hashes[key] if is_streamed[key] else _digest_of_item(reader, key) for key in keys}
+
+
+def _digest_of_item(reader: ShardedReader, key: str) -> bytes:
+    """Return a hash of the bytes that ``torch.save`` wrote for a key; a unique hash if they are not in one item."""
+    if key not in reader.index.values_here:
+        with suppress(CheckpointMismatch):  # the item is in several parts
+            return xxh3_128_digest(reader.item(key))
+    return xxh3_128_digest(f"{reader.path} {key}".encode())
 
 
 @dataclass(frozen=True)
@@ -491,19 +426,13 @@ class _NotLoaded:
 
 def _values_of(reader: ShardedReader, names: list[str]) -> dict[str, Any]:
     try:
-        return read_keys(reader, names, torch.device("cpu"))
+        return stream.read_keys(reader, names)
     except UnsafeCheckpoint:
         return {name: _value_of(reader, name) for name in names}
 
 
 def _value_of(reader: ShardedReader, name: str) -> Any:
     try:
-        return read_keys(reader, [name], torch.device("cpu"))[name]
+        return stream.read_keys(reader, [name])[name]
     except UnsafeCheckpoint:
-        if name in reader.index.values_here:  # without bytes, a value equals only itself
-            return _NotLoaded(_digest_of_name(reader, name))
-        return _NotLoaded(xxh3_128_digest(reader.item(name)))
-
-
-def _digest_of_name(reader: ShardedReader, name: str) -> bytes:
-    return xxh3_128_digest(f"{reader.path} {name}".encode())
+        return _NotLoaded(_digest_of_item(reader, name))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, damage_in, some
 from dcp_plugin.media import medium_of
@@ -21,7 +22,7 @@ from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
-from dcp_plugin.tools.stream import Part, Progress, Stream, require_elements
+from dcp_plugin.tools.stream import Part, Progress, Stream
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
@@ -155,8 +156,9 @@ def first_divergence(
         differences = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
         texts |= dict.fromkeys(value.key for value in differences.values if value.text)
         if _differing(differences):
-            key, at, values, ulps = _first(differences, options)
-            differ, equal = _by_kind(differences, options)
+            with ShardedReader(pair[0], **options) as first, ShardedReader(pair[1], **options) as second:
+                key, at, values, ulps = _first(differences, first, second)
+                differ, equal = _by_kind(differences, first)
             compared = common[:number]
             return Divergence(
                 *runs, compared, *only, step, key, at, values, ulps, differ, equal, list(texts), differences
@@ -186,23 +188,21 @@ def _steps_of(run: Where) -> dict[int, Where]:
 def _differing(difference: CheckpointDiff) -> set[str]:
     """Return the keys that differ. Values of which only texts differ do not count."""
     keys = {*difference.added, *difference.removed, *difference.renamed, *difference.renamed.values()}
-    keys |= (
-        {item.key for item in difference.reshaped}
-        | {item.key for item in difference.retyped}
-        | {item.key for item in difference.changed}
-    )
+    keys |= {item.key for item in difference.reshaped}
+    keys |= {item.key for item in difference.retyped}
+    keys |= {tensor.key for tensor in difference.changed}
     return keys | {value.key for value in difference.values if not value.text}
 
 
-def _first(difference: CheckpointDiff, options: dict[str, Any]) -> tuple[str, str, tuple[str, str] | None, int | None]:
+def _first(
+    difference: CheckpointDiff, first: ShardedReader, second: ShardedReader
+) -> tuple[str, str, tuple[str, str] | None, int | None]:
     """Return key, place, values and distance of the first difference, in the order of the first checkpoint."""
     differing = _differing(difference)
-    with ShardedReader(difference.a, **options) as first, ShardedReader(difference.b, **options) as second:
-        order = dict.fromkeys((*first.index, *second.index))
-        key = next(key for key in order if key in differing)
-        if any(tensor.key == key for tensor in difference.changed):
-            with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
-                return key, *_element(first, second, key)
+    key = next(key for key in dict.fromkeys((*first.index, *second.index)) if key in differing)
+    if any(tensor.key == key for tensor in difference.changed):
+        with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
+            return key, *_element(first, second, key)
     for value in difference.values:
         if value.key == key:
             return key, value.at, (value.old, value.new), None
@@ -210,58 +210,51 @@ def _first(difference: CheckpointDiff, options: dict[str, Any]) -> tuple[str, st
     for redefinition in redefined:
         if redefinition.key == key:
             return key, "", (str(redefinition.old), str(redefinition.new)), None
-    if key in difference.removed or key in difference.added:
-        return key, "", ("there", "nothing") if key in difference.removed else ("nothing", "there"), None
-    return key, "", None, None
+    if key in difference.removed:
+        return key, "", ("there", "nothing"), None
+    return key, "", ("nothing", "there") if key in difference.added else None, None
 
 
 def _element(first: ShardedReader, second: ShardedReader, key: str) -> tuple[str, tuple[str, str] | None, int | None]:
     """Return the first element in which two stored tensors differ: place, both values and their distance."""
-    stored = first.index[key]
-    for reader in (first, second):
-        require_elements(reader, key, stored)  # type: ignore[arg-type]
-    part = Part.whole(key, stored)  # type: ignore[arg-type]
-    streams = [iter(Stream(reader, [part])) for reader in (first, second)]
+    part = Part.of(first, key)
+    streams = [iter(Stream(first, [part])), iter(Stream(second, [Part.of(second, key)]))]
     with closing(streams[0]), closing(streams[1]):  # type: ignore[type-var]
         for old, new in zip(*streams, strict=True):
-            if not amounts.equal(old.tensor, new.tensor):
-                pair = old.tensor.reshape(-1), new.tensor.reshape(-1)
-                at = int(amounts.differing(*pair).int().argmax())
-                elements = pair[0][at : at + 1], pair[1][at : at + 1]
-                index = np.unravel_index(old.start + at, part.sizes) if part.sizes else ()
-                place = f"[{', '.join(str(int(number)) for number in index)}]" if part.sizes else ""
-                return place, (_told(elements[0]), _told(elements[1])), amounts.ulps(*elements)
+            if amounts.equal(old.tensor, new.tensor):
+                continue
+            pair = old.tensor.reshape(-1), new.tensor.reshape(-1)
+            at = int(amounts.differing(*pair).int().argmax())
+            elements = pair[0][at : at + 1], pair[1][at : at + 1]
+            place = ""
+            if part.sizes:
+                index = np.unravel_index(old.start + at, part.sizes)
+                place = f"[{', '.join(str(int(number)) for number in index)}]"
+            return place, (_shown(elements[0]), _shown(elements[1])), amounts.ulps(*elements)
     raise CheckpointError(f"{key} of {first.path} and {second.path} was changed while it was compared")
 
 
-def _told(element: Any) -> str:
+def _shown(element: torch.Tensor) -> str:
     try:
         return repr(element.item())
     except (RuntimeError, TypeError, NotImplementedError):  # a dtype without arithmetic: show the bytes
-        return f"0x{bytes(element.view(-1).view(dtype=_bytes()).tolist()).hex()}"
+        return f"0x{bytes(element.view(torch.uint8).tolist()).hex()}"
 
 
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
-
-
-def _by_kind(difference: CheckpointDiff, options: dict[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
+def _by_kind(difference: CheckpointDiff, reader: ShardedReader) -> tuple[dict[str, list[str]], list[str]]:
     """Return the keys that differ, by parts of the training; and the parts of which no key differs."""
-    with ShardedReader(difference.a, **options) as reader:
-        kinds, keys = reader.kinds, list(reader.index)
     differing = _differing(difference)
     by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
     present = set()
     texts = {value.key for value in difference.values if value.text}
-    for key in dict.fromkeys((*keys, *sorted(differing))):
-        kind = kind_of(key, kinds)
+    for key in dict.fromkeys((*reader.index, *sorted(differing))):
+        kind = kind_of(key, reader.kinds)
         if key in differing:
             by_kind[kind].append(key)
         elif key not in texts:
             present.add(kind)
-    return {k: v for k, v in by_kind.items() if v}, [kind for kind in KINDS if kind in present and not by_kind[kind]]
+    differ = {kind: keys for kind, keys in by_kind.items() if keys}
+    return differ, [kind for kind in KINDS if kind in present and kind not in differ]
 
 
 def kind_of(key: str, kinds: dict[str, str]) -> str:

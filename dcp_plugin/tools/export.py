@@ -8,28 +8,25 @@ are several ranks, each writes some of the files.
 from __future__ import annotations
 
 import re
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
-from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.errors import one_line, some
+from dcp_plugin.format.index import Location, StoredTensor
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.writer import Publication
-from dcp_plugin.tools import keys
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, lightning_file, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
-from dcp_plugin.tools.formats.place import Place, require_absent
-from dcp_plugin.tools.stream import Progress, Stream
+from dcp_plugin.tools.formats.place import Place, named_failures, require_absent
+from dcp_plugin.tools.stream import Counter, Globs, Progress, renamed, select, texts
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
@@ -138,7 +135,7 @@ def export(
         raise ValueError(f"format={format!r} is none of {', '.join(get_args(Format))}")
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a checkpoint is laid out for at least one")
-    named = bool(keys.texts(include)) or rename is not None
+    named = bool(texts(include)) or rename is not None
     options = _Options(format, _dtype(dtype), _size(max_shard_size), config, ranks, allow_pickle, named)
     target = as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
@@ -202,8 +199,8 @@ def _size(text: int | str | None) -> int | None:
 def _names(
     reader: ShardedReader,
     made_as: Format,
-    include: str | Iterable[str],
-    exclude: str | Iterable[str],
+    include: Globs,
+    exclude: Globs,
     rename: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Return the selected keys -> their names in the output.
@@ -212,17 +209,17 @@ def _names(
     single module is cut off.
     """
     index = reader.index
-    chosen = keys.select(index, include, exclude, reader.path)
+    chosen = select(index, include, exclude, reader.path)
     index.require_bounded(chosen)
     if made_as in ("hf", "safetensors"):
         chosen = [key for key in chosen if isinstance(index[key], StoredTensor)]
-        if not keys.texts(include):
+        if not texts(include):
             modules = [name for name, kind in reader.kinds.items() if kind == "module"]
             of_modules = [key for key in chosen if key.partition(".")[0] in modules]
             chosen = of_modules or chosen
             if rename is None and len(modules) == 1 and of_modules:
                 rename = {f"{modules[0]}.": ""}
-    return keys.renamed(chosen, rename or {}, reader.path)
+    return renamed(chosen, rename or {}, reader.path)
 
 
 def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
@@ -244,29 +241,16 @@ def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, p
     place = Place(out, is_file)
     directory = group.from_zero(f"begin {out}", place.begin)
     local_files = layout.files[group.rank :: group.size]
-    count = _Counter(sum(file.size for file in local_files), progress)
-
-    def write() -> None:
-        for file in local_files:
-            with _refused(out), place.create(directory, file.name, file.size, count.add) as made:
-                file.write(made, Stream(selected.reader, file.parts))
-        with _refused(out):
-            place.flush(directory)
-
+    count = Counter(sum(file.size for file in local_files), progress)
     try:
-        group.agree(f"write {out}", write)
-        group.from_zero(f"complete {out}", lambda: _complete(place, directory, layout, out))
+        group.agree(f"write {out}", lambda: place.write(selected.reader, directory, local_files, count))
+        group.from_zero(f"complete {out}", lambda: place.publish(directory, layout.last))
     except BaseException:
-        place.discard(directory)
+        place.discard()
         raise
     nbytes = sum(part.nbytes for file in layout.files for part in file.parts)
     files = [*(file.name for file in layout.files), *layout.last]
     return _Made(files, chosen.names, nbytes, layout.notes)
-
-
-def _complete(place: Place, directory: Where, layout: Layout, out: Where) -> None:
-    with _refused(out):
-        place.publish(directory, layout.last)
 
 
 def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
@@ -278,19 +262,19 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
         return publication.reserve()
 
     directory = group.from_zero(f"begin {out}", begin)
-    count = _Counter(checkpoint.nbytes // group.size, progress)
+    count = Counter(checkpoint.nbytes // group.size, progress)
 
-    def write() -> dict[int, object]:
-        with _refused(out):
+    def write() -> dict[int, list[Location]]:
+        with named_failures(out):
             publication.medium.join(directory, out)
             own_ranks = range(group.rank, options.ranks, group.size)
-            return {rank: checkpoint.write(rank, directory, out, count.add) for rank in own_ranks}
+            return {rank: checkpoint.write(rank, directory, out, count) for rank in own_ranks}
 
-    def publish(written: list[dict[int, object]]) -> list[str]:
+    def publish(written: list[dict[int, list[Location]]]) -> list[str]:
         locations = {rank: places for part in written for rank, places in part.items()}
         if not isinstance(out, ObjectPath):
             require_absent(out, "has come while it was written. Nothing was replaced.")
-        checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
+        checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
 
     try:
@@ -299,29 +283,3 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
         publication.discard()
         raise
     return _Made(files, selected.names, checkpoint.nbytes)
-
-
-@contextmanager
-def _refused(out: Where) -> Iterator[None]:
-    """Raise an error of the file system or the store as a SaveFailed that names ``out``."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
-
-
-class _Counter:
-    """Counter of the bytes that this rank has written."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress = total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            if self._progress is not None:
-                self._progress(min(self._done, self._total), self._total)

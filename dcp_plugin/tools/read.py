@@ -7,18 +7,9 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.format.values import decode_tensor
 from dcp_plugin.paths import PathLike, StorageOptions
-from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools import keys
-from dcp_plugin.tools.stream import Progress
-from dcp_plugin.types import LocalChunk, ShardedValue
-
-_TOGETHER = 256 << 20
-"""Bytes that are read between two reports of progress."""
+from dcp_plugin.tools.stream import Progress, read_keys, select
 
 
 def read(
@@ -62,73 +53,5 @@ def read(
         (torch.Size([3, 2]), 4)
     """
     with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
-        return read_keys(
-            reader,
-            keys.select(reader.index, include, exclude, reader.path),
-            torch.device(device),
-            allow_pickle,
-            progress,
-        )
-
-
-def read_keys(
-    reader: ShardedReader,
-    wanted: list[str],
-    device: torch.device,
-    allow_pickle: tuple[str, ...] = (),
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Return tensors and values of an open checkpoint by key, as :func:`read` does."""
-    index = reader.index
-    index.require_bounded(wanted)
-    values: dict[str, Any] = dict.fromkeys(wanted)
-    sizes = {key: _nbytes(index[key]) for key in wanted}
-    total, done = sum(sizes.values()), 0
-    group: list[str] = []
-    for number, key in enumerate(wanted, 1):
-        group.append(key)
-        if number == len(wanted) or sum(map(sizes.__getitem__, group)) >= _TOGETHER:
-            values |= _read_group(reader, group, device, allow_pickle)
-            done += sum(map(sizes.__getitem__, group))
-            group = []
-            if progress is not None:
-                progress(done, total)
-    return values
-
-
-def _nbytes(entry: Any) -> int:
-    return torch.Size(entry.shape).numel() * entry.dtype.itemsize if isinstance(entry, StoredTensor) else 0
-
-
-def _read_group(
-    reader: ShardedReader, group: list[str], device: torch.device, allow_pickle: tuple[str, ...]
-) -> dict[str, Any]:
-    targets: dict[str, Any] = {}
-    loaded: dict[str, Any] = {}
-    for key in group:
-        entry = reader.index[key]
-        if not isinstance(entry, StoredTensor):
-            targets[key] = None
-        elif entry.stored_whole and reader.opened.format == "dcp_plugin":
-            loaded[key] = _object(reader, key, device)
-        else:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-            chunk = LocalChunk((0,) * len(entry.shape), entry.shape, tensor)
-            targets[key] = ShardedValue(entry.shape, entry.dtype, (chunk,))
-            loaded[key] = tensor
-    planner = ShardedLoadPlanner(allow_pickle=allow_pickle)
-    planner.use_index(targets, reader.index, {key: key for key in targets})
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return {key: loaded[key] if key in loaded else targets[key] for key in group}
-
-
-def _object(reader: ShardedReader, key: str, device: torch.device) -> Any:
-    """Return a tensor of a custom class, which ``torch.save`` has written."""
-    data = reader.item(key)
-    try:
-        return decode_tensor(data).to(device)
-    except Exception as error:
-        raise UnsafeCheckpoint(
-            f"{reader.path}: {key} is of a class that torch does not load without executing code: "
-            f"{str(error).splitlines()[0]} Load it into a model (dcp_plugin.load), or leave it out: exclude={key!r}."
-        ) from error
+        wanted = select(reader.index, include, exclude, reader.path)
+        return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

@@ -1,20 +1,25 @@
-"""Read tensors of a checkpoint one after the other, within bounded memory. All tools read tensors with this module.
+"""Items of a checkpoint for the tools: select keys, and read tensors and values within bounded memory.
 
-The tensors are cut into pieces of consecutive elements, and successive pieces fill a window of memory together. While
-the caller uses one window, a thread fills the other.
+A tool that needs complete tensors and values in memory calls :func:`read_keys`. All other tools read a :class:`Stream`:
+tensors are cut into pieces of consecutive elements, and successive pieces fill a window of memory together. While the
+caller uses one window, a thread fills the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, nearest, some
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.values import decode_tensor
 from dcp_plugin.media import PAGE
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
@@ -26,9 +31,158 @@ WINDOW = 64 << 20
 """Size of each of the two windows, in bytes."""
 _MOST_PIECES = 4096
 _ALIGNMENT = 64
+_TOGETHER = 256 << 20
+"""Bytes that :func:`read_keys` reads between two reports of progress."""
 
+Globs = str | Iterable[str]
 Progress = Callable[[int, int], None]
 """Callback that takes the bytes done, and the bytes in all."""
+
+
+class Counter:
+    """Counter of bytes that reports to a callback. Several threads may use it."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(min(self._done, self._total), self._total)
+
+
+def texts(globs: Globs) -> tuple[str, ...]:
+    """Return one or several globs as a tuple."""
+    return (globs,) if isinstance(globs, str) else tuple(globs)
+
+
+def select(keys: Collection[str], include: Globs, exclude: Globs, path: object) -> list[str]:
+    """Return, in their order, the keys that match a glob of ``include`` (all if it is empty) and none of ``exclude``.
+
+    Raises:
+        CheckpointMismatch: A glob matches no key, or no key remains.
+    """
+    chosen, left_out = texts(include), texts(exclude)
+    for glob in (*chosen, *left_out):
+        if glob not in keys and not any(fnmatchcase(key, glob) for key in keys):
+            raise CheckpointMismatch(f"{path} has no key that {glob!r} matches{nearest(glob, keys)}")
+    selected = [key for key in keys if not chosen or _matches(key, chosen)]
+    selected = [key for key in selected if not _matches(key, left_out)] if left_out else selected
+    if not selected:
+        raise CheckpointMismatch(f"{path}: nothing is left of its {len(keys)} keys without {some(list(left_out))}")
+    return selected
+
+
+def _matches(key: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, glob) for glob in globs)
+
+
+def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dict[str, str]:
+    """Return the name of each key outside of the checkpoint, in the order of the keys.
+
+    Args:
+        rename: Prefixes in the checkpoint -> their replacements. The longest prefix that fits a key is replaced.
+
+    Raises:
+        CheckpointMismatch: No key has a prefix, two keys would get the same name, or a name would be empty.
+    """
+    prefixes = sorted(rename, key=len, reverse=True)
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    used: set[str] = set()
+    for key in keys:
+        name = key
+        prefix = next((candidate for candidate in prefixes if key.startswith(candidate)), None)
+        if prefix is not None:
+            used.add(prefix)
+            name = rename[prefix] + key.removeprefix(prefix)
+        if not name:
+            raise CheckpointMismatch(f"{path}: nothing would be left of the name of {key}: rename it to something")
+        if name in taken:
+            raise CheckpointMismatch(f"{path}: {taken[name]} and {key} would both be called {name!r}")
+        taken[name] = key
+        names[key] = name
+    if unused := [prefix for prefix in prefixes if prefix not in used]:
+        raise CheckpointMismatch(f"{path}: no selected key starts with {some([repr(prefix) for prefix in unused])}")
+    return names
+
+
+def is_opaque(reader: ShardedReader, key: str) -> bool:
+    """Return whether a key is a tensor of a custom class, which ``torch.save`` has written as one object."""
+    entry = reader.index[key]
+    return isinstance(entry, StoredTensor) and entry.stored_whole and reader.opened.format == "dcp_plugin"
+
+
+def nbytes_of(reader: ShardedReader, key: str) -> int:
+    """Return the bytes of a tensor in memory, and 0 for a value."""
+    entry = reader.index[key]
+    return prod(entry.shape) * entry.dtype.itemsize if isinstance(entry, StoredTensor) else 0
+
+
+def read_keys(
+    reader: ShardedReader,
+    wanted: list[str],
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+    allow_pickle: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Return complete tensors and values by key. See :func:`dcp_plugin.read` for arguments and errors."""
+    reader.index.require_bounded(wanted)
+    sizes = {key: nbytes_of(reader, key) for key in wanted}
+    count = Counter(sum(sizes.values()), progress)
+    values: dict[str, Any] = dict.fromkeys(wanted)
+    group: list[str] = []
+    nbytes = 0
+    for number, key in enumerate(wanted, 1):
+        group.append(key)
+        nbytes += sizes[key]
+        if number == len(wanted) or nbytes >= _TOGETHER:
+            values |= _read_group(reader, group, device, allow_pickle)
+            count.add(nbytes)
+            group, nbytes = [], 0
+    return values
+
+
+def _read_group(
+    reader: ShardedReader, group: list[str], device: torch.device, allow_pickle: tuple[str, ...]
+) -> dict[str, Any]:
+    targets: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for key in group:
+        entry = reader.index[key]
+        if is_opaque(reader, key):
+            tensors[key] = _read_opaque(reader, key, device)
+        elif isinstance(entry, StoredTensor):
+            tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            chunk = LocalChunk((0,) * len(entry.shape), entry.shape, tensors[key])
+            targets[key] = ShardedValue(entry.shape, entry.dtype, (chunk,))
+        else:
+            targets[key] = None
+    _fill(reader, targets, {key: key for key in targets}, allow_pickle)
+    return targets | tensors
+
+
+def _read_opaque(reader: ShardedReader, key: str, device: torch.device) -> Any:
+    data = reader.item(key)
+    try:
+        return decode_tensor(data).to(device)
+    except Exception as error:
+        raise UnsafeCheckpoint(
+            f"{reader.path}: {key} is of a class that torch does not load without executing code: "
+            f"{str(error).splitlines()[0]} Load it into a model (dcp_plugin.load), or leave it out: exclude={key!r}."
+        ) from error
+
+
+def _fill(
+    reader: ShardedReader, targets: dict[str, Any], keys: Mapping[str, str], allow_pickle: tuple[str, ...] = ()
+) -> None:
+    """Read the stored keys of targets into them. A target that is None is replaced by the value of its key."""
+    planner = ShardedLoadPlanner(allow_pickle=allow_pickle)
+    planner.use_index(targets, reader.index, keys)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 @dataclass(frozen=True)
@@ -41,7 +195,20 @@ class Part:
     dtype: torch.dtype
 
     @classmethod
-    def whole(cls, key: str, stored: StoredTensor, dtype: torch.dtype | None = None) -> Part:
+    def of(cls, reader: ShardedReader, key: str, dtype: torch.dtype | None = None) -> Part:
+        """Return a complete tensor as a part.
+
+        Raises:
+            CheckpointMismatch: The key is no tensor, or its elements cannot be read one by one.
+        """
+        stored = reader.index[key]
+        if not isinstance(stored, StoredTensor):
+            raise CheckpointMismatch(f"{reader.path}: {key} is no tensor")
+        if is_opaque(reader, key):
+            raise CheckpointMismatch(
+                f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors), which "
+                f"torch.save has written as a whole: dcp_plugin.read gives it. To go on without it: exclude={key!r}."
+            )
         return cls(key, (0,) * len(stored.shape), stored.shape, dtype or stored.dtype)
 
     @property
@@ -65,6 +232,10 @@ class Piece:
         return memory_view(self.tensor)
 
 
+_Window = list[tuple[int, BoxPart, int]]
+"""Pieces that are read together: number of the part, box, and position of its first element in the part."""
+
+
 class Stream:
     """Pieces of parts, in the order of the parts. An empty part has no piece.
 
@@ -74,7 +245,6 @@ class Stream:
         window: Size of a window in bytes. Two windows are used.
 
     Raises:
-        CheckpointMismatch: A tensor is of a custom class, whose elements cannot be read one by one.
         CheckpointError: The checkpoint cannot be read, or its bytes do not match their checksums.
     """
 
@@ -82,31 +252,23 @@ class Stream:
         self._reader = reader
         self._parts = parts
         self._window = window
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
         self.nbytes = sum(part.nbytes for part in parts)
         """Bytes of all parts."""
 
     def __iter__(self) -> Iterator[Piece]:
-        windows = self._windows()
-        first = next(windows, None)
-        if first is None:
-            return
-        memory = [_page_aligned(self._size(first)) for _ in range(2)]
+        ready: Future[list[Piece]] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="dcp-stream") as pool:
-            reading: Future[list[Piece]] | None = pool.submit(self._read, first, memory[0])
-            turn = 0
-            while reading is not None:
-                pieces = reading.result()
-                turn = 1 - turn
-                following, reading = next(windows, None), None
-                if following is not None:
-                    if self._size(following) > len(memory[turn]):
-                        memory[turn] = _page_aligned(self._size(following))
-                    reading = pool.submit(self._read, following, memory[turn])
-                yield from pieces
+            for number, window in enumerate(self._windows()):
+                reading = pool.submit(self._read, window, number % 2)
+                if ready is not None:
+                    yield from ready.result()
+                ready = reading
+            if ready is not None:
+                yield from ready.result()
 
-    def _windows(self) -> Iterator[list[tuple[int, BoxPart, int]]]:
-        """Yield the pieces of each window: number of the part, box, and position of its first element in the part."""
-        window: list[tuple[int, BoxPart, int]] = []
+    def _windows(self) -> Iterator[_Window]:
+        window: _Window = []
         filled = 0
         for number, part in enumerate(self._parts):
             start = 0
@@ -123,20 +285,24 @@ class Stream:
         if window:
             yield window
 
-    @staticmethod
-    def _size(window: list[tuple[int, BoxPart, int]]) -> int:
-        return sum(_aligned(box.nbytes) for _, box, _ in window)
-
-    def _read(self, window: list[tuple[int, BoxPart, int]], memory: torch.Tensor) -> list[Piece]:
-        pieces, at = [], 0
-        boxes = []
+    def _read(self, window: _Window, turn: int) -> list[Piece]:
+        size = sum(_aligned(box.nbytes) for _, box, _ in window)
+        if size > len(self._memory[turn]):
+            self._memory[turn] = _page_aligned(size)
+        pieces: list[Piece] = []
+        targets: dict[str, Any] = {}
+        keys: dict[str, str] = {}
+        at = 0
         for number, box, start in window:
             part = self._parts[number]
-            tensor = memory[at : at + box.nbytes].view(part.dtype).view(box.sizes)
+            tensor = self._memory[turn][at : at + box.nbytes].view(part.dtype).view(box.sizes)
             at += _aligned(box.nbytes)
+            name = str(len(pieces))
             pieces.append(Piece(number, tensor, start))
-            boxes.append((part.key, box.offsets, tensor))
-        read_boxes(self._reader, boxes)
+            chunk = LocalChunk(box.offsets, box.sizes, tensor)
+            targets[name] = ShardedValue(self._reader.index[part.key].shape, part.dtype, (chunk,))  # type: ignore[union-attr]
+            keys[name] = part.key
+        _fill(self._reader, targets, keys)
         return pieces
 
 
@@ -148,35 +314,3 @@ def _page_aligned(nbytes: int) -> torch.Tensor:
 
 def _aligned(nbytes: int) -> int:
     return nbytes + -nbytes % _ALIGNMENT
-
-
-def read_boxes(reader: ShardedReader, boxes: Sequence[tuple[str, Shape, torch.Tensor]]) -> None:
-    """Fill tensors with parts of stored tensors, converted to the dtypes of the targets.
-
-    Args:
-        boxes: The key of each part, its offsets in the stored tensor, and the tensor to fill, which has its shape.
-
-    Raises:
-        CheckpointMismatch: A key is no tensor, or the elements of the tensor cannot be read one by one.
-        CheckpointError: The checkpoint cannot be read, or its bytes do not match their checksums.
-    """
-    targets = {}
-    for number, (key, offsets, tensor) in enumerate(boxes):
-        stored = reader.index[key]
-        if not isinstance(stored, StoredTensor):
-            raise CheckpointMismatch(f"{reader.path}: {key} is no tensor")
-        require_elements(reader, key, stored)
-        chunk = LocalChunk(offsets, tuple(tensor.shape), tensor)
-        targets[str(number)] = ShardedValue(stored.shape, tensor.dtype, (chunk,))
-    planner = ShardedLoadPlanner()
-    planner.use_index(targets, reader.index, {str(number): key for number, (key, _, _) in enumerate(boxes)})
-    reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-def require_elements(reader: ShardedReader, key: str, stored: StoredTensor) -> None:
-    """Raise CheckpointMismatch if the elements of a tensor cannot be read one by one."""
-    if stored.stored_whole and reader.opened.format == "dcp_plugin":
-        raise CheckpointMismatch(
-            f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors), which "
-            f"torch.save has written as a whole: dcp_plugin.read gives it. To go on without it: exclude={key!r}."
-        )

@@ -15,6 +15,7 @@ from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.stream_copy import in_windows, verify_unread
+from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.types import VerifyReport
 
 
@@ -23,7 +24,7 @@ def verify(
     io_threads: int = 2,
     base: PathLike | None = None,
     storage_options: StorageOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
@@ -85,9 +86,7 @@ def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], Ve
     return VerifyReport(run, items, nbytes, errors, unverified)
 
 
-def _verify_checkpoint(
-    path: Where, io_threads: int, base: PathLike | None, progress: Callable[[int, int], None] | None
-) -> VerifyReport:
+def _verify_checkpoint(path: Where, io_threads: int, base: PathLike | None, progress: Progress | None) -> VerifyReport:
     for _ in range(MOST_LOOKS):
         with ShardedReader(path, io_threads=io_threads, base=base) as reader:
             report = _verified(reader, io_threads, progress)
@@ -96,7 +95,7 @@ def _verify_checkpoint(
     raise CheckpointNotFound(f"{path} was replaced each of {MOST_LOOKS} times that it was verified.")
 
 
-def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, int], None] | None) -> VerifyReport:
+def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None) -> VerifyReport:
     items: dict[tuple[str, int], tuple[str, Location]] = {}
     unverified = []
     for key, entry in reader.index.items():
@@ -108,16 +107,15 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
         reader.opened.files.keep(reader.index.files)
     nbytes = sum(place.length for _, place in items.values())
+    count = Counter(nbytes, progress)
     threads = max(io_threads, reader.opened.files.streams)
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        errors, done = [], 0
+        errors: list[str] = []
         alone = [[item] for item in items.values()]
         windows = list(in_windows(items.values())) if reader.opened.files.streams else alone
         for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
             errors += wrong
-            done += sum(place.length for _, place in window)
-            if progress is not None:
-                progress(done, nbytes)
+            count.add(sum(place.length for _, place in window))
         errors += verify_unread(reader.opened, pool)
     unverified += sizes_only(reader.index.extra_files)
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import NewFile
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools.stream import Part, Stream, require_elements
+from dcp_plugin.tools.stream import Part, Stream
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class Selected:
     def tensors(self) -> list[str]:
         return [key for key in self.names if isinstance(self.reader.index[key], StoredTensor)]
 
-    @property
-    def values(self) -> list[str]:
-        return [key for key in self.names if not isinstance(self.reader.index[key], StoredTensor)]
-
     def stored(self, key: str) -> StoredTensor:
         entry = self.reader.index[key]
         assert isinstance(entry, StoredTensor)
@@ -50,25 +46,25 @@ class Selected:
         Raises:
             CheckpointMismatch: The elements cannot be read one by one, or not be converted.
         """
-        stored = self.stored(key)
-        require_elements(self.reader, key, stored)
-        converted = self.dtype is not None and stored.dtype.is_floating_point
-        if converted and not _converts(stored.dtype, self.dtype):
+        part = Part.of(self.reader, key)
+        if self.dtype is None or not part.dtype.is_floating_point:
+            return part
+        if not _converts(part.dtype, self.dtype):
             raise CheckpointMismatch(
-                f"{self.reader.path}: {key} is {stored.dtype}, which torch does not convert to {self.dtype}. Leave it "
+                f"{self.reader.path}: {key} is {part.dtype}, which torch does not convert to {self.dtype}. Leave it "
                 f"out, or name another dtype."
             )
-        return Part.whole(key, stored, self.dtype if converted else None)
+        return replace(part, dtype=self.dtype)
 
 
 @functools.cache
-def _converts(source: torch.dtype, target: torch.dtype | None) -> bool:
+def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether torch copies elements of one dtype into another. It does not for dtypes of half a byte."""
     try:
-        torch.empty(1, dtype=target).copy_(torch.zeros(1, dtype=torch.uint8).repeat(source.itemsize).view(source))
+        torch.empty(1, dtype=target).copy_(torch.zeros(source.itemsize, dtype=torch.uint8).view(source))
     except (RuntimeError, NotImplementedError):
         return False
-    return source.is_floating_point
+    return True
 
 
 class OutFile(Protocol):
@@ -98,9 +94,3 @@ class Layout:
     """Small files that are written when the others are complete."""
     notes: list[str] = field(default_factory=list)
     """Notes for readers of the output, a line each."""
-
-
-def require_tensors(selected: Selected, format_name: str) -> None:
-    """Raise CheckpointMismatch if no tensor is selected."""
-    if not selected.tensors:
-        raise CheckpointMismatch(f"{selected.reader.path}: no tensor is selected, and {format_name} has nothing else")

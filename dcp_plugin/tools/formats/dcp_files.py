@@ -6,7 +6,7 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,7 +19,7 @@ from dcp_plugin.storage import write_items
 from dcp_plugin.storage.write_items import Streamed
 from dcp_plugin.storage.writer import Facts, Publication
 from dcp_plugin.tools.formats import Selected
-from dcp_plugin.tools.stream import Part, Stream
+from dcp_plugin.tools.stream import Counter, Part, Stream, is_opaque
 from dcp_plugin.types import KeyPath
 
 
@@ -50,7 +50,7 @@ class DcpCheckpoint:
     def nbytes(self) -> int:
         return sum(item.part.nbytes for items in self._items for item in items if item.part)
 
-    def write(self, rank: int, directory: Where, out: Where, progress: Callable[[int], None]) -> list[Location]:
+    def write(self, rank: int, directory: Where, out: Where, count: Counter) -> list[Location]:
         """Write the file of one rank. Return the location of each of its items."""
         items = self._items[rank]
         reader = self._selected.reader
@@ -61,7 +61,7 @@ class DcpCheckpoint:
             if nbytes:
                 for piece in next(pieces)[1]:
                     yield piece.data
-                    progress(len(piece.data))
+                    count.add(len(piece.data))
 
         data: list[bytes | Streamed] = []
         for item in items:
@@ -73,13 +73,14 @@ class DcpCheckpoint:
         medium = medium_of(out)
         to = write_items.Destination(medium, directory, rank, directory.stem, 1, True)
         places = write_items.write(data, to, out)
-        locations = map(places.location, range(len(items)))
         medium.flush(directory)
-        opaque = [item.part is None and item.key in self._selected.tensors for item in items]
-        return [
-            replace(at, payload_offset=None) if is_opaque else at
-            for at, is_opaque in zip(locations, opaque, strict=True)
-        ]
+        locations = []
+        for number, item in enumerate(items):
+            location = places.location(number)
+            if item.part is None and isinstance(reader.index[item.key], StoredTensor):
+                location = replace(location, payload_offset=None)
+            locations.append(location)
+        return locations
 
     def publish(self, publication: Publication, locations: Sequence[Sequence[Location]]) -> None:
         """Write the index over the files of all ranks, and publish the checkpoint under its name."""
@@ -127,13 +128,9 @@ class DcpCheckpoint:
         items = []
         for key in self._selected.names:
             entry = reader.index[key]
-            is_opaque = isinstance(entry, StoredValue) or (
-                entry.stored_whole and reader.opened.format == "dcp_plugin" and len(entry.chunks) == 1
-            )
-            if is_opaque:
+            if isinstance(entry, StoredValue) or (is_opaque(reader, key) and len(entry.chunks) == 1):
                 items += [_Item(key)] if rank == 0 else []
                 continue
-            assert isinstance(entry, StoredTensor)
             if rank == 0:
                 first = self._first.setdefault(_bytes_of(key, entry), key)
                 self._same.update({key: first} if first != key else {})

@@ -7,18 +7,18 @@ object appears when it is complete. An export that fails deletes the objects tha
 
 from __future__ import annotations
 
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media import Medium, NewFile, Reservation, medium_of
-from dcp_plugin.media.disk import posix
+from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.media import Medium, Reservation, medium_of
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, Where, is_link
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tools.formats import OutFile
+from dcp_plugin.tools.stream import Counter, Stream
 
 
 class Place:
@@ -34,7 +34,7 @@ class Place:
         self._is_file = is_file
         self._medium: Medium = medium_of(out)
         self._reservation: Reservation[Any] | None = None
-        self._written: list[Where] = []
+        self._objects: list[ObjectPath] = []
         """Objects that this rank has completed."""
 
     def begin(self) -> Where:
@@ -48,53 +48,62 @@ class Place:
             token = f"{uuid.uuid4().hex}.saving"
             return self.out.parent / token if self._is_file else self.out / token
         self._reservation = self._medium.reserve(self.out)
-        return cast(Where, self._reservation.directory)
+        directory: Where = self._reservation.directory
+        return directory
 
-    @contextmanager
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> Iterator[NewFile]:
-        """Write a new file of the output, see :meth:`~dcp_plugin.media.Medium.create`."""
-        with self._medium.create(directory, name, size, wrote) as file:
-            yield file
-        self._written.append(directory.parent / name)
+    def write(self, reader: ShardedReader, directory: Where, files: Sequence[OutFile], count: Counter) -> None:
+        """Write files of the output, and make them durable.
 
-    def flush(self, directory: Where) -> None:
-        """Make the names of this rank's files durable."""
-        self._medium.flush(directory)
+        Raises:
+            SaveFailed: The path cannot be written.
+        """
+        with named_failures(self.out):
+            for file in files:
+                with self._medium.create(directory, file.name, file.size, count.add) as new_file:
+                    file.write(new_file, Stream(reader, file.parts))
+                self._note_object(directory, file.name)
+            self._medium.flush(directory)
 
     def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
         """Write the last, small files, and publish the output under its name.
 
         Raises:
-            SaveFailed: The path was taken meanwhile.
+            SaveFailed: The path was taken meanwhile, or cannot be written.
         """
-        if self._reservation is None:
+        with named_failures(self.out):
+            if self._reservation is not None:
+                require_absent(self.out, "has come while it was written. Nothing was replaced.")
+                self._medium.publish(self._reservation, None if self._is_file else last)
+                self._reservation = None
+                return
             for name, data in last.items():
-                with self.create(directory, name, len(data), lambda count: None) as file:
-                    file.write(data)
-        elif self._is_file:
-            made: Path = self._reservation.directory / self.out.name
-            try:
-                os.link(made, str(self.out))  # unlike a rename, a link replaces nothing
-            except FileExistsError as error:
-                raise SaveFailed(f"{self.out} has come while it was written. Nothing was replaced.") from error
-            except OSError:  # a file system without hard links
-                os.rename(made, str(self.out))
-            posix.sync_directory(Path(str(self.out)).parent)
-            self.discard(directory)
-        else:
-            require_absent(self.out, "has come while it was written. Nothing was replaced.")
-            self._medium.publish(self._reservation, last)
-            self._reservation = None
+                with self._medium.create(directory, name, len(data), lambda count: None) as new_file:
+                    new_file.write(data)
+                self._note_object(directory, name)
 
-    def discard(self, directory: Where) -> None:
+    def _note_object(self, directory: Where, name: str) -> None:
+        if isinstance(directory, ObjectPath):
+            self._objects.append(directory.parent / name)
+
+    def discard(self) -> None:
         """Delete the files that are not published yet. Never raise an error of the file system or the store."""
         if self._reservation is not None:
             self._medium.discard(self._reservation)
             self._reservation = None
-        for path in self._written:
-            if isinstance(path, ObjectPath):
-                with suppress(OSError):
-                    client_of(path).delete([path.key])
+        for path in self._objects:
+            with suppress(OSError):
+                client_of(path).delete([path.key])
+
+
+@contextmanager
+def named_failures(out: Where) -> Iterator[None]:
+    """Raise an error of the file system or the store as a SaveFailed that names ``out``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
 
 
 def require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:

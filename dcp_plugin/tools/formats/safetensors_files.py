@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.foreign.safetensors import DTYPES, MOST_HEADER
 from dcp_plugin.media import PAGE, NewFile
-from dcp_plugin.tools.formats import Layout, Selected, require_tensors
+from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.stream import Part, Stream
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -77,10 +77,11 @@ def layout(selected: Selected, stem: str, most: int | None) -> Layout:
     Raises:
         CheckpointMismatch: No tensor is selected, or the format does not have a dtype, a name or as many keys.
     """
-    require_tensors(selected, "safetensors")
-    named = [(selected.names[key], selected.part(key)) for key in selected.tensors]
-    shards = _shards(named, most)
     path = selected.reader.path
+    named = [(selected.names[key], selected.part(key)) for key in selected.tensors]
+    if not named:
+        raise CheckpointMismatch(f"{path}: no tensor is selected, and safetensors has nothing else")
+    shards = _shards(named, most)
     if len(shards) == 1:
         return Layout([SafetensorsFile.of(f"{stem}.safetensors", shards[0], path)])
     files, weight_map = [], {}

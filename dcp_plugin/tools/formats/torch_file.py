@@ -21,8 +21,7 @@ from dcp_plugin.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.tensors import _torch
 from dcp_plugin.tensors.host_memory import memory_view
 from dcp_plugin.tools.formats import Layout, Selected
-from dcp_plugin.tools.read import read_keys
-from dcp_plugin.tools.stream import Part, Stream
+from dcp_plugin.tools.stream import Part, Stream, is_opaque, read_keys
 from dcp_plugin.types import KeyPath
 
 
@@ -94,12 +93,15 @@ def layout(
     index = selected.reader.index
     leaves: dict[str, Any] = {}
     parts: dict[int, Part] = {}
-    values = read_keys(selected.reader, selected.values, torch.device("cpu"), allow_pickle)
+    tensors = set(selected.tensors)
+    values = read_keys(
+        selected.reader, [key for key in selected.names if key not in tensors], allow_pickle=allow_pickle
+    )
     for key in selected.names:
         if key in values:
             leaves[key] = values[key]
-        elif selected.stored(key).stored_whole and selected.reader.opened.format == "dcp_plugin":
-            leaves[key] = read_keys(selected.reader, [key], torch.device("cpu"))[key]
+        elif is_opaque(selected.reader, key):
+            leaves[key] = read_keys(selected.reader, [key])[key]
         else:
             part = selected.part(key)
             leaves[key] = torch.empty(part.sizes, dtype=part.dtype)  # takes no memory, as no element is read or written

@@ -20,7 +20,7 @@ from dcp_plugin.media import workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.runs import figures, history
 from dcp_plugin.runs.catalog import list_checkpoints
-from dcp_plugin.tools.inspect import inspect
+from dcp_plugin.tools.contents import inspect
 from dcp_plugin.types import CheckpointState, TensorInfo
 
 _MOST_NUMBER = 1e18
