@@ -140,22 +140,18 @@ def signatures(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, tuple[b
 def paired(removed: Sequence[str], added: Sequence[str], nbytes: int) -> dict[str, str]:
     """Pair removed with added keys of the same bytes. Keys whose names share the longest ending are paired first."""
     pairs: dict[str, str] = {}
-    old_keys, new_keys = list(removed), list(added)
     least = 1 if nbytes < _TELLING else 0  # small tensors are equal by chance: the last part of the name has to agree
-    most = min(_MOST_PARTS, max(key.count(".") + 1 for key in (*old_keys, *new_keys)))
+    most = min(_MOST_PARTS, max(key.count(".") + 1 for key in (*removed, *added)))
     for parts in range(most, least - 1, -1):
-        by_end: dict[str, deque[str]] = defaultdict(deque)
-        for key in new_keys:
-            by_end[_end(key, parts)].append(key)
-        for key in old_keys:
-            if candidates := by_end.get(_end(key, parts)):
-                pairs[key] = candidates.popleft()
         taken = set(pairs.values())
-        old_keys, new_keys = (
-            [key for key in old_keys if key not in pairs],
-            [key for key in new_keys if key not in taken],
-        )
-        if not old_keys or not new_keys:
+        by_end: dict[str, deque[str]] = defaultdict(deque)
+        for key in added:
+            if key not in taken:
+                by_end[_end(key, parts)].append(key)
+        for key in removed:
+            if key not in pairs and (candidates := by_end[_end(key, parts)]):
+                pairs[key] = candidates.popleft()
+        if len(pairs) == min(len(removed), len(added)):
             break
     return pairs
 

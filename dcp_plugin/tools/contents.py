@@ -33,6 +33,7 @@ _DEEPEST = 100
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})(?!\d)")
 
 
+@collector_paused()
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
     """Return the contents of a checkpoint, without the tensors that only its base has. Read no tensor.
 
@@ -58,11 +59,11 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         return info_of(reader)
 
 
+@collector_paused()
 def info_of(reader: ShardedReader) -> CheckpointInfo:
     """Return the result of :func:`inspect` for an open checkpoint."""
     index, summary = reader.index, reader.summary
-    with collector_paused():
-        tensors, values = _listed(index.table)
+    tensors, values = _listed(index.table)
     return CheckpointInfo(
         path=reader.path,
         format=reader.opened.format,
@@ -125,6 +126,7 @@ _VALUE = -1
 """Placeholder for the number of a kind: the key is a value."""
 
 
+@collector_paused()
 def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
     """Return the keys of a checkpoint as a tree, by their dots.
 
@@ -145,11 +147,10 @@ def tree(info: CheckpointInfo, fold: bool = True) -> list[Node]:
         ('model.layers', 864, '0', '2', 3, 288)
     """
     numbers: dict[tuple[Shape, str, int], int] = {}
-    with collector_paused():
-        kinds = [numbers.setdefault((t.shape, t.dtype, t.nbytes), len(numbers)) for t in info.tensors]
-        kinds += [_VALUE] * len(info.values)
-        keys = [*(tensor.key for tensor in info.tensors), *info.values]
-        return _Tree(list(map(TensorKind._make, numbers)), fold).nodes(keys, kinds)
+    kinds = [numbers.setdefault((t.shape, t.dtype, t.nbytes), len(numbers)) for t in info.tensors]
+    kinds += [_VALUE] * len(info.values)
+    keys = [*(tensor.key for tensor in info.tensors), *info.values]
+    return _Tree(list(map(TensorKind._make, numbers)), fold).nodes(keys, kinds)
 
 
 @dataclass(frozen=True)

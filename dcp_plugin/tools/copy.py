@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_plugin.errors import (
@@ -30,7 +30,7 @@ from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.tools.stream import Progress
-from dcp_plugin.tools.transfer import Counts, Homes, Source, Transfer, is_same, open_source
+from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,17 @@ def copy(
     source, target = as_path(src, storage_options), as_path(dst, storage_options)
     _refuse_within(source, target)
     checkpoints = _find(source)
-    run = _Copy(source, target, checkpoints, overwrite, io_threads, progress)
-    run.copy()
-    counts = run.counts
-    return CopyReport(
-        source, target, run.copied, run.skipped, run.links, counts.copied, counts.linked, counts.reused,
-        time.monotonic() - began, counts.unverified, [*checkpoints.passed_over, *run.passed_over],
-        checkpoints.unreadable, run.needs,
-    )  # fmt: skip
+    report = CopyReport(source, target, passed_over=checkpoints.passed_over, unreadable=checkpoints.unreadable)
+    copies = _Copy(report, checkpoints.paths, overwrite)
+    state = copies.copy(io_threads, progress)
+    return replace(
+        report,
+        bytes_copied=state.copied,
+        bytes_linked=state.linked,
+        bytes_reused=state.reused,
+        seconds=time.monotonic() - began,
+        unverified=state.unverified,
+    )
 
 
 def _refuse_within(source: Where, target: Where) -> None:
@@ -141,10 +144,11 @@ def _refuse_within(source: Where, target: Where) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """Checkpoints at a path or below it, oldest first. The flag of a path is true for a checkpoint of another tool."""
+    """Checkpoints at a path or below it."""
 
-    paths: list[tuple[Where, bool]]
-    passed_over: list[str]
+    paths: dict[Where, bool]
+    """Paths, oldest first -> true for a checkpoint of another tool."""
+    passed_over: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -155,30 +159,28 @@ def _find(source: Where) -> _Found:
         raise CheckpointNotFound(f"{source}: nothing is there.")
     if kind == "file":
         _refuse_other_file(source)
-        return _Found([(source, True)], [])
-    reason: Exception
+        return _Found({source: True})
     try:
         open_checkpoint(source, complete=False).close()
-        return _Found([(source, False)], [])
+        return _Found({source: False})
     except CheckpointNotFound as error:
         if weights_in(source):
             raise
         reason = error
-    except CheckpointError as error:
+    except CheckpointError:
         scan = Scan(source, others=True)
         if any(saved.path == source for saved in scan.of_others):  # opening it would execute code
-            return _Found([(source, True)], [])
-        raise error
+            return _Found({source: True})
+        raise
     scan = Scan(source, others=True, read_all=True)
-    ours = [(state.time, state.path, False) for state in scan.states.values() if state.committed]
-    of_others = [(saved.time, saved.path, True) for saved in scan.of_others]
-    by_age = sorted([*ours, *of_others], key=lambda row: (row[0], str(row[1])))
-    if not by_age:
+    checkpoints = [(state.time, state.path, False) for state in scan.states.values() if state.committed]
+    checkpoints += [(saved.time, saved.path, True) for saved in scan.of_others]
+    if not checkpoints:
         raise reason
+    checkpoints.sort(key=lambda row: (row[0], str(row[1])))
     torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
-    return _Found(
-        [(path, other) for _, path, other in by_age], torn, [str(error) for error in scan.unreadable.values()]
-    )
+    unreadable = [str(error) for error in scan.unreadable.values()]
+    return _Found({path: of_others for _, path, of_others in checkpoints}, torn, unreadable)
 
 
 def _refuse_other_file(path: Where) -> None:
@@ -194,68 +196,49 @@ def _refuse_other_file(path: Where) -> None:
             raise CheckpointMismatch(f"{path} is the index of {some(list(opened.index.files))}: copy {path.parent}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Copy:
-    """State of one call of :func:`copy`."""
+    """One call of :func:`copy`."""
 
-    source: Where
-    target: Where
-    found: _Found
+    report: CopyReport
+    """The report, whose lists grow."""
+    paths: dict[Where, bool]
     overwrite: bool
-    io_threads: int
-    progress: Progress | None
-    counts: Counts = field(default_factory=Counts)
-    homes: Homes = field(default_factory=dict)
-    copied: list[Where] = field(default_factory=list)
-    skipped: list[Where] = field(default_factory=list)
-    links: list[Where] = field(default_factory=list)
-    passed_over: list[str] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
-    _total: int = 0
 
-    def copy(self) -> None:
+    def copy(self, io_threads: int, progress: Progress | None) -> CopyState:
         """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
-        wanted: list[tuple[Where, bool, bool]] = []
-        for path, of_others in self.found.paths:
-            source = open_source(path, of_others)
-            try:
-                self.passed_over += source.left_out
-                new_path, replaces = self._there(path), False
+        state = CopyState(io_threads, self._base_there, progress)
+        replaces: dict[Where, bool] = {}
+        for path, of_others in self.paths.items():
+            with closing(open_source(path, of_others)) as source:
+                self.report.passed_over.extend(source.left_out)
+                new_path = self._there(path)
                 same = self._is_there(source, new_path)
                 if same:
-                    self.skipped.append(new_path)
-                    self._transfer(source, new_path).learn_homes(verified=False)
+                    self.report.skipped.append(new_path)
+                    Transfer(source, new_path, state).learn_homes(verified=False)
                 else:
-                    replaces = same is not None
-                    wanted.append((path, of_others, replaces))
-                    self._total += source.nbytes
-            finally:
-                source.close()
-        for path, of_others, replaces in wanted:
-            self._copy_one(path, of_others, replaces)
-        if isinstance(self.source, Path) and (self.source, False) not in self.found.paths:
-            self._copy_links(self.source)
+                    replaces[path] = same is not None
+                    state.total += source.nbytes
+        for path, replaces_other in replaces.items():
+            with closing(open_source(path, self.paths[path])) as source:
+                self._copy_one(Transfer(source, self._there(path), state), replaces_other)
+        if isinstance(self.report.source, Path) and self.paths.get(self.report.source) is not False:
+            self._copy_links(self.report.source)
+        return state
 
     def _there(self, path: Where) -> Where:
         """Return the new path of a checkpoint of the source."""
-        if path == self.source:
-            return self.target
-        if isinstance(path, ObjectPath) and isinstance(self.source, ObjectPath):
-            below = path.key.removeprefix(self.source.key).lstrip("/")
-        else:
-            below = Path(path).relative_to(str(self.source)).as_posix()
-        return self.target / below
+        source, target = self.report.source, self.report.target
+        if path == source:
+            return target
+        if isinstance(path, ObjectPath) and isinstance(source, ObjectPath):
+            return target / path.key.removeprefix(source.key).lstrip("/")
+        return target / Path(path).relative_to(str(source)).as_posix()
 
     def _base_there(self, base: Where) -> Where | None:
-        here = {resolved(path): path for path, _ in self.found.paths}
+        here = {resolved(path): path for path in self.paths}
         return self._there(here[resolved(base)]) if resolved(base) in here else None
-
-    def _transfer(self, source: Source, new_path: Where) -> Transfer:
-        return Transfer(source, new_path, self.io_threads, self.counts, self.homes, self._base_there, self._tell)
-
-    def _tell(self) -> None:
-        if self.progress is not None:
-            self.progress(min(self.counts.done, self._total), self._total)
 
     def _is_there(self, source: Source, new_path: Where) -> bool | None:
         """Return whether the same save is at the target; None if the target is empty.
@@ -298,40 +281,35 @@ class _Copy:
             way = "overwrite=True (--overwrite) replaces it" if replaceable else "copy to a new name"
             raise SaveFailed(f"cannot copy {source.path} to {new_path}: {why}; {way}.")
 
-    def _copy_one(self, path: Where, of_others: bool, replaces: bool) -> None:
-        source, new_path = open_source(path, of_others), self._there(path)
-        try:
-            transfer = self._transfer(source, new_path)
-            if replaces and transfer.keeps_names and _cannot_be_exchanged(source, new_path):
-                medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
-            transfer.run()
-            self.copied.append(new_path)
-            transfer.learn_homes(verified=True)
-            self._tell()
-            if source.summary is not None and source.index.left_out:
-                self._look_for_base(source, new_path)
-        finally:
-            source.close()
-
-    def _look_for_base(self, source: Source, new_path: Where) -> None:
+    def _copy_one(self, transfer: Transfer, replaces: bool) -> None:
+        source, new_path = transfer.source, transfer.target
+        if replaces and transfer.keeps_names and _cannot_be_exchanged(source, new_path):
+            medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
+        transfer.run()
+        self.report.copied.append(new_path)
+        transfer.learn_homes(verified=True)
+        transfer.state.report_progress()
+        if source.summary is None or not source.index.left_out:
+            return
         try:
             open_checkpoint(new_path).close()
         except (CheckpointNotFound, CheckpointMismatch):
-            base = source.summary.base if source.summary else {}
+            base = source.summary.base
             base_path = as_path(str(new_path / str(base.get("relative", ""))))
-            self.needs.append(f"{new_path} leaves out what its base has: copy {base.get('path')} to {base_path}, too")
+            need = f"{new_path} leaves out what its base has: copy {base.get('path')} to {base_path}, too"
+            self.report.needs.append(need)
 
     def _copy_links(self, root: Path) -> None:
         """Make the symbolic links to checkpoints of the root again at the target."""
-        for link, leads_to in _links_below(root, {path for path, _ in self.found.paths}):
+        for link, leads_to in _links_below(root, set(self.paths)):
             new_link, new_target = self._there(link), self._there(leads_to)
             if not isinstance(new_link, Path) or not isinstance(new_target, Path):
-                self.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
+                self.report.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
             elif os.path.lexists(new_link) and not new_link.is_symlink():
-                self.passed_over.append(f"{link}: a link, and {new_link} is none")
+                self.report.passed_over.append(f"{link}: a link, and {new_link} is none")
             elif not (new_link.is_symlink() and resolved(new_link) == resolved(new_target)):
                 medium_of(new_link).link(new_link, new_target)
-                self.links.append(new_link)
+                self.report.links.append(new_link)
 
 
 def _is_begun(source: Source, names: list[str]) -> bool:

@@ -122,16 +122,19 @@ class CheckpointDiff:
         """
         tensors: dict[str, int] = defaultdict(int)
         elements: dict[str, int] = defaultdict(int)
-        for key, count in self.elements.items():
-            tensors[module := _module(key, depth)] += 1
-            elements[module] += count
-        changes: dict[str, tuple[int, Amount]] = {}
+        for key, number in self.elements.items():
+            module = _module(key, depth)
+            tensors[module] += 1
+            elements[module] += number
+        counts: dict[str, int] = defaultdict(int)
+        amounts: dict[str, Amount] = defaultdict(Amount)
         for tensor in self.changed:
-            count, amount = changes.get(module := _module(tensor.key, depth), (0, Amount()))
-            changes[module] = count + 1, amount + (tensor.amount or Amount())
+            module = _module(tensor.key, depth)
+            counts[module] += 1
+            amounts[module] += tensor.amount or Amount()
         return {
-            module: (count, tensors[module], amount + Amount(elements[module] - amount.elements))
-            for module, (count, amount) in changes.items()
+            module: (count, tensors[module], amounts[module] + Amount(elements[module] - amounts[module].elements))
+            for module, count in counts.items()
         }
 
     def __str__(self) -> str:

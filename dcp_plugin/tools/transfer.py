@@ -48,6 +48,7 @@ from dcp_plugin.storage.stream_copy import (
     check_between,
     look_at,
 )
+from dcp_plugin.tools.stream import Progress
 
 _LAST = (f"/{METADATA}", ".index.json")
 """Endings of the names of files that name other files. They are copied last if files appear one by one."""
@@ -214,13 +215,21 @@ def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: s
 
 
 @dataclass
-class Counts:
-    """Bytes and files that a copy has processed so far. Safe for use by several threads."""
+class CopyState:
+    """State that the copies of all checkpoints of one call share. Several threads may count."""
 
+    io_threads: int
+    base_at_target: Callable[[Where], Where | None]
+    """Function from the path of a base to its new path; None for a base that is not copied."""
+    progress: Progress | None
+    total: int = 0
     copied: int = 0
     linked: int = 0
     reused: int = 0
     unverified: list[str] = field(default_factory=list)
+    homes: dict[FileIdentity, tuple[Where, bool]] = field(default_factory=dict)
+    """Files of the sources that have several names -> their paths at the target, and whether this process has compared
+    the bytes with their checksums. Checkpoints that share a file share it at the target as well."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, copied: int = 0, linked: int = 0, reused: int = 0, unverified: tuple[str, ...] = ()) -> None:
@@ -230,36 +239,24 @@ class Counts:
             self.reused += reused
             self.unverified += unverified
 
-    @property
-    def done(self) -> int:
-        return self.copied + self.linked + self.reused
+    def report_progress(self) -> None:
+        """Call the callback of the user. Only the calling thread does."""
+        if self.progress is not None:
+            done = self.copied + self.linked + self.reused
+            self.progress(min(done, self.total), self.total)
 
 
 class _Stopped(Exception):
     """Raised in a thread to stop it: another thread has failed."""
 
 
-Homes = dict[FileIdentity, tuple[Where, bool]]
-"""Files of the sources that have several names -> their paths at the target, and whether this process has compared the
-bytes with their checksums. Checkpoints that share a file share it at the target as well."""
-
-
 @dataclass
 class Transfer:
-    """The copy of one checkpoint to a path.
-
-    Args:
-        base_there: Function from the path of a base to its new path; None for a base that is not copied.
-        tell: Called about five times a second, on the thread that calls :meth:`run`.
-    """
+    """The copy of one checkpoint to a path."""
 
     source: Source
     target: Where
-    io_threads: int
-    counts: Counts
-    homes: Homes
-    base_there: Callable[[Where], Where | None]
-    tell: Callable[[], None]
+    state: CopyState
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -288,7 +285,7 @@ class Transfer:
         for name in self.source.sizes:
             if (stamp := self.source.stamp(name)) is not None:
                 path = self.target if self.source.is_file else self.target / self.name_there(name)
-                self.homes.setdefault(stamp, (path, verified))
+                self.state.homes.setdefault(stamp, (path, verified))
 
     def run(self) -> None:
         """Copy the checkpoint. After an error the target path is as before.
@@ -324,7 +321,7 @@ class Transfer:
         if source.summary is None and isinstance(directory, Path):  # tools order checkpoints by their folders' times
             os.utime(directory, 2 * (source.files.modified(""),))
         self.medium.publish(reservation, tables)
-        self.counts.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
+        self.state.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
 
     @contextmanager
     def _failures(self, reservation: Reservation[Any] | None) -> Iterator[None]:
@@ -362,7 +359,7 @@ class Transfer:
         if summary.metadata_sha256:
             is_unchanged = is_unchanged and fingerprint(metadata) == summary.metadata_sha256
         else:
-            self.counts.add(unverified=(f"{source.path}/{METADATA}",))
+            self.state.add(unverified=(f"{source.path}/{METADATA}",))
         if not is_unchanged:
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
         is_renamed = any(old != new for old, new in self._new_names.items())
@@ -408,11 +405,11 @@ class Transfer:
         if base is None:
             return None
         base.close()
-        at = self.base_there(base.path) or self.target / relative_to(base.path, self.source.path)
+        at = self.state.base_at_target(base.path) or self.target / relative_to(base.path, self.source.path)
         source = open_source(base.path)
         try:
             assert source.summary is not None
-            tables, _ = replace(self, source=source, target=at, counts=Counts())._tables(source.summary)
+            tables, _ = Transfer(source, at, replace(self.state, unverified=[]))._tables(source.summary)
         finally:
             source.close()
         index_hash = json.loads(tables[SUMMARY])["index_sha256"]
@@ -463,7 +460,7 @@ class Transfer:
         with suppress(OSError):
             source.files.keep(names)
         in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
-        at_once = max(1, min(self.io_threads, len(names)))
+        at_once = max(1, min(self.state.io_threads, len(names)))
         ahead = max(2, _AHEAD_OF_STREAMS // at_once) if source.files.streams else 2
         with (
             ThreadPoolExecutor(at_once * ahead, thread_name_prefix="dcp-copy-read") as readers,
@@ -475,7 +472,7 @@ class Transfer:
             try:
                 while running:
                     done, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    self.tell()
+                    self.state.report_progress()
                     if any(job.exception() for job in done):
                         break
             finally:
@@ -487,7 +484,7 @@ class Transfer:
             raise error
 
     def _passed(self, count: int) -> None:
-        self.counts.add(copied=count)
+        self.state.add(copied=count)
         if self._stop.is_set():
             raise _Stopped
 
@@ -495,14 +492,14 @@ class Transfer:
         if self._stop.is_set():
             raise _Stopped
         if staged:
-            self.counts.add(reused=self.source.sizes[name])
+            self.state.add(reused=self.source.sizes[name])
         elif not self._linked(directory, name):
             self._copied(directory, name, way, at_once)
 
     def _linked(self, directory: Where, name: str) -> bool:
         """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
         size, stored, stamp = self.source.sizes[name], self._stored(name), self.source.stamp(name)
-        home = None if stamp is None else self.homes.get(stamp)
+        home = None if stamp is None else self.state.homes.get(stamp)
         if isinstance(stored, ObjectPath) and isinstance(directory, ObjectPath):
             within = stored.store == directory.store and (self.source.summary is None or name.endswith(DATA_SUFFIX))
             home = (stored, True) if within else None
@@ -520,7 +517,7 @@ class Transfer:
         except CannotLink:
             return False
         unverified = (f"{stored}: copied by the store",) if self.keeps_names else ()
-        self.counts.add(linked=size, unverified=unverified)
+        self.state.add(linked=size, unverified=unverified)
         return True
 
     def _stored(self, name: str) -> Where:
@@ -541,11 +538,11 @@ class Transfer:
         ):
             way.copy(name, file, size, to, [] if look is None else [look])
         if look is None:
-            self.counts.add(unverified=(str(self._stored(name)),))
+            self.state.add(unverified=(str(self._stored(name)),))
         elif fault := self._fault_between(source.files, name, look):
             raise CheckpointCorrupt(fault)
         elif isinstance(look, LookAtItems):
-            self.counts.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
+            self.state.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
         if isinstance(directory, Path):
             if look is None:  # other tools order files by their times
                 os.utime(directory / name_until_complete, 2 * (source.files.modified(name),))

@@ -8,6 +8,7 @@ parameters with equal settings become one group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.keys import flatten
 from dcp_plugin.state.optimizer import nested_of, with_numbers
 from dcp_plugin.state.per_rank import without_sampler
+from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.formats import Layout, Selected, torch_file
 
 _MODEL, _OPTIM, _EXTRA = "model", "optim", "extra"
@@ -34,21 +36,14 @@ def layout(selected: Selected, name: str, allow_pickle: tuple[str, ...]) -> Layo
         CheckpointMismatch: The checkpoint has no module, or several of which none is called ``model``.
         UnsafeCheckpoint: A value cannot be loaded without executing code.
     """
-    summary = selected.reader.summary
-    step = summary.step if summary else None
-
-    def shaped(tree: dict[str, Any]) -> dict[str, Any]:
-        return _as_lightning(tree, step, selected)
-
-    return torch_file.layout(selected, name, allow_pickle, shaped)
+    return torch_file.layout(selected, name, allow_pickle, functools.partial(_as_lightning, selected.reader))
 
 
-def _as_lightning(tree: dict[str, Any], step: int | None, selected: Selected) -> dict[str, Any]:
-    checkpoint = _without_ours(tree.get(_EXTRA, {}))
-    checkpoint.setdefault("epoch", 0)
-    checkpoint.setdefault("global_step", step or 0)
-    checkpoint.setdefault(_VERSION, _WRITTEN_AS)
-    module = tree[_module(tree, selected.reader.kinds, selected)]
+def _as_lightning(reader: ShardedReader, tree: dict[str, Any]) -> dict[str, Any]:
+    step = reader.summary.step if reader.summary else None
+    defaults = {"epoch": 0, "global_step": step or 0, _VERSION: _WRITTEN_AS}
+    checkpoint = defaults | _without_ours(tree.get(_EXTRA, {}))
+    module = tree[_module(tree, reader)]
     checkpoint["state_dict"], _ = flatten(module, lambda _, value: isinstance(value, dict) and bool(value))
     named = [name for name in tree if _is_optimizer(name) and isinstance(tree[name], dict)]
     optimizers = sorted(named, key=lambda name: int(name.removeprefix(_OPTIM)[1:] or 0))
@@ -74,9 +69,11 @@ def _without_ours(extra: Any) -> dict[str, Any]:
     return {**kept, **of_hooks} if isinstance(of_hooks, dict) else kept
 
 
-def _module(tree: Mapping[str, Any], kinds: Mapping[str, str], selected: Selected) -> str:
-    modules = [name for name in tree if kinds.get(name) == "module"] or [name for name in tree if name == _MODEL]
-    if _MODEL in modules or len(modules) == 1:
-        return _MODEL if _MODEL in modules else modules[0]
+def _module(tree: Mapping[str, Any], reader: ShardedReader) -> str:
+    modules = [name for name in tree if reader.kinds.get(name) == "module"]
+    if _MODEL in modules or (_MODEL in tree and not modules):
+        return _MODEL
+    if len(modules) == 1:
+        return modules[0]
     reason = f"it has {some(modules)}: select one with include" if modules else "it has none"
-    raise CheckpointMismatch(f"{selected.reader.path}: Lightning's checkpoints are of one module, and {reason}")
+    raise CheckpointMismatch(f"{reader.path}: Lightning's checkpoints are of one module, and {reason}")

@@ -7,10 +7,10 @@ the page needs no network.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.tools.report.collect import RunFigures, collect
 
@@ -49,16 +49,10 @@ def write(figures: RunFigures, out: str | os.PathLike[str]) -> Path:
     from dcp_plugin.tools.report.page import page
 
     text, path = page(figures, _plotly()), Path(out)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_text(text, "utf-8")
-        os.replace(fresh, path)
-    except BaseException as error:
-        with suppress(OSError):
-            fresh.unlink()
-        if isinstance(error, OSError):
-            raise type(error)(error.errno, error.strerror, str(path)) from None
-        raise
+        medium_of(path).note(path, text.encode())
+    except OSError as error:  # it may name a temporary file
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     return path
 
 

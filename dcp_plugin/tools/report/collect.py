@@ -7,7 +7,7 @@ cut, and the numbers of ranks, modules and saves are bounded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -125,7 +125,7 @@ class RunFigures:
     modules: list[Module]
     stragglers: list[Straggler]
     trainings: Trainings
-    missing: dict[str, str]
+    missing: dict[str, str] = field(default_factory=dict)
     """The parts of the report without data, with the reasons."""
 
     @property
@@ -150,21 +150,17 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     folders = {root, *(workspace_of(cast(Path, state.path)).parent for state in states)}
     for folder in folders:
         figures.compact(folder)
-    records = sorted((record for folder in folders for record in figures.read(folder)), key=_time)
+    records = [record for folder in folders for record in figures.read(folder)]
+    records.sort(key=lambda record: _number(record.get("time")) or 0.0)
     saves = _saves(records, states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
     ends = history.ends_of(history.trainings_in(records))
     newest, nbytes, modules, why = _newest(states, storage_options)
-    stragglers = _stragglers(saves)
     run_figures = RunFigures(
-        str(root), saves, len(states), newest, nbytes, modules, stragglers, _trainings(saves, ends), {}
+        str(root), saves, len(states), newest, nbytes, modules, _stragglers(saves), _trainings(saves, ends)
     )
-    return RunFigures(**{**vars(run_figures), "missing": _missing(run_figures, why)})
-
-
-def _time(record: dict[str, Any]) -> float:
-    return _number(record.get("time")) or 0.0
+    return replace(run_figures, missing=_missing(run_figures, why))
 
 
 def _saves(records: Sequence[dict[str, Any]], states: Iterable[CheckpointState]) -> list[Save]:
@@ -213,12 +209,11 @@ def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
 
 def _ranks(value: object) -> dict[str, list[float]]:
     """Return the columns of ranks; nothing if they are malformed."""
-    columns = [value.get(name) for name in figures.COLUMNS] if isinstance(value, dict) else []
-    lengths = {len(column) for column in columns if isinstance(column, list)}
-    if not columns or len(lengths) != 1 or not all(isinstance(column, list) for column in columns):
+    columns = [value.get(name) for name in figures.COLUMNS] if isinstance(value, dict) else [None]
+    if not all(isinstance(column, list) and column for column in columns):
         return {}
-    numbers = [[_number(number) for number in column] for column in columns if isinstance(column, list)]
-    if lengths == {0} or any(number is None for column in numbers for number in column):
+    numbers = [[_number(number) for number in column] for column in columns if column]
+    if len(set(map(len, numbers))) != 1 or any(None in column for column in numbers):
         return {}
     return {name: [number or 0.0 for number in column] for name, column in zip(figures.COLUMNS, numbers, strict=True)}
 
