@@ -233,7 +233,6 @@ KNOW_THE_KIND_OF_A_PATH = {
     "storage/reader.py",
     "tools/copy.py",
     "tools/export.py",
-    "tools/formats/place.py",
     "tools/listing.py",
     "tools/prune.py",
     "tools/transfer.py",

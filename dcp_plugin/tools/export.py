@@ -3,30 +3,37 @@
 The stages of an export: open the checkpoint, select and rename keys, lay out the files of the format
 (:mod:`dcp_plugin.tools.formats`), stream the tensors into the files, and publish the output under its name. If there
 are several ranks, each writes some of the files.
+
+The output appears complete, or not at all. On a disk, it is written to the workspace of saves
+(:mod:`dcp_plugin.media.disk.commit`), and renamed when all files are durable. The next save in the same folder deletes
+the files of a crashed export. In an object store, each object appears when it is complete. An export that fails deletes
+the objects that it has written, and no others.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.errors import one_line, some
+from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
 from dcp_plugin.format.index import Location, StoredTensor
-from dcp_plugin.media import medium_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
+from dcp_plugin.media import Medium, Reservation, medium_of
+from dcp_plugin.media.objects.client import client_of
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, is_link
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.writer import Publication
-from dcp_plugin.tools.formats import Layout, Selected, hugging_face, lightning_file, safetensors_files, torch_file
+from dcp_plugin.tools.formats import Layout, OutFile, Selected, hugging_face, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
-from dcp_plugin.tools.formats.place import Place, named_failures, require_absent
-from dcp_plugin.tools.stream import Counter, Globs, Progress, renamed, select, texts
+from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
@@ -135,15 +142,16 @@ def export(
         raise ValueError(f"format={format!r} is none of {', '.join(get_args(Format))}")
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a checkpoint is laid out for at least one")
+    to_dtype = _dtype(dtype)
     named = bool(texts(include)) or rename is not None
-    options = _Options(format, _dtype(dtype), _size(max_shard_size), config, ranks, allow_pickle, named)
+    options = _Options(format, _size(max_shard_size), config, ranks, allow_pickle, named)
     target = as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
         group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
-            selected = Selected(reader, names, options.dtype)
+            selected = Selected(reader, names, to_dtype)
             made = (_as_dcp if format == "dcp" else _as_files)(selected, target, options, group, progress)
             left_out = [key for key in reader.index if key not in selected.names and key not in made.names]
     finally:
@@ -158,7 +166,6 @@ def export(
 @dataclass(frozen=True)
 class _Options:
     format: Format
-    dtype: torch.dtype | None
     most: int | None
     config: PathLike | None
     ranks: int
@@ -233,20 +240,20 @@ def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, p
         if options.format == "torch":
             return selected, torch_file.layout(selected, out.name, options.allow_pickle)
         if options.format == "lightning":
-            return selected, lightning_file.layout(selected, out.name, options.allow_pickle)
+            return selected, torch_file.lightning_layout(selected, out.name, options.allow_pickle)
         stem = out.name.removesuffix(".safetensors") if is_file else "model"
         return selected, safetensors_files.layout(selected, stem, None if is_file else options.most)
 
     chosen, layout = group.agree("lay out the files", lay_out)
-    place = Place(out, is_file)
-    directory = group.from_zero(f"begin {out}", place.begin)
+    output = _Output(out, is_file)
+    directory = group.from_zero(f"begin {out}", output.begin)
     local_files = layout.files[group.rank :: group.size]
     count = Counter(sum(file.size for file in local_files), progress)
     try:
-        group.agree(f"write {out}", lambda: place.write(selected.reader, directory, local_files, count))
-        group.from_zero(f"complete {out}", lambda: place.publish(directory, layout.last))
+        group.agree(f"write {out}", lambda: output.write(selected.reader, directory, local_files, count))
+        group.from_zero(f"complete {out}", lambda: output.publish(directory, layout.last))
     except BaseException:
-        place.discard()
+        output.discard()
         raise
     nbytes = sum(part.nbytes for file in layout.files for part in file.parts)
     files = [*(file.name for file in layout.files), *layout.last]
@@ -258,14 +265,14 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
     publication = Publication(out, medium_of(out))
 
     def begin() -> Where:
-        require_absent(out)
+        _require_absent(out)
         return publication.reserve()
 
     directory = group.from_zero(f"begin {out}", begin)
     count = Counter(checkpoint.nbytes // group.size, progress)
 
     def write() -> dict[int, list[Location]]:
-        with named_failures(out):
+        with _named_failures(out):
             publication.medium.join(directory, out)
             own_ranks = range(group.rank, options.ranks, group.size)
             return {rank: checkpoint.write(rank, directory, out, count) for rank in own_ranks}
@@ -273,7 +280,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
     def publish(written: list[dict[int, list[Location]]]) -> list[str]:
         locations = {rank: places for part in written for rank, places in part.items()}
         if not isinstance(out, ObjectPath):
-            require_absent(out, "has come while it was written. Nothing was replaced.")
+            _require_absent(out, "has come while it was written. Nothing was replaced.")
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
 
@@ -283,3 +290,94 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
         publication.discard()
         raise
     return _Made(files, selected.names, checkpoint.nbytes)
+
+
+class _Output:
+    """The output of one export. Rank 0 begins and publishes it, and sends its directory to the other ranks.
+
+    Args:
+        out: The path of the output.
+        is_file: True for a single file, false for a folder of files.
+    """
+
+    def __init__(self, out: Where, is_file: bool) -> None:
+        self.out = out
+        self._is_file = is_file
+        self._medium: Medium = medium_of(out)
+        self._reservation: Reservation[Any] | None = None
+        self._objects: list[ObjectPath] = []
+        """Objects that this rank has completed."""
+
+    def begin(self) -> Where:
+        """Check that the path is free, and return the directory for the files.
+
+        Raises:
+            SaveFailed: The path is taken, or cannot be written.
+        """
+        _require_absent(self.out)
+        if isinstance(self.out, ObjectPath):
+            token = f"{uuid.uuid4().hex}.saving"
+            return self.out.parent / token if self._is_file else self.out / token
+        self._reservation = self._medium.reserve(self.out)
+        directory: Where = self._reservation.directory
+        return directory
+
+    def write(self, reader: ShardedReader, directory: Where, files: Sequence[OutFile], count: Counter) -> None:
+        """Write files of the output, and make them durable.
+
+        Raises:
+            SaveFailed: The path cannot be written.
+        """
+        with _named_failures(self.out):
+            for file in files:
+                with self._medium.create(directory, file.name, file.size, count.add) as new_file:
+                    file.write(new_file, Stream(reader, file.parts))
+                self._note_object(directory, file.name)
+            self._medium.flush(directory)
+
+    def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
+        """Write the last, small files, and publish the output under its name.
+
+        Raises:
+            SaveFailed: The path was taken meanwhile, or cannot be written.
+        """
+        with _named_failures(self.out):
+            if self._reservation is not None:
+                _require_absent(self.out, "has come while it was written. Nothing was replaced.")
+                self._medium.publish(self._reservation, None if self._is_file else last)
+                self._reservation = None
+                return
+            for name, data in last.items():
+                with self._medium.create(directory, name, len(data), lambda count: None) as new_file:
+                    new_file.write(data)
+                self._note_object(directory, name)
+
+    def _note_object(self, directory: Where, name: str) -> None:
+        if isinstance(directory, ObjectPath):
+            self._objects.append(directory.parent / name)
+
+    def discard(self) -> None:
+        """Delete the files that are not published yet. Never raise an error of the file system or the store."""
+        if self._reservation is not None:
+            self._medium.discard(self._reservation)
+            self._reservation = None
+        for path in self._objects:
+            with suppress(OSError):
+                client_of(path).delete([path.key])
+
+
+@contextmanager
+def _named_failures(out: Where) -> Iterator[None]:
+    """Raise an error of the file system or the store as a SaveFailed that names ``out``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
+
+
+def _require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
+    """Raise SaveFailed if ``out`` exists. A symbolic link without a target exists as well."""
+    if medium_of(out).kind(out) or is_link(out):
+        raise SaveFailed(f"{out} {otherwise}")

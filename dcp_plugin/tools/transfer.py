@@ -122,11 +122,6 @@ class Source:
             raise SourceError(name, error) from error
         return file
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of a file. Raises SourceError as :meth:`open`."""
-        with self.open(name) as file:
-            return file.read()
-
     def close(self) -> None:
         self.files.close()
 
@@ -422,7 +417,11 @@ class Transfer:
         sizes = self.source.sizes
         small = (name for name in sizes if f"/{name}".endswith(_LAST) and sizes[name] <= _MOST_LAST)
         named = sorted({*small, *({METADATA} & sizes.keys())}, key=lambda name: (name == METADATA, name))
-        return {name: self.source.read(name) for name in named}
+        tables = {}
+        for name in named:
+            with self.source.open(name) as file:
+                tables[name] = file.read()
+        return tables
 
     def _staged(self, directory: Where) -> set[str]:
         """Return the names of files that an interrupted copy has completed. Delete its other files on a disk."""

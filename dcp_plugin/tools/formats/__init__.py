@@ -1,8 +1,8 @@
 """Formats of an export: files, each written front to back from a stream of tensors.
 
-Enters: an open checkpoint, and its selected keys with their new names. Leaves: complete files in a
-:class:`~dcp_plugin.tools.formats.place.Place`. The rule: the layout and the size of a file follow from the index before
-a byte is read, and every tensor is read once, in pieces.
+Enters: an open checkpoint, and its selected keys with their new names. Leaves: complete files, which
+:mod:`dcp_plugin.tools.export` creates and publishes. The rule: the layout and the size of a file follow from the index
+before a byte is read, and every tensor is read once, in pieces.
 """
 
 from __future__ import annotations
