@@ -69,10 +69,10 @@ class _Held:
     target: str
     descriptor: int = -1
     as_a_whole: bool = False
-    """Whether it is a copy: it replaces a directory together with all files in it."""
+    """True for a copy: it replaces a directory together with all files in it."""
     naming: bool = False
-    """Whether the save gets its final name or has it: then its directory may be the old checkpoint, with files of the
-    user."""
+    """True while the save gets its final name and after that: then its directory may be the old checkpoint, with files
+    of the user."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Ends the heartbeat of the record."""
 
@@ -201,7 +201,7 @@ def publish(reservation: Reservation[Path]) -> None:
 
 
 def publish_file(reservation: Reservation[Path]) -> None:
-    """Give the one file of a copy, which is called as it will be, its final name. Raises as :func:`publish`."""
+    """Give the single file of a copy its final name. Raises as :func:`publish`."""
     final = reservation.final
     with _held[reservation.token].workspace.folder(reservation.directory.name) as folder:
         folder.sync()
@@ -541,22 +541,22 @@ def _records(workspace: Path) -> Iterator[tuple[posix.Folder, str]]:
                 yield folder, name.removesuffix(".json")
 
 
-def _open_record(final: Path, **said: str) -> Reservation[Path]:
+def _open_record(final: Path, **entries: str) -> Reservation[Path]:
     """Return a reservation with a new token and its locked record in the workspace."""
     posix.require_locks()
     # PermissionError: another user has just made the workspace.
-    return _repeated(lambda: _make_record(final, said), FileNotFoundError, BlockingIOError, PermissionError)
+    return _repeated(lambda: _make_record(final, entries), FileNotFoundError, BlockingIOError, PermissionError)
 
 
-def _note_maker(reservation: Reservation[Path], **said: str) -> None:
+def _note_maker(reservation: Reservation[Path], **entries: str) -> None:
     """Note in a record that this process has made it, and begin its heartbeat."""
     held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
-    _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **said})
+    _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **entries})
     # By its path: the descriptor may belong to another file once the record is closed.
     lease.start_heartbeat(held.ended, lambda: os.utime(record, follow_symlinks=False))
 
 
-def _make_record(final: Path, said: dict[str, str]) -> Reservation[Path]:
+def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
     reservation = _reservation(final, uuid.uuid4().hex[:16])
     posix.make_directories(reservation.directory.parent)
     workspace = posix.Folder(reservation.directory.parent)
@@ -568,7 +568,7 @@ def _make_record(final: Path, said: dict[str, str]) -> Reservation[Path]:
         if descriptor is None:
             raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(workspace.path))
         held.descriptor = descriptor
-        _note_maker(reservation, target=target, **said)
+        _note_maker(reservation, target=target, **entries)
         # Before the directory of the save: a sweep after a loss of power finds garbage by its record.
         workspace.sync()
     except BaseException:
@@ -589,10 +589,10 @@ def _locked(workspace: posix.Folder, token: str, create: bool) -> tuple[int | No
         return workspace.open(record, os.O_RDWR | (os.O_CREAT if create else 0)), False
 
 
-def _note_in_record(reservation: Reservation[Path], said: dict[str, Any]) -> None:
+def _note_in_record(reservation: Reservation[Path], entries: dict[str, Any]) -> None:
     """Add a line to the record, durably."""
     descriptor = _held[reservation.token].descriptor
-    os.write(descriptor, json.dumps(said).encode() + b"\n")
+    os.write(descriptor, json.dumps(entries).encode() + b"\n")
     os.fsync(descriptor)
 
 

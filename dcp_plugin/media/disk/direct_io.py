@@ -89,18 +89,18 @@ class BlockFile:
             if kind is None:
                 self._finish()
         finally:
-            self._writer.shutdown()  # if this is interrupted, the descriptor stays: somebody writes to it
+            self._writer.shutdown()  # if this is interrupted, the descriptor stays: the thread writes to it
             os.close(self._fd)
 
     def tell(self) -> int:
         return self._position + self._filled
 
     def takes_in_place(self, address: int) -> bool:
-        """Whether bytes at this address, if appended now, are written without being copied."""
+        """Return as :meth:`dcp_plugin.media.NewFile.takes_in_place`."""
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
-        """Append; ``data`` may change as soon as this returns, unless it is ``kept``."""
+        """Append as :meth:`dcp_plugin.media.NewFile.write`."""
         if len(data) >= _LARGE and not self.direct:
             self._write_now(self._buffer[: self._filled])
             self._filled = 0
@@ -128,14 +128,14 @@ class BlockFile:
             np.frombuffer(self._buffer, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
 
     def _flush(self) -> None:
-        """Begin to write what is in the buffer, and go on with the other one."""
+        """Begin to write the buffer, and continue with the other buffer."""
         if self._filled:
             self._write_behind(self._buffer[: self._filled])
             self._buffer, self._other = self._other, self._buffer
             self._filled = 0
 
     def _write_behind(self, data: memoryview) -> None:
-        """Begin to write bytes at the position, once what is on its way has been written."""
+        """Begin to write bytes at the position, after the write in progress has ended."""
         self._wait()
         self._on_its_way = self._writer.submit(self._write_all, data, self._position)
         self._position += len(data)
@@ -168,7 +168,7 @@ class BlockFile:
             self._written_back = position
 
     def _finish(self) -> None:
-        """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
+        """Write the rest and make the file durable. An unaligned end goes through the page cache."""
         remainder = self._filled % PAGE if self.direct else self._filled
         aligned = self._filled - remainder
         self._write_now(self._buffer[:aligned])
@@ -193,7 +193,7 @@ class BlockFile:
         self.direct = direct
 
     def _refused(self, error: OSError) -> None:
-        """Raise what is no refusal of ``O_DIRECT``, and the refusal where the user insists on it."""
+        """Raise an error that does not refuse ``O_DIRECT``; and a refusal if the user requires ``O_DIRECT``."""
         if error.errno not in _REFUSED:
             raise error
         if self._forced:

@@ -18,7 +18,7 @@ from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed, lease
 from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, Found, ObjectWriter, below
+from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, ObjectInfo, ObjectWriter, below
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
 from dcp_plugin.paths import ObjectPath
 
@@ -26,19 +26,19 @@ from dcp_plugin.paths import ObjectPath
 class Listing:
     """All objects below a root at some moment."""
 
-    def __init__(self, found: Iterable[Found]) -> None:
-        self._found = {item.key: item for item in found if not item.key.endswith("/")}
-        self._keys = sorted(self._found)
+    def __init__(self, objects: Iterable[ObjectInfo]) -> None:
+        self._objects = {item.key: item for item in objects if not item.key.endswith("/")}
+        self._keys = sorted(self._objects)
 
-    def below(self, path: ObjectPath) -> dict[str, Found]:
+    def below(self, path: ObjectPath) -> dict[str, ObjectInfo]:
         """Return the objects below a path, by their names relative to it."""
         start = below(path, "")
         first = bisect_left(self._keys, start)
         last = bisect_left(self._keys, start + chr(sys.maxunicode), first)
-        return {key[len(start) :]: self._found[key] for key in self._keys[first:last]}
+        return {key[len(start) :]: self._objects[key] for key in self._keys[first:last]}
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._objects
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ObjectStore:
             return ListedFiles(self.client, path) if pin else ObjectFiles(self.client, path)
         return ListedFiles(self.client, path, self.listed.below(path))
 
-    def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, Found]:
+    def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, ObjectInfo]:
         """Return the objects of a save in flight, or of a folder in it, under their usual names."""
         start = below(directory.parent, "")
         objects = {item.key.removeprefix(start): item for item in self.client.below(directory.parent.key)}

@@ -1,7 +1,7 @@
-"""Clients of object stores, of whichever cloud: bytes in and out, names, and conditions.
+"""Clients of object stores of all clouds: objects, listings and conditional requests.
 
-All stores but one are obstore's. ``memory://`` is fsspec's, which frameworks see too. A refusal of a
-store is raised as ``OSError``; its text names the URL, and never a credential.
+obstore provides all stores except ``memory://``, which is fsspec's, so that frameworks see the same objects. A client
+raises the refusal of a store as ``OSError``; its text names the URL, and never a credential.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dcp_plugin.paths import ObjectPath
 PART = 8 << 20
 """Bytes of a part of an upload, and of a range of a large read."""
 IN_FLIGHT = 256 << 20
-"""Bytes that one rank has on the way to a store at a time, at most."""
+"""Upper limit of the bytes of one rank that are on the way to a store."""
 STREAMS = 16
-"""Ranges that one rank asks for at a time: one alone gets less than 100 MB/s of a store."""
+"""Ranges that one rank requests at the same time: a single request gets less than 100 MB/s of a store."""
 GAP = 1 << 20
 """Bytes that arrive in the time that another request takes."""
 MOST_COPIED = 5 << 30
@@ -51,7 +51,7 @@ _MISSING = (
 
 
 @dataclass(frozen=True)
-class Found:
+class ObjectInfo:
     """An object in a listing."""
 
     key: str
@@ -242,7 +242,7 @@ class ObstoreClient:
 
     @property
     def _store(self) -> Any:
-        """The store as obstore has it: with the retries of the configuration once it has answered this process."""
+        """Return obstore's store, with the retries of the configuration after its first answer to this process."""
         return self._patient if self._has_answered else self._hasty
 
     def _asks_again(self, error: OSError, attempt: int, began: float) -> bool:
@@ -276,7 +276,7 @@ class ObstoreClient:
             raise self._error(error, key) from None
 
     def _error(self, error: Exception, key: str) -> OSError:
-        """The error as one of Python's, which picks the class by the number."""
+        """Return an error of the store as OSError, whose class follows from the number."""
         number, text = refusal(error, error_text(error, self._secrets))
         return OSError(number, text, f"{self._url}/{key}")
 
@@ -286,7 +286,7 @@ class ObstoreClient:
             return str(self._obstore.put(self._store, key, data, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """Write an object if the object of that name has this tag, or if there is none where ``tag`` is None.
+        """Write an object if the object of that name has this tag, or if no object has the name and ``tag`` is None.
 
         Raises:
             Changed: Another object has the name.
@@ -311,11 +311,11 @@ class ObstoreClient:
             writer = self._obstore.open_writer(self._store, key, buffer_size=part, max_concurrency=most)
         return ObjectWriter(writer, lambda: self._asked(key), wrote)
 
-    def head(self, key: str) -> Found | None:
-        """Return an object without its bytes; None if there is none."""
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return the information about an object; None if it does not exist."""
         try:
             with self._asked(key):
-                return _found(self._obstore.head(self._store, key), key)
+                return _info(self._obstore.head(self._store, key), key)
         except FileNotFoundError:
             return None
 
@@ -336,7 +336,7 @@ class ObstoreClient:
                 raise OSError(errno.EIO, "the store has sent other bytes than those asked for", f"{self._url}/{key}")
             return scatter(result.stream(min_chunk_size=1 << 20), memory)
 
-    def below(self, prefix: str) -> Iterator[Found]:
+    def below(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield all objects whose keys start with ``prefix`` and a slash; the whole bucket if it is empty."""
         last = None
         began = time.monotonic()
@@ -346,7 +346,7 @@ class ObstoreClient:
                     for page in self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000):
                         for meta in page:
                             last = meta["path"]
-                            yield _found(meta, last)
+                            yield _info(meta, last)
                 return
             except OSError as error:
                 if self._refuses_a_key(error):
@@ -369,14 +369,14 @@ class ObstoreClient:
             raise self._error(error, prefix) from None
 
     @staticmethod
-    def _known(pages: Iterable[Any]) -> Iterator[Found]:
+    def _known(pages: Iterable[Any]) -> Iterator[ObjectInfo]:
         """Yield the objects whose keys are paths."""
         for page in pages:
             for item in page.get("Contents", ()):
                 if _is_path(item["Key"]):
-                    yield Found(item["Key"], item["Size"], item["LastModified"].timestamp(), item["ETag"])
+                    yield ObjectInfo(item["Key"], item["Size"], item["LastModified"].timestamp(), item["ETag"])
 
-    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+    def directly_below(self, prefix: str) -> tuple[list[ObjectInfo], list[str]]:
         """Return the objects with no slash behind the prefix, and the parts before that slash of others."""
         began = time.monotonic()
         for attempt in itertools.count():
@@ -393,7 +393,7 @@ class ObstoreClient:
                     return list(self._known(pages)), list(filter(_is_path, below))
                 if _NOT_ASKED_AGAIN not in str(error) or not self._asks_again(error, attempt, began):
                     raise
-        return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
+        return [_info(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. A missing one is no error."""
@@ -440,8 +440,8 @@ def _is_path(key: str) -> bool:
     return not {"", ".", ".."} & set(key.split("/")) and not _CONTROL.search(key)
 
 
-def _found(meta: Any, key: str) -> Found:
-    return Found(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
+def _info(meta: Any, key: str) -> ObjectInfo:
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
 class MemoryClient:
@@ -457,15 +457,15 @@ class MemoryClient:
         self._files: Any = MemoryFileSystem()
         self._root = f"/{bucket}/" if bucket else "/"
 
-    def _found(self, path: str) -> Found:
+    def _info(self, path: str) -> ObjectInfo:
         file = self._files.store[path]
         changed = file.modified.timestamp()
-        return Found(path.removeprefix(self._root), file.getbuffer().nbytes, changed, f"{id(file)}-{changed}")
+        return ObjectInfo(path.removeprefix(self._root), file.getbuffer().nbytes, changed, f"{id(file)}-{changed}")
 
     def put(self, key: str, data: bytes) -> str:
         with self._lock:
             self._files.pipe_file(self._root + key, data)
-            return self._found(self._root + key).tag
+            return self._info(self._root + key).tag
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         with self._lock:
@@ -477,9 +477,9 @@ class MemoryClient:
     def create(self, key: str, size: int, in_flight: int, wrote: Callable[[int], None] = ignore) -> ObjectWriter:
         return ObjectWriter(_MemoryWriter(self, key), nullcontext, wrote)
 
-    def head(self, key: str) -> Found | None:
+    def head(self, key: str) -> ObjectInfo | None:
         path = self._root + key
-        return self._found(path) if path in self._files.store else None
+        return self._info(path) if path in self._files.store else None
 
     def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
         with self._lock:
@@ -491,11 +491,11 @@ class MemoryClient:
             end = begin + sum(map(len, memory))
             return scatter([self._files.cat_file(self._root + key, begin, end)], memory)
 
-    def below(self, prefix: str) -> Iterator[Found]:
+    def below(self, prefix: str) -> Iterator[ObjectInfo]:
         start = f"{self._root}{prefix}/" if prefix else self._root
-        return iter([self._found(path) for path in sorted(self._files.store) if path.startswith(start)])
+        return iter([self._info(path) for path in sorted(self._files.store) if path.startswith(start)])
 
-    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+    def directly_below(self, prefix: str) -> tuple[list[ObjectInfo], list[str]]:
         below = f"{prefix}/" if prefix else ""
         objects, prefixes = [], set[str]()
         for item in self.below(prefix):

@@ -61,8 +61,8 @@ from dcp_plugin.media.objects.client import (
     STREAMS,
     Changed,
     Client,
-    Found,
     NoConditions,
+    ObjectInfo,
     below,
     client_of,
 )
@@ -93,13 +93,13 @@ class _Held:
     """The tag of the ``.metadata`` that this save replaces."""
     replaced: str
     """The token in that ``.metadata``; empty if it has none."""
-    said: bytes
+    contents: bytes
     """The contents of its record."""
     ended: threading.Event
     replaces_file: bool = False
-    """Whether an object of the name is a checkpoint in a single file: some frameworks write both under one name."""
+    """True if an object of the name is a checkpoint in a single file: some frameworks write both under one name."""
     in_doubt: bool = False
-    """Whether the answer to the put of ``.metadata`` was lost."""
+    """True if the answer to the put of ``.metadata`` was lost."""
 
 
 _held: dict[str, _Held] = {}
@@ -159,7 +159,7 @@ def _refuse_if_copied_twice(reservation: Reservation[ObjectPath], records: list[
             )
 
 
-def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: Any) -> Reservation[ObjectPath]:
+def _begin(client: Client, final: ObjectPath, published: ObjectInfo | None, **noted: Any) -> Reservation[ObjectPath]:
     """Put the record of a save or a removal at a path, of which ``published`` is the ``.metadata``.
 
     Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
@@ -173,9 +173,9 @@ def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: 
             _last_time[0] = last  # a wrong time is no lower bound of later times
             held = _put_record(client, final, published, entry.modified, noted)
         if final.store not in _conditional:
-            _conditional[final.store] = _refuses(client, _record(held.reservation), held.said)
+            _conditional[final.store] = _refuses(client, _record(held.reservation), held.contents)
             if not _conditional[final.store]:
-                _say_unconditional(final.store)
+                _warn_unconditional(final.store)
     except BaseException:
         _let_go(client, held.reservation)
         raise
@@ -184,7 +184,7 @@ def _begin(client: Client, final: ObjectPath, published: Found | None, **noted: 
 
 
 def _put_record(
-    client: Client, final: ObjectPath, published: Found | None, now: float, noted: Mapping[str, Any]
+    client: Client, final: ObjectPath, published: ObjectInfo | None, now: float, noted: Mapping[str, Any]
 ) -> _Held:
     began = _last_time[0] = max(now, _last_time[0] + 0.001)
     token = new_token(began)
@@ -206,13 +206,13 @@ def _put_again(client: Client, held: _Held) -> None:
     """Put the record of a save of this process again, unless another job has marked the save as dead."""
     with suppress(Changed):
         if (entry := _own(client, held)) is not None:
-            _put_over(client, held.reservation.final, entry.key, held.said, entry.tag)
+            _put_over(client, held.reservation.final, entry.key, held.contents, entry.tag)
 
 
-def _own(client: Client, held: _Held) -> Found | None:
+def _own(client: Client, held: _Held) -> ObjectInfo | None:
     """Return the record of a save of this process; None if another job has marked it as dead, which makes it longer."""
     entry = client.head(_record(held.reservation))
-    return entry if entry is not None and entry.size == len(held.said) else None
+    return entry if entry is not None and entry.size == len(held.contents) else None
 
 
 def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str | None) -> None:
@@ -227,15 +227,15 @@ def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str
             return
         except NoConditions:
             _conditional[final.store] = False
-            _say_unconditional(final.store)
+            _warn_unconditional(final.store)
     client.put(key, data)
 
 
-def _refuses(client: Client, record: str, said: bytes) -> bool:
+def _refuses(client: Client, record: str, contents: bytes) -> bool:
     """Return whether the store refuses a put over an object, on the condition that it is absent or has another tag."""
     for tag in (None, _OTHER_TAG):
         try:
-            client.put_if(record, said, tag)
+            client.put_if(record, contents, tag)
             return False
         except Changed:
             continue
@@ -244,7 +244,7 @@ def _refuses(client: Client, record: str, said: bytes) -> bool:
     return True
 
 
-def _say_unconditional(store: str) -> None:
+def _warn_unconditional(store: str) -> None:
     logger.warning(
         "%s has no conditional requests: of two saves to one path at the same time, the last to end wins, and the "
         "other is not told. Let one job save to a path at a time.",
@@ -370,13 +370,13 @@ def token_at(client: Client, path: ObjectPath) -> str:
     return _token_of(client, client.head(below(path, METADATA)))
 
 
-def _token_of(client: Client, found: Found | None) -> str:
+def _token_of(client: Client, info: ObjectInfo | None) -> str:
     """Return the token at the end of a ``.metadata``; empty if it has none, or is gone."""
-    if found is None or found.size < END:
+    if info is None or info.size < END:
         return ""
     last = bytearray(END)
     with suppress(Changed, FileNotFoundError):
-        client.read(found.key, found.size - END, [memoryview(last)], found.tag)
+        client.read(info.key, info.size - END, [memoryview(last)], info.tag)
     end = end_of(bytes(last))
     return end[0] if end else ""
 
@@ -441,7 +441,7 @@ def remove(path: ObjectPath) -> None:
         ) from error
 
 
-def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Found]) -> list[str]:
+def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, ObjectInfo]) -> list[str]:
     """Return the objects and folders directly below a checkpoint that are no part of it."""
     attached: list[Any] = []
     entries = {name.partition("/")[0] for name in names}
@@ -488,17 +488,17 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
             _let_go(client, reservation)
 
 
-def _copy(client: Client, found: Found, to: str) -> None:
+def _copy(client: Client, info: ObjectInfo, to: str) -> None:
     """Copy an object. One that is too large for a request of the store passes through this process."""
-    if found.size <= MOST_COPIED:
-        client.copy(found.key, to)
+    if info.size <= MOST_COPIED:
+        client.copy(info.key, to)
         return
-    with client.create(to, found.size, IN_FLIGHT) as copy:
-        for begin in range(0, found.size, PART):
-            memory = memoryview(bytearray(min(PART, found.size - begin)))
+    with client.create(to, info.size, IN_FLIGHT) as copy:
+        for begin in range(0, info.size, PART):
+            memory = memoryview(bytearray(min(PART, info.size - begin)))
             done = 0
             while done < len(memory):
-                done += client.read(found.key, begin + done, [memory[done:]], found.tag)
+                done += client.read(info.key, begin + done, [memory[done:]], info.tag)
             copy.write(memory, kept=True)
 
 
@@ -507,7 +507,7 @@ class _Record:
     """The record of a save or a removal, by any process."""
 
     token: str
-    entry: Found
+    entry: ObjectInfo
     noted: dict[str, Any]
     path: ObjectPath | None
     """The checkpoint; None if the record names none."""
@@ -580,7 +580,7 @@ def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: 
     finished: list[_Record] = []
     for save in dead:
         path = save.path
-        with _left_for_the_next(path), suppress(Changed):  # it has ended, or has just put its record again
+        with _failures_logged(path), suppress(Changed):  # it has ended, or has just put its record again
             if not save.noted.get("dead"):
                 text = json.dumps({**save.noted, "dead": True}).encode()
                 _put_over(client, workspace, save.entry.key, text, save.entry.tag)
@@ -591,11 +591,11 @@ def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: 
                 by_path.setdefault(path, []).append(save)
     listed: dict[ObjectPath, dict[str, str]] = {}
     for path in by_path:
-        with _left_for_the_next(path):
+        with _failures_logged(path):
             listed[path] = _listed(client, path)
     alive = records.alive()
     for path, objects in listed.items():
-        with _left_for_the_next(path):
+        with _failures_logged(path):
             deletes = [save.noted for save in by_path[path] if save.noted.get("deletes")]
             keeps = {name for noted in deletes for name in _list_in(noted, "keeps")}
             _clean(client, path, objects, alive, bool(deletes), keeps)
@@ -607,7 +607,7 @@ def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: 
 
 
 @contextmanager
-def _left_for_the_next(path: ObjectPath | None) -> Iterator[None]:
+def _failures_logged(path: ObjectPath | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -615,7 +615,7 @@ def _left_for_the_next(path: ObjectPath | None) -> Iterator[None]:
 
 
 def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> None:
-    """:func:`sweep`, in a thread where so many records are there that the save would wait for it."""
+    """Call :func:`sweep`; in a thread if the workspace has so many records that the save would wait for it."""
     if len(records.read()) <= _SWEPT_AT_ONCE:
         sweep(client, workspace, records)
     elif workspace not in _swept_in_threads:
@@ -625,7 +625,7 @@ def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> N
 
 def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
     try:
-        with _left_for_the_next(workspace):
+        with _failures_logged(workspace):
             sweep(client, workspace)
     finally:
         _swept_in_threads.discard(workspace)
@@ -699,11 +699,11 @@ def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None
         _put_over(client, path, entry.key, other, entry.tag)
 
 
-def json_in(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] | None:
+def json_in(client: Client, info: ObjectInfo, most: int = 1 << 16) -> dict[str, Any] | None:
     """Return the contents of a record or a summary; None if the object was deleted."""
-    data = bytearray(min(found.size, most))
+    data = bytearray(min(info.size, most))
     try:
-        client.read(found.key, 0, [memoryview(data)], None)
+        client.read(info.key, 0, [memoryview(data)], None)
         noted = json.loads(bytes(data))
     except FileNotFoundError:
         return None
@@ -713,14 +713,14 @@ def json_in(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any]
 
 
 def _listed(client: Client, path: ObjectPath) -> dict[str, str]:
-    """Return the keys of the objects below a path, by the names there."""
+    """Return the keys of the objects below a path, by the names below it."""
     return {_name_below(path, item.key): item.key for item in client.below(path.key)}
 
 
 def _clean(
     client: Client,
     path: ObjectPath,
-    there: dict[str, str],
+    objects: dict[str, str],
     alive: set[str],
     all_of_it: bool = False,
     keeps: Collection[str] = (),
@@ -728,18 +728,18 @@ def _clean(
     """Delete the objects of saves to this path that are neither published nor alive.
 
     Args:
-        there: The objects, listed before ``alive`` was.
+        objects: The objects, listed before ``alive`` was.
         all_of_it: Delete all other objects too, if no checkpoint is published.
         keeps: Objects and folders directly below the path that stay.
     """
     last = client.head(below(path, METADATA))
     published = token_at(client, path) if last else ""
-    dead = [key for name, key in there.items() if (token := token_in(name)) and token not in {*alive, published}]
+    dead = [key for name, key in objects.items() if (token := token_in(name)) and token not in {*alive, published}]
     if published:  # what an earlier checkpoint, copied from a disk, had under names of its own
-        dead += [key for name, key in there.items() if name in (INDEX, SUMMARY)]
-        dead += [key for name, key in there.items() if _is_data_of_a_disk(name)]
+        dead += [key for name, key in objects.items() if name in (INDEX, SUMMARY)]
+        dead += [key for name, key in objects.items() if _is_data_of_a_disk(name)]
     elif all_of_it and last is None:
-        dead += [key for name, key in there.items() if not token_in(name) and name.partition("/")[0] not in keeps]
+        dead += [key for name, key in objects.items() if not token_in(name) and name.partition("/")[0] not in keeps]
     client.delete(dead)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
-from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found, below
+from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, ObjectInfo, below
 from dcp_plugin.paths import ObjectPath
 
 _A_PAGE = 1000
@@ -36,42 +36,42 @@ class _Cache:
         self._size = 0
         self._lock = threading.Lock()
 
-    def read(self, found: Found, offset: int) -> memoryview:
+    def read(self, info: ObjectInfo, offset: int) -> memoryview:
         """Return bytes from ``offset`` on, at least one."""
-        size = found.size if found.size <= GAP else _BLOCK
+        size = info.size if info.size <= GAP else _BLOCK
         number = offset // size
-        if (data := self._known(found, number)) is None:
-            in_turn = number > 0 and self._known(found, number - 1) is not None
-            blocks = self._fetched(found, number, size, GAP // size if in_turn else 1)
+        if (data := self._known(info, number)) is None:
+            in_turn = number > 0 and self._known(info, number - 1) is not None
+            blocks = self._fetched(info, number, size, GAP // size if in_turn else 1)
             data = blocks[0]
         return memoryview(data)[offset - number * size :]
 
-    def fetch(self, found: Found, ranges: Iterable[tuple[int, int]]) -> None:
+    def fetch(self, info: ObjectInfo, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch these ranges of an object at the same time."""
-        size = found.size if found.size <= GAP else _BLOCK
+        size = info.size if info.size <= GAP else _BLOCK
         wanted = {number for begin, end in ranges for number in range(begin // size, -(-end // size))}
-        lacking = sorted(number for number in wanted if self._known(found, number) is None)[: _MOST_CACHED // size]
+        lacking = sorted(number for number in wanted if self._known(info, number) is None)[: _MOST_CACHED // size]
         if lacking:
             with ThreadPoolExecutor(min(STREAMS, len(lacking)), thread_name_prefix="dcp-look") as pool:
-                list(pool.map(lambda number: self._fetched(found, number, size, 1), lacking))
+                list(pool.map(lambda number: self._fetched(info, number, size, 1), lacking))
 
-    def _known(self, found: Found, number: int) -> bytes | None:
+    def _known(self, info: ObjectInfo, number: int) -> bytes | None:
         with self._lock:
-            place = found.key, found.tag, number
+            place = info.key, info.tag, number
             if place in self._blocks:
                 self._blocks.move_to_end(place)
             return self._blocks.get(place)
 
-    def _fetched(self, found: Found, number: int, size: int, count: int) -> list[bytes]:
-        memory = bytearray(min(count * size, found.size - number * size))
-        got = self._client.read(found.key, number * size, [memoryview(memory)], found.tag)
+    def _fetched(self, info: ObjectInfo, number: int, size: int, count: int) -> list[bytes]:
+        memory = bytearray(min(count * size, info.size - number * size))
+        got = self._client.read(info.key, number * size, [memoryview(memory)], info.tag)
         if got < len(memory):
-            raise OSError(errno.EIO, "the store has sent fewer bytes than there are", found.key)
+            raise OSError(errno.EIO, "the store has sent fewer bytes than there are", info.key)
         blocks = [bytes(memory[at : at + size]) for at in range(0, len(memory), size)]
         with self._lock:
             for place, block in enumerate(blocks, number):
-                if (found.key, found.tag, place) not in self._blocks:
-                    self._blocks[found.key, found.tag, place] = block
+                if (info.key, info.tag, place) not in self._blocks:
+                    self._blocks[info.key, info.tag, place] = block
                     self._size += len(block)
             while self._size > _MOST_CACHED:
                 self._size -= len(self._blocks.popitem(last=False)[1])
@@ -81,19 +81,19 @@ class _Cache:
 class _Object(RawRanges):
     """An object, read by ranges."""
 
-    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
-        super().__init__(found.size)
-        self._client, self._cache, self._found, self._where = client, cache, found, where
+    def __init__(self, client: Client, cache: _Cache, info: ObjectInfo, where: str) -> None:
+        super().__init__(info.size)
+        self._client, self._cache, self._info, self._where = client, cache, info, where
 
     def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
         memory = memoryview(memory).cast("B")
-        if self._at >= self._found.size:
+        if self._at >= self._info.size:
             return 0
-        if len(memory) > _BLOCK and self._found.size > GAP:
+        if len(memory) > _BLOCK and self._info.size > GAP:
             count = self.read_at([memory], self._at)
         else:
             with self._unless_replaced():
-                data = self._cache.read(self._found, self._at)
+                data = self._cache.read(self._info, self._at)
             count = min(len(data), len(memory))
             memory[:count] = data[:count]
         self._at += count
@@ -101,14 +101,14 @@ class _Object(RawRanges):
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         with self._unless_replaced():
-            self._cache.fetch(self._found, ranges)
+            self._cache.fetch(self._info, ranges)
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
-        rest_size = self._found.size - offset
+        rest_size = self._info.size - offset
         if rest_size <= 0:
             return 0
         with self._unless_replaced():
-            return self._client.read(self._found.key, offset, first_bytes(memory, rest_size), self._found.tag)
+            return self._client.read(self._info.key, offset, first_bytes(memory, rest_size), self._info.tag)
 
     @contextmanager
     def _unless_replaced(self) -> Iterator[None]:
@@ -130,19 +130,19 @@ class ObjectFiles(Readable):
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
         self._cache = _Cache(client)
-        self._found: dict[str, Found] = {}
+        self._known: dict[str, ObjectInfo] = {}
 
     @property
     def where(self) -> str:
         return str(self.path)
 
-    def _find(self, name: str) -> Found:
-        if name not in self._found:
+    def _find(self, name: str) -> ObjectInfo:
+        if name not in self._known:
             item = self._client.head(below(self.path, name))
             if item is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-            self._found[name] = item
-        return self._found[name]
+            self._known[name] = item
+        return self._known[name]
 
     def names(self) -> list[str]:
         objects, folders = self._client.directly_below(self.path.key)
@@ -172,16 +172,16 @@ class ListedFiles(ObjectFiles):
             lists them.
     """
 
-    def __init__(self, client: Client, path: ObjectPath, listed: Mapping[str, Found] | None = None) -> None:
+    def __init__(self, client: Client, path: ObjectPath, listed: Mapping[str, ObjectInfo] | None = None) -> None:
         super().__init__(client, path)
         self._listed = listed
         self._is_given = listed is not None
         self._too_many = False
 
-    def _all(self) -> Mapping[str, Found]:
+    def _all(self) -> Mapping[str, ObjectInfo]:
         if self._listed is None:
             start = below(self.path, "")
-            listed: dict[str, Found] = {}
+            listed: dict[str, ObjectInfo] = {}
             for item in self._client.below(self.path.key):
                 if not item.key.endswith("/"):
                     listed[item.key.removeprefix(start)] = item
@@ -194,7 +194,7 @@ class ListedFiles(ObjectFiles):
             self._listed = listed
         return self._listed
 
-    def _find(self, name: str) -> Found:
+    def _find(self, name: str) -> ObjectInfo:
         listed = self._all()
         if name in listed:
             return listed[name]
