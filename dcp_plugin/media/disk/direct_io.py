@@ -76,7 +76,10 @@ class BlockFile:
             self._writes_back = size >= _START_WRITEBACK and not in_memory
             large = size >= BUFFER and size > posix.available_memory() / _FILES_IN_CACHE
             if direct is True or (direct == "auto" and large and not in_memory):
-                self._try_direct()
+                try:
+                    self._switch(True)
+                except OSError as error:
+                    self._refused(error)
         except BaseException:
             os.close(self._fd)
             raise
@@ -176,12 +179,6 @@ class BlockFile:
             self._switch(False)
         self._write_now(self._buffer[aligned : aligned + remainder])
         os.fsync(self._fd)
-
-    def _try_direct(self) -> None:
-        try:
-            self._switch(True)
-        except OSError as error:
-            self._refused(error)
 
     def _switch(self, direct: bool) -> None:
         import fcntl  # not on every platform; a save without it has ended before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib
 import io
 import os
 import shutil
@@ -17,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from dcp_plugin.errors import SaveFailed
@@ -296,10 +296,8 @@ def lock(folder: Folder, name: str, create: bool) -> int | None:
 
 def require_locks() -> None:
     """Raise SaveFailed where the platform has no POSIX file locks."""
-    try:
-        importlib.import_module("fcntl")
-    except ImportError as error:
+    if find_spec("fcntl") is None:
         raise SaveFailed(
             f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
             f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
-        ) from error
+        )

@@ -16,7 +16,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
-from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Leftover, Listed, lease
+from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Listed, lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, ObjectInfo, ObjectWriter, below
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -60,6 +60,7 @@ class ObjectStore:
     revoke = staticmethod(commit.revoke)
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
+    collect_garbage = staticmethod(commit.collect_garbage)
 
     def join(self, directory: ObjectPath, path: ObjectPath) -> None:
         """Check the bucket. No rank waits: all ranks see the objects of a rank at once."""
@@ -117,9 +118,6 @@ class ObjectStore:
         if next(self.client.below(path.key), None) is not None:
             return "folder"
         return "file" if path.key and self.client.head(path.key) is not None else ""
-
-    def collect_garbage(self, workspace: ObjectPath, dry_run: bool = False) -> list[Leftover[ObjectPath]]:
-        return commit.collect_garbage(self.client, workspace, dry_run)
 
     def link_file(self, file: DataFile, target: ObjectPath) -> DataFile:
         """Make ``target`` a copy of the object. Its name is used once, so the object is known by that."""

@@ -669,8 +669,9 @@ def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
     return root, ""
 
 
-def collect_garbage(client: Client, workspace: ObjectPath, dry_run: bool) -> list[Leftover[ObjectPath]]:
-    """Sweep, and abort the uploads without a record."""
+def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftover[ObjectPath]]:
+    """Sweep, and abort the uploads without a record. See :meth:`dcp_plugin.media.Medium.collect_garbage`."""
+    client = client_of(workspace)
     garbage = _leftovers(client, workspace)
     if dry_run or not garbage:
         return garbage
