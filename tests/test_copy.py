@@ -366,6 +366,24 @@ def test_what_was_interrupted_is_gone_on_with(way: tuple[Where, Where], how: str
     assert _nothing_in_flight(target)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_interrupted_copy_of_another_tool_s_files_continues_with_its_complete_files(
+    tmp_path: Path, changed: bool
+) -> None:
+    source, target = tmp_path / "from", tmp_path / "to/ck"
+    _hugging_face(source)
+    assert _dies("SIGKILL", 3, source, target).returncode == -signal.SIGKILL
+    sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
+    staged = sorted((tmp_path / "to").rglob("*.safetensors"))
+    assert len(staged) == len(sizes) == 2
+    if changed:
+        with open(staged[0], "r+b") as file:
+            file.write(b"damage")
+    assert dcp.copy(source, target).bytes_reused == (sizes[0] if changed else sum(sizes))
+    assert _files(target) == _files(source)
+    assert _nothing_in_flight(tmp_path / "to")
+
+
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_network_that_is_cut_is_one_error_and_what_came_before_is_kept(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, method: str

@@ -61,8 +61,6 @@ _PART_OF_FLIGHT = 2
 """Divisor of the bytes in flight: a copy uses half of those that a rank of a save may have on the way to a store."""
 _PARTIAL = ".partial"
 """Suffix of the name of an incomplete file on a disk."""
-_SAME_TIME = 1.0
-"""Seconds. File systems store the times of files more or less exactly."""
 FileIdentity = tuple[int, int, int, int]
 
 
@@ -447,7 +445,8 @@ class Transfer:
                 return False
             look = self._look(name)
             if look is None:
-                return abs(files.modified(name_there) - self.source.files.modified(name)) < _SAME_TIME
+                modified = self.source.files.modified(name)
+                return files.modified(name_there) in (modified, int(modified))  # some file systems store seconds
             with files.open(name_there) as file:
                 return _is_intact(file, look) and not self._fault_between(files, name, look)
         return False
