@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from dcp_plugin.records import LoadReport
     from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
-    from dcp_plugin.runs.interval import SaveInterval
-    from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
-    from dcp_plugin.start import resume_or_init
+    from dcp_plugin.saving.save_timing import SaveInterval
+    from dcp_plugin.start import Restart, resolve_resume, resume_or_init
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
@@ -58,7 +57,7 @@ __version__ = VERSION
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
-    "dcp_plugin.start": ("resume_or_init",),
+    "dcp_plugin.start": ("Restart", "resolve_resume", "resume_or_init"),
     "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
@@ -80,8 +79,7 @@ _HOMES = {
     "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
-    "dcp_plugin.runs.interval": ("SaveInterval",),
-    "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
+    "dcp_plugin.saving.save_timing": ("SaveInterval",),
     "dcp_plugin.state.per_rank": ("PerRank",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.stock_save": ("ShardedSavePlanner", "ShardedWriter"),

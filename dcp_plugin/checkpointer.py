@@ -29,10 +29,9 @@ from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs import launches
 from dcp_plugin.runs.damage import quarantine_damaged
-from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
-from dcp_plugin.saving.save_timing import SaveTiming
+from dcp_plugin.saving.save_timing import SaveInterval, SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
@@ -161,7 +160,10 @@ class Checkpointer:
                 handle.set_skipped()
                 return handle
             ranks = self._writer.meet(begins_save=True)
-            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
+            training = self.save_timing.record(handle.path)
+            request = SaveRequest(
+                handle.path, call, step, began, None, views or {}, aliases or {}, files, durable, training
+            )
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
             self._writer.submit(handle, request, live, ranks)
@@ -355,8 +357,8 @@ class Checkpointer:
         is in flight. With ``"auto"`` the first save is due after a minute, and its cost determines the next one.
         Without ``save_interval`` no save is ever due, and no message is sent.
 
-        The first call starts the measurement of steps. Rank 0 writes a line to the figures next to the checkpoints,
-        from which the next run learns how this run ended. Therefore call :meth:`close` at the end.
+        The first call starts the measurement of steps. Each later checkpoint records the seconds of training and the
+        number of restarts of its run, from which a resume goes on counting.
 
         Args:
             step: Any number that changes from step to step. A repeated call for the same step returns the same answer.
@@ -383,8 +385,8 @@ class Checkpointer:
     def proposed_interval(self) -> SaveInterval | None:
         """Return the cheapest interval between saves, based on current measurements; None before the first save.
 
-        Call this on rank 0: each rank measures only itself, and only rank 0 knows of earlier failures. :meth:`due`
-        measures steps; without it, the cost of a save is the duration of its call.
+        Call this on rank 0: each rank measures only itself, and rank 0 decides. :meth:`due` measures steps; without
+        it, the cost of a save is the duration of its call.
         """
         return self.save_timing.proposal
 
@@ -409,14 +411,11 @@ class Checkpointer:
         A checkpointer belongs to the process that made it. In a forked process this does nothing, and the other methods
         raise ``CheckpointError``.
 
-        For :meth:`due`, a run counts as failed if it ends without this call, or makes it while an exception is handled.
-
         Raises:
             SaveFailed: See :meth:`wait`.
         """
         if self._queue.is_inherited:
             return
-        clean = not isinstance(sys.exception(), Exception)  # an exception in handling is what ends the training
         with self._queue.call("close"):
             try:
                 self._queue.closes_at = time.monotonic() + self.config.timeout
@@ -426,7 +425,7 @@ class Checkpointer:
                     from dcp_plugin.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
-                self.save_timing.ended(clean)
+                self.save_timing.ended()
                 self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()
@@ -451,6 +450,8 @@ def _load(
             loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)
             report = loading.run(state)
         checkpointer._saving.loaded(state, report, loading.opened, ranks)
+        summary = loading.opened.summary
+        checkpointer.save_timing.loaded(location, summary.training if summary is not None else {})
         return report
 
 

@@ -113,8 +113,8 @@ class CheckpointConfig:
 
     save_interval: float | Literal["auto"] | None = None
     """Seconds of training between two saves, applied by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
-    the cheapest interval, computed from the cost of saves for the training and from the past failures of the job, which
-    the figures next to the checkpoints record. None: only the caller decides when to save."""
+    the cheapest interval, computed from the cost of saves and from the restarts of the run, which its
+    checkpoints count. None: only the caller decides when to save."""
 
     events: str | None = None
     """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error) and

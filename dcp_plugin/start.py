@@ -1,22 +1,262 @@
-"""``dcp_plugin.resume_or_init``: start of a run from its newest checkpoint, a pre-trained checkpoint, or no
-checkpoint."""
+"""Start of a run: from its own newest checkpoint, else with the weights of a pre-trained model, else from scratch.
+
+Rank 0 searches and decides for all ranks. If each rank searched, ranks could see different files on a shared file
+system: one would resume, and another would start from scratch. The ranks carry out the decision or raise: a run never
+starts from another source because its checkpoints cannot be loaded. If the load finds that the newest checkpoint is
+damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.runs.damage`) and loads the checkpoint before it, on all ranks.
+
+A resumed run takes everything from its checkpoint. The source of an earlier warm start is not read, and may be deleted.
+A warm start takes only the model: optimizer, schedules, counters and random streams are new.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
+from torch import nn
+
+from dcp_plugin.calls import Call, together
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.media import medium_of
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, some
+from dcp_plugin.media import locate, medium_of
+from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.records import LoadReport
-from dcp_plugin.runs.catalog import sibling_parts
+from dcp_plugin.runs import damage, hydra_jobs
+from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
+from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
-from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.published import read_summary
+from dcp_plugin.types import CheckpointState
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start of a run. ``str()`` returns one line for the log."""
+
+    how: Literal["resumed", "warm-started", "fresh"]
+    path: Where | None = None
+    """The run's own checkpoint, or the source of its warm start."""
+    step: int | None = None
+    """The step of the run's own checkpoint; None if the checkpoint has none."""
+    report: LoadReport | None = None
+    """Report of the load; None if a framework has loaded a file of its own."""
+    damaged: tuple[Where, ...] = ()
+    """Newer checkpoints of the run that were damaged, and are quarantined."""
+
+    def __str__(self) -> str:
+        if self.how == "fresh":
+            return "starts fresh: nothing to resume from, and no init_from"
+        at = "" if self.step is None else f" at step {self.step}"
+        line = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
+        return f"{line}; DAMAGED and set aside: {', '.join(map(str, self.damaged))}" if self.damaged else line
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Options of a user for the start of a run, see :func:`dcp_plugin.resume_or_init`.
+
+    Raises:
+        ValueError: ``partial`` without ``init_from``. It would have no effect: a resume loads its complete checkpoint.
+    """
+
+    resume: str | PathLike = "auto"
+    init_from: PathLike | None = None
+    partial: PartialLoad | None = None
+    strict: bool = True
+    storage_options: StorageOptions | None = field(default=None, repr=False)
+    local: tuple[CheckpointState, ...] = ()
+    """Saves that can be loaded although their paths do not exist, see :meth:`dcp_plugin.Checkpointer.surviving`."""
+
+    def __post_init__(self) -> None:
+        if self.partial is not None and self.init_from is None:
+            raise ValueError(
+                "partial says what is taken from init_from, which is not given: name the pre-trained checkpoint as "
+                "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
+            )
+
+    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
+        """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
+
+        A checkpoint of another tool at ``init_from`` is the source of a warm start, not a checkpoint of the run.
+
+        Args:
+            tools: Other tools: the integration resumes from their checkpoints, too.
+            without: Checkpoints to ignore, because they are damaged.
+        """
+        hydra_jobs.refuse_other_jobs(root, self.resume, self.storage_options)
+        checkpoint = self._find(root, tools, without)
+        hydra_jobs.compare(root, self.resume, checkpoint, self.storage_options)
+        return checkpoint
+
+    def _find(self, root: PathLike, tools: Collection[str], without: Collection[Where]) -> Where | None:
+        if self.resume == "never":
+            return None
+        if self.resume in ("auto", "must"):
+            where = as_path(root, self.storage_options)
+            newest = find_newest(where, tools, self.init_from, without, self.local)
+            if newest.path is None and self.resume == "must":
+                reasons = f" Passed over: {newest.reasons()}." if newest.reasons() else ""
+                raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
+            # With init_from a run may begin in a directory with checkpoints of other tools.
+            candidates = [
+                state for state in newest.passed_over if self.init_from is None or isinstance(state, CheckpointState)
+            ]
+            if newest.path is None and any(map(was_published, candidates)):
+                raise CheckpointCorrupt(
+                    f"there are checkpoints below {root}, but none that can be loaded: {newest.reasons()}. To start "
+                    "without them, say resume=never; to start with the weights of one, name it as init_from, too."
+                )
+            newest.warn(root)
+            return newest.path
+        path = as_path(self.resume, self.storage_options)
+        if any(state.path == path or state.path == resolved(path) for state in self.local):
+            return path
+        path = locate(path)
+        kind = medium_of(path).kind(path)
+        if reason := uncommitted_reason(path) if kind == "folder" else "":
+            raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
+        if not kind:
+            raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
+        return path
+
+    def start(
+        self,
+        checkpointer: Checkpointer,
+        modules: Mapping[str, Any],
+        find: Callable[[Collection[Where]], Where | None] = lambda damaged: None,
+        resume: Callable[[Where], LoadReport | None] = lambda path: None,
+    ) -> Restart:
+        """Resume, or load the weights of ``init_from``, or neither. Collective.
+
+        Args:
+            modules: The targets of the load of ``init_from``.
+            find: Returns the checkpoint of this run to resume from, or None; called on rank 0. Its argument is the
+                list of the damaged checkpoints, which it must not return.
+            resume: Loads that checkpoint. Called on every rank.
+
+        Raises:
+            CheckpointNotFound: The run has no checkpoint, and the path ``init_from`` does not exist.
+            CheckpointCorrupt: Every checkpoint of this run is damaged; or the chosen one is, and ``"auto"`` did not
+                choose it.
+            CheckpointError: An error of ``find``, ``resume`` or the load of ``init_from``; on every rank.
+        """
+        damaged: list[Where] = []
+        while True:
+            with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
+                restart = checkpointer.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
+            if restart.path is None:
+                return restart
+            if restart.how != "resumed":
+                return replace(restart, report=checkpointer.load(modules, restart.path, self.partial, self.strict))
+            try:
+                report = resume(restart.path)
+            except CheckpointCorrupt as error:
+                if self.resume != "auto" or not self._set_aside(checkpointer, restart.path, error):
+                    raise
+                damaged.append(restart.path)
+                continue
+            _refuse_a_mixture(restart, report, damaged)
+            return replace(restart, report=report, damaged=tuple(damaged))
+
+    @staticmethod
+    def _set_aside(checkpointer: Checkpointer, path: Where, error: CheckpointCorrupt) -> bool:
+        if checkpointer.set_local_aside(path):
+            return True
+        return checkpointer.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
+
+    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Restart:
+        own = find(damaged)
+        if own is None and damaged:
+            raise CheckpointCorrupt(_all_damaged(damaged))
+        if own is not None:
+            if (local := next((state for state in self.local if state.path == own), None)) is not None:
+                return Restart("resumed", own, local.step)
+            summary = None
+            with suppress(CheckpointCorrupt):  # damaged after the search: the load will raise it
+                summary = read_summary(own)
+            return Restart("resumed", own, summary.step if summary is not None else None)
+        if self.init_from is None:
+            return Restart("fresh")
+        source = locate(as_path(self.init_from, self.storage_options))
+        if not medium_of(source).kind(source):
+            raise CheckpointNotFound(
+                f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
+                "Give the path of a checkpoint, or no init_from to start from scratch."
+            )
+        return Restart("warm-started", source)
+
+
+def _all_damaged(damaged: list[Where]) -> str:
+    return (
+        f"no checkpoint of this run can be loaded: {', '.join(map(str, damaged))} turned out to be damaged, and there "
+        f"is no other. What was loaded into is half filled. To start without them, say resume=never."
+    )
+
+
+def _refuse_a_mixture(restart: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
+    """Refuse a resume in which a value of a damaged checkpoint, loaded in part, may remain in the state."""
+    if damaged and report is not None and report.missing:
+        raise CheckpointCorrupt(
+            f"{damaged[-1]} turned out to be damaged while it was loaded, and {restart.path}, which is older, has no "
+            f"{some(report.missing)}, where values of the damaged one may be left. The next start begins with the "
+            f"older one alone."
+        )
+
+
+def resolve_resume(
+    resume: str | PathLike, root: PathLike, storage_options: StorageOptions | None = None
+) -> Path | str | None:
+    """Return the checkpoint to resume from.
+
+    Args:
+        resume: ``"never"``: start from scratch. ``"auto"``: resume from the newest committed checkpoint below ``root``,
+            if one exists. ``"must"``: the same, but raise if none exists. Any other value: the path of a checkpoint.
+        root: The directory of the run's checkpoints, see :func:`~dcp_plugin.latest`.
+        storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
+
+    Returns:
+        The path of a checkpoint, or its URL as a ``str``; None for a run that starts from scratch.
+
+    Raises:
+        CheckpointNotFound: ``"must"`` and no checkpoint exists, or the path does not exist.
+        CheckpointIncomplete: The path is a torn checkpoint.
+        CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
+            complete checkpoint is in the same directory as that entry or above it; or a newer version of this package
+            has saved the newest checkpoint.
+        CheckpointCorrupt: ``"auto"``, and every checkpoint of this run is damaged, or only another tool can load it. An
+            interrupted save is not damage: a run that never completed a save starts from scratch.
+        CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
+            another job.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1")
+        >>> dcp_plugin.resolve_resume("auto", "run").name
+        'step-1'
+        >>> dcp_plugin.resolve_resume("never", "run")
+    """
+    checkpoint = StartOptions(resume, storage_options=storage_options).find(root)
+    if resume == "auto" and checkpoint is not None:
+        damage.note_chosen(checkpoint, by_framework=False)
+    return public(checkpoint)
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the modules of a state by name, nested as in the state."""
+    modules: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            modules[name] = value
+        elif isinstance(value, Mapping) and (inner := modules_of(value)):
+            modules[name] = inner
+    return modules
 
 
 def resume_or_init(

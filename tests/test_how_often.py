@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import CheckpointMismatch, SaveInterval, events
+from dcp_plugin import CheckpointCorrupt, CheckpointMismatch, SaveInterval, events
+from dcp_plugin.format.summary import Summary, with_hash
 from dcp_plugin.media import WORKSPACE
-from dcp_plugin.paths import Where
-from dcp_plugin.runs import figures, history, interval
-from dcp_plugin.runs.history import RunHistory
-from dcp_plugin.runs.interval import PRIOR_SECONDS, Failures, SaveCost, cheapest_seconds, propose
-from dcp_plugin.saving.save_timing import CostMeter
+from dcp_plugin.runs import figures
+from dcp_plugin.saving.save_timing import PRIOR_SECONDS, CostMeter, Failures, SaveCost, cheapest_seconds, propose
+from dcp_plugin.storage.published import read_summary
 from tests import launch
 from tests.launch import on_ranks
 from tests.places import names_in
@@ -48,7 +47,7 @@ def test_a_save_that_costs_little_has_youngs_interval() -> None:
 
 @pytest.mark.parametrize("cost", [0.1, 5.0, 300.0])
 def test_any_other_interval_loses_more(cost: float) -> None:
-    best = propose(SaveCost(cost), Failures())
+    best = propose(SaveCost(cost), DAY)
     others = [replace(best, seconds=best.seconds * factor) for factor in (0.5, 0.8, 1.25, 2)]
     assert best.lost_share < min(other.lost_share for other in others)
 
@@ -61,29 +60,25 @@ def test_a_job_counts_as_failed_once_a_day_until_it_is_known_better() -> None:
 
 
 def test_who_fails_more_often_or_saves_cheaper_saves_more_often() -> None:
-    once = propose(SaveCost(4.0), Failures(), step_seconds=0.5)
-    assert propose(SaveCost(4.0), Failures(DAY, 20), 0.5).seconds < once.seconds
-    assert propose(SaveCost(1.0), Failures(), 0.5).seconds < once.seconds
-    assert propose(SaveCost(3.0, slowed_seconds=1.0), Failures(), 0.5) == once, "a wait or slower steps: it is the same"
+    once = propose(SaveCost(4.0), DAY, step_seconds=0.5)
+    assert propose(SaveCost(4.0), Failures(DAY, 20).mtbf_seconds, 0.5).seconds < once.seconds
+    assert propose(SaveCost(1.0), DAY, 0.5).seconds < once.seconds
+    assert propose(SaveCost(3.0, slowed_seconds=1.0), DAY, 0.5) == once, "a wait or slower steps: it is the same"
     assert once.steps == round(once.seconds / 0.5)
-    assert propose(SaveCost(4.0), Failures()).steps is None
+    assert propose(SaveCost(4.0), DAY).steps is None
 
 
 def test_saves_in_the_background_do_not_wait_for_each_other() -> None:
-    assert propose(SaveCost(0.001, flight_seconds=300.0), Failures()).seconds >= 299
+    assert propose(SaveCost(0.001, flight_seconds=300.0), DAY).seconds >= 299
 
 
-def test_the_durable_tier_has_a_whole_number_of_saves() -> None:
-    alone = propose(SaveCost(0.5), Failures())
+def test_a_copy_to_the_durable_tier_is_not_overtaken_by_the_next() -> None:
+    alone = propose(SaveCost(0.5), DAY)
     assert alone.durable_every == 1
-    tiers = propose(SaveCost(0.5), Failures(), drain=SaveCost(2.0))
+    tiers = propose(SaveCost(0.5), DAY, drain_seconds=HOUR)
     assert tiers.seconds == alone.seconds
-    best = cheapest_seconds(2.0, DAY / interval.BEYOND_LOCAL)
-    assert tiers.durable_every > 1
-    assert tiers.durable_every * tiers.seconds == pytest.approx(best, abs=tiers.seconds / 2)
-    slow = propose(SaveCost(0.5), Failures(), drain=SaveCost(0.0, flight_seconds=HOUR))
-    assert slow.durable_every * slow.seconds >= HOUR, "one drain is not overtaken by the next"
-    assert propose(SaveCost(5.0), Failures(), drain=SaveCost(0.01)).durable_every == 1
+    assert tiers.durable_every * tiers.seconds >= HOUR > (tiers.durable_every - 1) * tiers.seconds
+    assert propose(SaveCost(5.0), DAY, drain_seconds=0.01).durable_every == 1
 
 
 # What it is fed with
@@ -130,60 +125,46 @@ def test_waiting_for_an_earlier_save_is_a_cost_of_the_next_one() -> None:
     assert meter.step_seconds == pytest.approx(1.0), "what the wait took is no part of the step"
 
 
-def test_runs_that_ended_without_a_word_are_failures(place: Where) -> None:
-    lost = RunHistory(place / "step-1")
-    assert lost.note(100.0) == Failures(100.0, 0)
-    assert lost.note(250.0) == Failures(250.0, 0)
-    _forget_this_process()
-    clean = RunHistory(place / "step-9")
-    assert clean.note(40.0) == Failures(290.0, 1)
-    clean.end(50.0, clean=True)
-    failed = RunHistory(place / "step-10")
-    assert failed.note(10.0) == Failures(310.0, 1)
-    failed.end(10.0, clean=False)
-    assert RunHistory(place / "step-11").note(0.0) == Failures(310.0, 2)
-
-
-def _forget_this_process() -> None:
-    """As the next process sees what this one has noted."""
-    history._open_here.clear()
-
-
-def test_a_job_that_still_runs_beside_has_not_failed(tmp_path: Path) -> None:
-    other = RunHistory(tmp_path / "step-1")
-    other.note(10.0)
-    mine = RunHistory(tmp_path / "step-2")
-    assert mine.note(1.0) == Failures(11.0, 0)
-    assert other.note(20.0) == Failures(20.0, 0)
-    file = tmp_path / WORKSPACE / figures.NAME
-    lines = [json.loads(line) | {"pid": os.getppid()} for line in file.read_text().splitlines()]  # which lives
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    _forget_this_process()
-    assert RunHistory(tmp_path / "step-3").note(0.0).count == 0
-
-
-@pytest.mark.parametrize("line", ["", "[]", '{"run": 1}', '{"run": "a", "seconds": -1, "end": "lost"}'])
-def test_what_is_no_line_of_a_training_counts_as_none(tmp_path: Path, line: str) -> None:
-    file = tmp_path / WORKSPACE / figures.NAME
-    file.parent.mkdir()
-    file.write_text(line.replace("{", '{"event": "training", '))
-    assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
-    file.unlink()
-    os.mkfifo(file)
-    assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
-
-
-def test_the_history_is_in_nobodys_way(tmp_path: Path) -> None:
-    with_history = dcp.Checkpointer(keep_last=2, save_interval="auto")
-    for step in range(1, 5):
-        with_history.due(step)
-        with_history.save({"step": step}, tmp_path / f"step-{step}", step)
-    with_history.close()
+def test_a_checkpoint_counts_the_restarts_of_its_run_and_no_file_does(tmp_path: Path) -> None:
+    for restarts in range(3):
+        checkpointer = dcp.Checkpointer(keep_last=2, save_interval="auto")
+        clock = Clock(checkpointer)
+        dcp.resume_or_init({"step": 0}, tmp_path, checkpointer=checkpointer)
+        for step in range(1, 5):
+            checkpointer.due(step)
+            checkpointer.save({"step": step}, tmp_path / f"step-{restarts}-{step}", step)
+            clock.after(10.0)
+        checkpointer.close()
+        newest = read_summary(tmp_path / f"step-{restarts}-4")
+        assert newest is not None and newest.training == {"seconds": 30.0 * (restarts + 1), "failures": restarts}
     assert set(os.listdir(tmp_path / WORKSPACE)) == {figures.NAME}
-    assert sorted(one.path.name for one in dcp.list_checkpoints(tmp_path)) == ["step-3", "step-4"]
-    assert dcp.latest(tmp_path) == tmp_path / "step-4"
-    dcp.save({"step": 9}, tmp_path / "step-9")
-    assert set(os.listdir(tmp_path / WORKSPACE)) == {figures.NAME}, "the next save sweeps there"
+    assert not [line for line in figures.read(tmp_path) if line["event"] != "saved"]
+
+
+def test_a_load_from_another_folder_or_during_the_training_is_no_restart(tmp_path: Path) -> None:
+    for folder, resumes in (("a", ""), ("b", "a"), ("c", "c")):
+        checkpointer, state = dcp.Checkpointer(save_interval="auto"), {"step": 1}
+        if resumes == "a":
+            checkpointer.load(state, tmp_path / "a" / "step-1")
+        checkpointer.due(1)
+        checkpointer.save(state, tmp_path / folder / "step-1", 1)
+        if resumes == "c":
+            checkpointer.load(state, tmp_path / "c" / "step-1")
+            checkpointer.due(2)
+            checkpointer.save(state, tmp_path / "c" / "step-1", 2)
+        checkpointer.close()
+        summary = read_summary(tmp_path / folder / "step-1")
+        assert summary is not None and summary.training["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    "training", [[1], {"seconds": 1}, {"seconds": "1", "failures": 0}, {"seconds": 1e99, "failures": 0}]
+)
+def test_a_summary_with_other_things_than_counts_is_damaged(training: Any) -> None:
+    content = json.loads(Summary(1, 1.0, 1, 0, 0, 0, "").encode())
+    del content["sha256"]
+    with pytest.raises(CheckpointCorrupt, match="damaged"):
+        Summary.decode(with_hash(content | {"training": training}), "dcp_plugin.json")
 
 
 def test_who_does_not_ask_has_nothing_beside_the_checkpoints(tmp_path: Path) -> None:
@@ -340,38 +321,27 @@ def test_ranks_at_different_steps_are_told(tmp_path: Path) -> None:
 # Runs that are killed
 
 
-def _train(root: Path, how: str) -> tuple[str, float, int] | None:
-    """A run of twenty steps of a minute each that ends in one of several ways, or how the next one sees it."""
+def _train(root: Path, how: str) -> tuple[str, float, int]:
+    """A run of twenty steps of a minute each, which may kill itself, or how the next one sees it."""
     checkpointer = dcp.Checkpointer(async_save=True, save_interval=300.0)
     clock = Clock(checkpointer)
     start = dcp.resume_or_init({"step": 0}, root, checkpointer=checkpointer)
-    try:
-        for step in range(20):
-            clock.after(60.0)
-            if checkpointer.due(step):
-                checkpointer.save({"step": step}, root / f"{how}-{step}", step)
-                checkpointer.wait()
-            if how == "killed" and step == 16:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if how == "raised" and step == 16:
-                raise RuntimeError("out of memory")
-    except RuntimeError:
-        checkpointer.close()
-        return None
+    for step in range(20):
+        clock.after(60.0)
+        if checkpointer.due(step):
+            checkpointer.save({"step": step}, root / f"{how}-{step}", step)
+            checkpointer.wait()
+        if how == "killed" and step == 16:
+            os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()
     proposed = checkpointer.proposed_interval()
     assert proposed is not None
     return start.how, proposed.mtbf_seconds, dist.get_rank()
 
 
-def test_a_run_that_was_killed_or_raised_is_a_failure_to_the_next_and_one_that_was_closed_is_none(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_killed_is_a_failure_to_the_next(tmp_path: Path) -> None:
     killed = launch.outcomes_of(_train, 2, tmp_path, "killed")
     assert {one.exit_code for one in killed} == {-signal.SIGKILL}
     (how, first, _), _ = launch.run(_train, 2, tmp_path, "closed")
     assert how == "resumed"
     assert first == pytest.approx((DAY + 900 + 900) / 2, rel=0.01), "15 minutes of both, and one failure"
-    launch.run(_train, 2, tmp_path, "raised")
-    (_, second, _), _ = launch.run(_train, 2, tmp_path, "closed")
-    assert second == pytest.approx((DAY + 900 + 1140 + 960 + 900) / 3, rel=0.01)

@@ -43,8 +43,8 @@ from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, resolv
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
-from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.sources import SourceFiles, source_of
+from dcp_plugin.start import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 
 logger = logging.getLogger("dcp_plugin")

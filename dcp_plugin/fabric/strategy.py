@@ -30,7 +30,7 @@ from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, local_path
 from dcp_plugin.runs.foreign import OTHERS
-from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
+from dcp_plugin.start import Restart, StartOptions, modules_of
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:

@@ -35,7 +35,7 @@ from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.keeper.wire import BUSY, KeeperLost, connect
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.runs import bases, figures, retention
+from dcp_plugin.runs import figures, retention
 from dcp_plugin.storage.published import read_summary
 from dcp_plugin.storage.writer import Facts, Publication, compose
 
@@ -329,7 +329,7 @@ class Coordinator:
         publication = Publication(save.path, medium_of(save.path, save.job.config.direct_io))
         publication.save_id = head.save_id
         try:
-            bases.refuse_to_replace_a_base(save.path)
+            retention.refuse_to_replace_a_base(save.path)
             directory = self._reserve(save, publication)
             self._write_parts(save, directory)
             index = self._index(save, publication.file_sizes())
@@ -545,7 +545,7 @@ class Coordinator:
         publication = Publication(save.path, medium_of(save.path, config.direct_io))
         publication.save_id = record.save_id
         try:
-            bases.refuse_to_replace_a_base(save.path)
+            retention.refuse_to_replace_a_base(save.path)
             if not save.parts:  # a keeper before has written it
                 self._write_parts(save, None)
             directory = self._reserve(save, publication)

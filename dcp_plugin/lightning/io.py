@@ -50,10 +50,10 @@ from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
-from dcp_plugin.runs.interval import SaveInterval
-from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.saving.save_timing import SaveInterval
 from dcp_plugin.sources import source_of
+from dcp_plugin.start import Restart, StartOptions
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks

@@ -28,8 +28,8 @@ from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpaths
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
-from dcp_plugin.runs.resume import Restart
 from dcp_plugin.sources import SourceFiles
+from dcp_plugin.start import Restart
 from dcp_plugin.state import gather_module, gather_optimizer, inside_ddp, unwrapped_optimizer
 
 if TYPE_CHECKING:

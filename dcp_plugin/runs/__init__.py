@@ -1,4 +1,4 @@
-"""Checkpoints of a run: search, resume, quarantine and deletion.
+"""Checkpoints of a run: search, quarantine and deletion.
 
 Input: a directory of checkpoints. Output: the newest checkpoint, the start of a run, the list of its checkpoints. The
 rule: a run resumes only from a complete checkpoint, and no checkpoint is deleted before a newer one is complete.

@@ -27,8 +27,7 @@ from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order
-from dcp_plugin.runs.patience import Patience, cannot_read
-from dcp_plugin.runs.scan import Scan
+from dcp_plugin.runs.scan import Patience, Scan, cannot_read
 from dcp_plugin.sources import source_of
 from dcp_plugin.storage.published import check_complete
 from dcp_plugin.types import CheckpointState

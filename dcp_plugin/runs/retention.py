@@ -1,6 +1,8 @@
 """Deletion of checkpoints: only of checkpoints, and never of one that another checkpoint needs.
 
-Every deletion of this package goes through :func:`delete`.
+Every deletion of this package goes through :func:`delete`. With ``trainable_only``, checkpoints leave out frozen
+parameters that another one, their *base*, has: no save and no deletion takes a base from a checkpoint that could not be
+loaded without it.
 """
 
 from __future__ import annotations
@@ -10,20 +12,25 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
-from dcp_plugin.format import has_traces
-from dcp_plugin.media import is_workspace, medium_of
-from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed
+from dcp_plugin.format import METADATA, exists, has_traces
+from dcp_plugin.format.summary import Base, Summary
+from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot
+from dcp_plugin.media.packed import may_have_base, time_from_names, uncommitted_reason, unpacked
+from dcp_plugin.paths import PathLike, Where, as_path, is_link, resolved
 from dcp_plugin.retention import Retention
-from dcp_plugin.runs.bases import completed_by, siblings_in
 from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
-from dcp_plugin.runs.patience import cannot_read
-from dcp_plugin.storage.published import read_summary
+from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass
+from dcp_plugin.storage.published import read_summary, summary_of
 from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
+
+_Sibling = tuple[CheckpointState, Summary | None]
+"""A checkpoint of this package in a folder of checkpoints, and its summary if it was read."""
 
 
 def prune(newest: Where, policy: Retention) -> None:
@@ -33,11 +40,8 @@ def prune(newest: Where, policy: Retention) -> None:
     do parts of the same checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
     """
     by_names = policy.every_steps is None and policy.best is None
-    siblings, _ = siblings_in(newest.parent, by_names)
-    states = [
-        replace(sibling.state, time=float("inf")) if path == newest else sibling.state
-        for path, sibling in siblings.items()
-    ]
+    siblings, _ = _siblings_in(newest.parent, by_names)
+    states = [replace(state, time=float("inf")) if path == newest else state for path, (state, _) in siblings.items()]
     in_folder_of_step = step_in_name(newest.parent) is not None
     doomed = policy.select(states)
     if any(state.step is None for state in doomed):  # their steps decide which of them are parts of the newest
@@ -78,7 +82,7 @@ def remove(path: PathLike) -> None:
     """
     path = as_path(path)
     try:
-        completed, unreadable = completed_by(path)
+        completed, unreadable = _completed_by(path)
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}. It is there as it was.") from error
     if completed is not None:
@@ -123,3 +127,103 @@ def refuse_other_things(path: Where) -> None:
 @functools.cache  # a policy is applied after every save
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
+
+
+def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sibling], dict[Where, Exception]]:
+    """Return the checkpoints of this package directly in a folder, and the entries that cannot be read.
+
+    A damaged checkpoint counts, with its base: it may be repaired.
+
+    Args:
+        by_names: Read no summary where names of files show the time, and that the checkpoint is complete without a
+            base. Steps and metrics of such checkpoints are unknown.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
+    patience = Patience()
+    medium = snapshot(folder)  # the client of a store repeats requests by itself
+    siblings: dict[Where, _Sibling] = {}
+    unreadable: dict[Where, Exception] = {}
+    for entry in patience.read(lambda: medium.entries(folder)):
+        if entry.is_file or entry.path.name == LOST_AND_FOUND or is_workspace(entry.path.name):
+            continue
+        try:
+            sibling = patience.read(functools.partial(_look_at, entry, medium, by_names))
+        except FileNotFoundError:  # another process deleted the entry
+            continue
+        except (CheckpointUnreadable, OSError) as error:
+            unreadable[entry.path] = error
+        except (CheckpointCorrupt, ValueError):
+            continue
+        else:
+            siblings |= {} if sibling is None else {entry.path: sibling}
+    return siblings, unreadable
+
+
+def _look_at(entry: Listed[Any], medium: Medium, by_names: bool) -> _Sibling | None:
+    path = entry.path
+    reason = uncommitted_reason(path, medium) or ("" if entry.is_folder else "it is a link")
+    if not may_have_base(path, medium):
+        time = time_from_names(path, medium) if by_names and not reason else None
+        if reason or time is not None:
+            return None if time is None else (CheckpointState(path, True, time=time), None)
+    try:
+        summary = read_summary(path)
+    except CheckpointUnreadable:
+        raise
+    except CheckpointCorrupt as error:
+        reason, summary = str(error), summary_of(unpacked(medium.open(path)))
+    if summary is None:  # stock DCP saved to the same path
+        return None
+    places = Base.of_summary(summary.base, path).places(path) if summary.base else ()
+    metrics = dict(summary.metrics)
+    state = CheckpointState(path, not reason, reason, summary.step, summary.time, metrics=metrics, bases=places)
+    return state, summary
+
+
+def _completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
+    """Return a checkpoint in the same folder that cannot be loaded without ``base``, and the unreadable entries.
+
+    The entries are those of the folder that may be such a checkpoint. A symbolic link is no base.
+    """
+    medium = medium_of(base)
+    if is_link(base) or not exists(medium.open(base), METADATA):
+        return None, {}
+    siblings, unreadable = _siblings_in(base.parent)
+    own, save = siblings.get(base, (None, None))
+    location = resolved(base)
+    for path, (state, summary) in siblings.items():
+        is_same_save = save is None or summary is None or summary.base.get("fingerprint") == save.index_sha256
+        if location in state.bases and is_same_save:
+            return path, {}
+    if own is not None:
+        saved = float("inf") if own.bases else own.time  # a checkpoint with a base is not a base
+        unreadable = {path: error for path, error in unreadable.items() if may_need(path, saved, medium)}
+    return None, unreadable
+
+
+def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
+    """Return whether an unreadable entry may need a checkpoint saved at this time as its base.
+
+    A base is older than the checkpoints that need it.
+    """
+    with suppress(OSError):
+        return medium.open(unreadable.parent).modified(unreadable.name) >= saved
+    return True
+
+
+def refuse_to_replace_a_base(path: Where) -> None:
+    """Refuse to replace a checkpoint that is the base of another checkpoint, which could not be loaded any more.
+
+    Raises:
+        SaveFailed: Another checkpoint needs it, or a failing disk hides whether another one does.
+    """
+    dependent, unreadable = _completed_by(path)
+    if error := next(filter(may_pass, unreadable.values()), None):
+        raise SaveFailed(f"cannot save {path}: {error}. It may leave out what the checkpoint there has.") from error
+    if dependent is not None:
+        raise SaveFailed(
+            f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
+            f"out. Save to a new name, or delete {dependent} first."
+        )

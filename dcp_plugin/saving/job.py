@@ -404,6 +404,7 @@ class SavePipeline:
             exclude=self._config.exclude,
             base=staged.base,
             metrics=staged.metrics,
+            training=request.training,
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:
@@ -452,9 +453,9 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
     """Reserve the directory in which a checkpoint is made. Rank 0 alone calls it."""
     if exists(publication.medium.open(publication.path), METADATA):
-        from dcp_plugin.runs import bases  # only a save over a checkpoint needs it
+        from dcp_plugin.runs import retention  # only a save over a checkpoint needs it
 
-        bases.refuse_to_replace_a_base(publication.path)
+        retention.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: if two processes reserve at the same time, at least one sees the other.
     launches.refuse_other_ranks(publication.path.parent, ranks.launch)

@@ -1,5 +1,11 @@
 """Save timing: measure the cost of saves and the duration of steps, propose an interval, and decide when to save.
 
+The proposed interval minimises the cost of saves plus the training that failures undo. Each save costs the training
+some seconds; a failure undoes the steps since the last save. The formula is that of J. W. Young, "A first order
+approximation to the optimum checkpoint interval", CACM 17(9), 1974, ``sqrt(2 * cost * MTBF)``, with the terms of higher
+order of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
+Computer Systems 22(3), 2006. ``dcp_plugin.json`` of each checkpoint counts the failures of its run.
+
 Rank 0 decides by its clock, and broadcasts its decision in a *meeting*: whether to save now, and the number of calls
 until the next meeting. Between two meetings a call compares two numbers. The next meeting is halfway to the moment at
 which a save will be due. So an interval of any length has few meetings, and no meeting is late if steps become twice as
@@ -8,28 +14,120 @@ slow.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from dcp_plugin import events
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs.interval import Failures, SaveCost, SaveInterval, propose
 
-if TYPE_CHECKING:
-    from dcp_plugin.runs.history import RunHistory
-
+PRIOR_SECONDS = 86_400.0
+"""Seconds of training to one failure that are assumed before the first measurement."""
 FIRST_SECONDS = 60.0
 """Seconds until the first save with ``"auto"``: the cost of a save is unknown before it."""
 _APART_SECONDS = 60.0
 """Most seconds between two meetings."""
 _SLACK = 0.01
 """Part of the interval by which a save may come earlier, in place of one more meeting."""
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """Cost of a save, in seconds of training."""
+
+    blocked_seconds: float
+    """Seconds for which the training waited, for the call or for an earlier save."""
+    slowed_seconds: float = 0.0
+    """Seconds by which the save slowed the steps of the training, in sum."""
+    flight_seconds: float = 0.0
+    """Seconds from the call until the save is complete."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the training loses by one save."""
+        return self.blocked_seconds + self.slowed_seconds
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failures of a run so far."""
+
+    seconds: float = 0.0
+    """Seconds of training until the newest save, without steps that a failure has undone."""
+    count: int = 0
+    """Number of times that the training has resumed from a checkpoint."""
+
+    @property
+    def mtbf_seconds(self) -> float:
+        """Mean seconds of training between two failures.
+
+        One assumed failure within :data:`PRIOR_SECONDS` is added to the measurements. Its weight decreases with time.
+        """
+        return (PRIOR_SECONDS + self.seconds) / (1 + self.count)
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """Proposed interval between saves, see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
+
+    seconds: float
+    """Seconds of training between two saves."""
+    steps: int | None
+    """Steps between two saves; None before the first measurement of a step."""
+    durable_every: int
+    """Number of saves per copy to the durable tier; 1 if no other tier exists."""
+    cost_seconds: float
+    """Seconds that the training loses by one save."""
+    mtbf_seconds: float
+    """Mean seconds of training between two failures."""
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the time lost to saves and to steps that failures undo, without the time of restarts."""
+        return self.cost_seconds / (self.seconds + self.cost_seconds) + self.seconds / 2 / self.mtbf_seconds
+
+    def figures(self) -> dict[str, float]:
+        """Return the values for loggers, by name."""
+        return {
+            "checkpoint/proposed_interval_seconds": self.seconds,
+            "checkpoint/cost_seconds": self.cost_seconds,
+            "checkpoint/mtbf_seconds": self.mtbf_seconds,
+        }
+
+
+def cheapest_seconds(cost: float, mtbf: float) -> float:
+    """Return the seconds of training between two saves of ``cost`` seconds each, by Daly's estimate."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    small = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(small) / 3 + small / 9) - cost
+
+
+def propose(
+    cost: SaveCost, mtbf_seconds: float, step_seconds: float | None = None, drain_seconds: float = 0.0
+) -> SaveInterval:
+    """Return the interval with the lowest cost.
+
+    Args:
+        cost: Cost of a save to the first tier.
+        step_seconds: Duration of a step.
+        drain_seconds: Duration of the copy of a save from the nodes to the durable tier. ``cost`` includes the steps
+            that it slows.
+
+    Returns:
+        The interval. It is long enough that no save waits for an earlier one, and no copy for an earlier copy.
+    """
+    seconds = max(cheapest_seconds(cost.seconds, mtbf_seconds), cost.flight_seconds - cost.blocked_seconds)
+    durable_every = max(1, math.ceil(drain_seconds / seconds)) if seconds > 0 else 1
+    steps = max(1, round(seconds / step_seconds)) if step_seconds else None
+    return SaveInterval(seconds, steps, durable_every, cost.seconds, mtbf_seconds)
 
 
 class CostMeter:
@@ -121,9 +219,9 @@ class SaveTiming:
         self._wanted, self._events = config.save_interval, config.events
         self.clock = clock
         self._meter = CostMeter()
-        self._failures = Failures()  # known on rank 0 alone
-        self._history: RunHistory | None = None
-        self._new_history: type[RunHistory]  # set by the first call of due
+        self._failures = Failures()
+        self._earlier = Failures()  # until the training began
+        self._loaded: tuple[Where, Mapping[str, float]] | None = None  # loaded checkpoint, and its record of failures
         self._began: float | None = None  # time of the first call of due()
         self._since = 0.0  # time at which the training continued after the last save
         self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
@@ -136,9 +234,8 @@ class SaveTiming:
         cost = self._meter.cost
         if cost is None:
             return None
-        # The cost of a save already includes the steps slowed by the copy to the durable tier.
-        drain = SaveCost(0.0, 0.0, statistics.median_low(self._drains)) if self._drains else None
-        return propose(cost, self._failures, self._meter.step_seconds, drain)
+        drain_seconds = statistics.median_low(self._drains) if self._drains else 0.0
+        return propose(cost, self._failures.mtbf_seconds, self._meter.step_seconds, drain_seconds)
 
     def step_ended(self) -> None:
         """Measure a step for :attr:`proposal`, in place of :meth:`due`."""
@@ -150,10 +247,7 @@ class SaveTiming:
             return self._answered[1]
         self.step_ended()
         if self._began is None:
-            from dcp_plugin.runs.history import RunHistory  # imported here, because published() runs in another thread
-
             self._began = self._since = self.clock()
-            self._new_history = RunHistory
         self._answered = step, False
         if self._wanted is not None:
             self._calls += 1
@@ -195,30 +289,40 @@ class SaveTiming:
         if saving:
             self._since = self.clock()
 
+    def loaded(self, path: Where, training: Mapping[str, float]) -> None:
+        """Remember the last load before the training begins. It is a resume if the run saves to the same folder.
+
+        Args:
+            training: The record that :meth:`record` made for the checkpoint; empty without a record.
+        """
+        if self._began is None:
+            self._loaded = path, training
+
+    def record(self, path: Where) -> dict[str, float]:
+        """Return the record of the run's failures for the summary of a save; empty if the loop never calls due."""
+        if self._began is None:
+            return {}
+        if self._loaded is not None:
+            loaded, training = self._loaded
+            if loaded.parent == path.parent and training:
+                self._earlier = Failures(max(0.0, training["seconds"]), max(0, int(training["failures"])) + 1)
+            self._loaded = None
+        self._failures = Failures(self._earlier.seconds + self.clock() - self._began, self._earlier.count)
+        return {"seconds": self._failures.seconds, "failures": self._failures.count}
+
     def published(self, event: events.SaveFinished) -> None:
         """Record a published save. Runs in the thread that saves."""
         local = event.seconds if event.local_seconds is None else event.local_seconds
         self._meter.saved(event.blocked_seconds, local)
         if event.local_seconds is not None and event.tier == "durable":
             self._drains.append(event.seconds - local)
-        if event.rank != 0 or self._began is None:  # only a training that calls due() has a history
-            return
-        if self._history is None:
-            self._history = self._new_history(event.path)
-        self._failures = self._history.note(self.clock() - self._began)
-        if (proposal := self.proposal) is not None:
+        if event.rank == 0 and self._began is not None and (proposal := self.proposal) is not None:
             figures = (proposal.seconds, proposal.steps, proposal.cost_seconds, proposal.mtbf_seconds)
             events.emit(events.IntervalProposed(event.path, event.step, *figures), self._events)
 
-    def ended(self, clean: bool) -> None:
-        """Record that the training has ended. Another one may follow.
-
-        Args:
-            clean: True if it ended without an error.
-        """
-        history, self._history = self._history, None
-        if history is not None and self._began is not None:
-            history.end(self.clock() - self._began, clean)
+    def ended(self) -> None:
+        """Record that the training has ended. Another one may follow."""
+        self._earlier = self._failures
         self._began = self._answered = None
         self._meter.stopped()
         self._calls = self._meeting = 0

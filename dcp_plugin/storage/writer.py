@@ -142,6 +142,7 @@ class Facts:
     base: Mapping[str, str] = field(default_factory=dict)
     reused: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    training: Mapping[str, float] = field(default_factory=dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the defaults of fields that are newer than the keeper's journal that the state comes from."""
@@ -290,6 +291,7 @@ def compose(
         exclude=list(facts.exclude),
         metrics=dict(facts.metrics),
         launch=launch_record(),
+        training=dict(facts.training),
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
 

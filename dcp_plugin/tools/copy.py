@@ -25,7 +25,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.runs.bases import refuse_to_replace_a_base
+from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in

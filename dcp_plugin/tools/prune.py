@@ -22,8 +22,7 @@ from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.retention import Retention, needed
 from dcp_plugin.runs import figures
-from dcp_plugin.runs.bases import may_need
-from dcp_plugin.runs.retention import delete
+from dcp_plugin.runs.retention import delete, may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
 from dcp_plugin.tools.stream import Progress

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
-from dcp_plugin.runs import bases, patience, scan
+from dcp_plugin.runs import retention as deletion
+from dcp_plugin.runs import scan
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
 from tests.places import names_in
@@ -40,7 +41,7 @@ class Clock:
 
 def _stopped_clock() -> Clock:
     clock = Clock()
-    patience.monotonic, patience.sleep = clock.monotonic, clock.sleep
+    scan.monotonic, scan.sleep = clock.monotonic, clock.sleep
     return clock
 
 
@@ -229,7 +230,7 @@ def test_a_base_stays_while_a_checkpoint_that_may_need_it_cannot_be_read(
 
 def test_retention_reads_again_after_an_error_that_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _frozen_run(tmp_path)
-    clock, failing, read_summary = Clock(), {"step-2"}, bases.read_summary
+    clock, failing, read_summary = Clock(), {"step-2"}, deletion.read_summary
 
     def read(path: Path) -> Any:
         if path.name in failing:
@@ -237,9 +238,9 @@ def test_retention_reads_again_after_an_error_that_may_pass(tmp_path: Path, monk
         return read_summary(path)
 
     clock.on_sleep = failing.clear
-    monkeypatch.setattr(bases, "read_summary", read)
-    monkeypatch.setattr(patience, "monotonic", clock.monotonic)
-    monkeypatch.setattr(patience, "sleep", clock.sleep)
+    monkeypatch.setattr(deletion, "read_summary", read)
+    monkeypatch.setattr(scan, "monotonic", clock.monotonic)
+    monkeypatch.setattr(scan, "sleep", clock.sleep)
     _save(tmp_path / "step-3", 3, keep_last=1)
     assert names_in(tmp_path) == ["step-3"]
 

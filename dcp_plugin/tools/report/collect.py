@@ -1,4 +1,4 @@
-"""The figures of a run: from its saves, its checkpoints, and the ends of its trainings.
+"""The figures of a run: from its saves and its checkpoints.
 
 The figures and the checkpoints are untrusted. An entry without a number where a number belongs is left out, texts are
 cut, and the numbers of ranks, modules and saves are bounded.
@@ -18,7 +18,7 @@ from dcp_plugin.errors import CheckpointError, CheckpointNotFound
 from dcp_plugin.format.summary import decode_metrics
 from dcp_plugin.media import workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
-from dcp_plugin.runs import figures, history
+from dcp_plugin.runs import figures
 from dcp_plugin.runs.catalog import list_checkpoints
 from dcp_plugin.tools.contents import inspect
 from dcp_plugin.types import CheckpointState, TensorInfo
@@ -100,8 +100,6 @@ class Trainings:
     """Seconds of this time that the training waited for saves."""
     lost_seconds: float
     """Seconds between the saves before and after each restart, beyond the usual interval of saves."""
-    ended_badly: int | None
-    """The number of trainings that crashed; None without a history."""
 
     @property
     def goodput(self) -> float | None:
@@ -155,10 +153,9 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     saves = _saves(records, states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
-    ends = history.ends_of(history.trainings_in(records))
     newest, nbytes, modules, why = _newest(states, storage_options)
     run_figures = RunFigures(
-        str(root), saves, len(states), newest, nbytes, modules, _stragglers(saves), _trainings(saves, ends)
+        str(root), saves, len(states), newest, nbytes, modules, _stragglers(saves), _trainings(saves)
     )
     return replace(run_figures, missing=_missing(run_figures, why))
 
@@ -265,9 +262,8 @@ def _stragglers(saves: Sequence[Save]) -> list[Straggler]:
     return sorted(stragglers, key=lambda straggler: -straggler.times)[:5]
 
 
-def _trainings(saves: Sequence[Save], ends: Sequence[str]) -> Trainings:
+def _trainings(saves: Sequence[Save]) -> Trainings:
     published = [save for save in saves if not save.error]
-    bad = sum(end == history.LOST for end in ends) if ends else None
     pairs = list(pairwise(published))
     usual = [after.time - before.time for before, after in pairs if before.training == after.training]
     lost = 0.0
@@ -278,7 +274,7 @@ def _trainings(saves: Sequence[Save], ends: Sequence[str]) -> Trainings:
             lost += max(0.0, after.time - before.time - (median(usual) if usual else 0.0))
     elapsed = published[-1].time - published[0].time if published else 0.0
     waited = sum(save.blocked_seconds or 0.0 for save in published[1:])
-    return Trainings(len({save.training for save in saves} - {0}), restarts, elapsed, waited, lost, bad)
+    return Trainings(len({save.training for save in saves} - {0}), restarts, elapsed, waited, lost)
 
 
 def _newest(
