@@ -36,8 +36,16 @@ def _refusing_typos(cls: C) -> C:
     return cls
 
 
+_PRESETS: dict[str, dict[str, Any]] = {
+    "local": {"async_save": True, "keep_last": 3},
+    "cluster": {"async_save": True, "keep_last": 3, "finish_on_sigterm": True},
+    "bucket": {"async_save": True, "keep_last": 3, "writer": "process"},
+}
+"""Fields that each preset sets."""
+
+
 @_refusing_typos
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CheckpointConfig:
     """Settings for saving and loading checkpoints. A configuration is frozen, so several integrations may share it.
 
@@ -52,6 +60,8 @@ class CheckpointConfig:
         >>> dcp_plugin.CheckpointConfig(keep_last=0)
         Traceback (most recent call last):
         ValueError: keep_last must be at least 1 or None, got 0: 0 would delete what was just saved.
+        >>> dcp_plugin.CheckpointConfig(io_threads=4)
+        CheckpointConfig(io_threads=4)
     """
 
     async_save: bool = False
@@ -215,6 +225,12 @@ class CheckpointConfig:
             local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
             object.__setattr__(self, "events", local)
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults, without access to a store."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.repr}
+        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(type(self), name)]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
     def _check_ranges(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -232,9 +248,11 @@ class CheckpointConfig:
             )
         if self.keep_last is not None and self.retention is not None:
             raise ValueError("keep_last and retention exclude each other: keep_last=N is Retention(newest=N).")
-        if self.async_save and self.keep_last == 1:
+        newest = self.keep_last if self.retention is None else self.retention.newest
+        if self.async_save and newest == 1:
+            rule = "keep_last=1" if self.retention is None else "Retention(newest=1)"
             raise ValueError(
-                "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
+                f"{rule} with async_save=True: keep at least 2, since the newest may still be on its way to disk."
             )
         self._check_tiers()
         if self.staging == "lazy" and not self.async_save:
@@ -285,6 +303,30 @@ class CheckpointConfig:
     def without_local_tier(self) -> CheckpointConfig:
         """Return this configuration with saves directly to their paths, for a rank that saves alone."""
         return replace(self, local_dir=None, replicas=0, durable_every=1)
+
+    @classmethod
+    def preset(cls, name: Literal["local", "cluster", "bucket"], /, **overrides: Any) -> CheckpointConfig:
+        """Return the configuration for a kind of place, with the fields in ``overrides`` replaced.
+
+        Each preset saves in the background, and keeps the newest three checkpoints.
+
+        Args:
+            name: ``"local"``: one machine and its disk. ``"cluster"``: a shared file system and jobs that may be ended;
+                SIGTERM finishes the save in flight. ``"bucket"``: an object store; a keeper uploads, so that a save
+                that has returned is published even if the training is killed.
+
+        Raises:
+            ValueError: There is no preset of this name, or a value is out of range.
+            TypeError: An override is not a field.
+
+        Example:
+            >>> import dcp_plugin
+            >>> dcp_plugin.CheckpointConfig.preset("cluster", keep_last=5)
+            CheckpointConfig(async_save=True, finish_on_sigterm=True, keep_last=5)
+        """
+        if name not in _PRESETS:
+            raise ValueError(f"the presets are {', '.join(map(repr, _PRESETS))}, not {name!r}.")
+        return cls.merge(None, **{**_PRESETS[name], **overrides})
 
     @classmethod
     def merge(

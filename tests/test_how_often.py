@@ -20,7 +20,7 @@ from dcp_plugin import CheckpointCorrupt, CheckpointMismatch, SaveInterval, even
 from dcp_plugin.format.summary import Summary, with_hash
 from dcp_plugin.media import WORKSPACE
 from dcp_plugin.runs import figures
-from dcp_plugin.saving.save_timing import PRIOR_SECONDS, CostMeter, Failures, SaveCost, cheapest_seconds, propose
+from dcp_plugin.saving.save_timing import PRIOR_SECONDS, Failures, SaveCost, SaveTiming, cheapest_seconds, propose
 from dcp_plugin.storage.published import read_summary
 from tests import launch
 from tests.launch import on_ranks
@@ -84,45 +84,52 @@ def test_a_copy_to_the_durable_tier_is_not_overtaken_by_the_next() -> None:
 # What it is fed with
 
 
-def _measured(saves: int, *, blocked: float, slow: float, in_flight: int) -> CostMeter:
-    """Steps of a second, ten between two saves; in flight they take ``slow`` seconds longer."""
-    meter, now = CostMeter(), 0.0
-    meter.step_ended(now, saving=False)
-    for _ in range(saves):
-        now += blocked
-        meter.paused(blocked, saving=True)
-        meter.saved(blocked, blocked + in_flight * (1 + slow))
-        for step in range(10):
-            now += 1 + slow * (step < in_flight)
-            meter.step_ended(now, saving=step < in_flight - 1)
-    return meter
+class Measured(SaveTiming):
+    """A timing whose clock, and whose save in flight, are a test's."""
+
+    def __init__(self, in_flight: bool = False) -> None:
+        self.now, self.in_flight = 0.0, in_flight
+        super().__init__(dcp.CheckpointConfig(), lambda: self.in_flight, lambda: self.now)
+        self.step_ended()
+
+    def step(self, seconds: float, in_flight: bool = False) -> None:
+        self.now, self.in_flight = self.now + seconds, in_flight
+        self.step_ended()
+
+    def save(self, blocked: float, flight: float) -> None:
+        self.published(events.SaveFinished(Path("step"), None, 0, flight, blocked))
 
 
 def test_what_a_save_costs_is_what_it_blocks_and_what_steps_take_longer() -> None:
-    meter = _measured(5, blocked=2.0, slow=0.25, in_flight=4)
-    assert meter.step_seconds == pytest.approx(1.0)
-    assert meter.cost is not None
-    assert astuple(meter.cost) == pytest.approx((2.0, 4 * 0.25, 7.0))
-    assert meter.cost.seconds == pytest.approx(3.0)
+    timing = Measured()
+    for _ in range(5):  # ten steps of a second between two saves; the four in flight take a quarter longer
+        timing.now += 2.0
+        timing.paused(2.0, saving=True)
+        timing.save(2.0, 2.0 + 4 * 1.25)
+        for step in range(10):
+            timing.step(1.25 if step < 4 else 1.0, in_flight=step < 3)
+    assert timing.step_seconds == pytest.approx(1.0)
+    assert timing.cost is not None
+    assert astuple(timing.cost) == pytest.approx((2.0, 4 * 0.25, 7.0))
+    assert timing.cost.seconds == pytest.approx(3.0)
 
 
 def test_nothing_is_known_before_the_first_save_and_the_first_is_not_believed_for_long() -> None:
-    meter = CostMeter()
-    assert meter.cost is None and meter.step_seconds is None
-    meter.saved(30.0, 40.0)
-    assert meter.cost == SaveCost(30.0, 0.0, 40.0)
-    meter.saved(1.0, 2.0)
-    assert meter.cost == SaveCost(1.0, 0.0, 2.0)
+    timing = Measured()
+    assert timing.cost is None and timing.step_seconds is None and timing.proposal is None
+    timing.save(30.0, 40.0)
+    assert timing.cost == SaveCost(30.0, 0.0, 40.0)
+    timing.save(1.0, 2.0)
+    assert timing.cost == SaveCost(1.0, 0.0, 2.0)
 
 
 def test_waiting_for_an_earlier_save_is_a_cost_of_the_next_one() -> None:
-    meter = CostMeter()
-    meter.step_ended(0.0, saving=True)
-    meter.paused(5.0, saving=False)
-    meter.saved(1.0, 1.0)
-    meter.step_ended(6.0, saving=False)
-    assert meter.cost == SaveCost(6.0, 0.0, 1.0)
-    assert meter.step_seconds == pytest.approx(1.0), "what the wait took is no part of the step"
+    timing = Measured(in_flight=True)
+    timing.paused(5.0, saving=False)
+    timing.save(1.0, 1.0)
+    timing.step(6.0)
+    assert timing.cost == SaveCost(6.0, 0.0, 1.0)
+    assert timing.step_seconds == pytest.approx(1.0), "what the wait took is no part of the step"
 
 
 def test_a_checkpoint_counts_the_restarts_of_its_run_and_no_file_does(tmp_path: Path) -> None:

@@ -54,6 +54,27 @@ def test_latest_of_nothing_is_none(place: Where) -> None:
     assert dcp.latest(place / "not there") is None
 
 
+def test_a_configuration_prints_as_its_difference_and_the_presets_are_of_three_places() -> None:
+    presets = {name: dcp.CheckpointConfig.preset(name, io_threads=4) for name in ("local", "cluster", "bucket")}  # type: ignore[arg-type]
+    assert {name: str(preset) for name, preset in presets.items()} == {
+        "local": "CheckpointConfig(async_save=True, io_threads=4, keep_last=3)",
+        "cluster": "CheckpointConfig(async_save=True, finish_on_sigterm=True, io_threads=4, keep_last=3)",
+        "bucket": "CheckpointConfig(async_save=True, writer='process', io_threads=4, keep_last=3)",
+    }
+    assert repr(dcp.CheckpointConfig(storage_options={"secret": "abc"})) == "CheckpointConfig()"
+    with pytest.raises(ValueError, match="'local', 'cluster', 'bucket', not 's3'"):
+        dcp.CheckpointConfig.preset("s3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="did you mean 'keep_last'"):
+        dcp.CheckpointConfig.preset("local", keep_lats=1)
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"retention": dcp.Retention(newest=1, every_steps=10)}])
+def test_a_rule_that_keeps_only_the_newest_is_refused_for_saves_in_the_background(rules: dict[str, Any]) -> None:
+    dcp.CheckpointConfig(**rules)
+    with pytest.raises(ValueError, match="keep at least 2"):
+        dcp.CheckpointConfig(async_save=True, **rules)
+
+
 def test_a_damaged_summary_is_passed_over_with_its_reason(tmp_path: Path) -> None:
     good = _save(tmp_path / "a", 1)
     (_save(tmp_path / "b", 2) / "dcp_plugin.json").write_text("{")

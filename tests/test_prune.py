@@ -52,7 +52,8 @@ def test_rules_keep_and_the_rest_goes_in_each_run_for_itself(place: Where) -> No
     }
     assert _there(place / "a") == ["step-2", "step-4", "step-5"] and _there(place / "b") == ["step-7"]
     assert "deleted 2 of 6 checkpoint(s)" in str(report) and "would delete 2 of 6" in str(planned)
-    assert not dcp.prune(place, keep_last=3).deleted
+    assert not dcp.prune(place, keep_last=3).deleted and not dcp.prune(place, younger_than=1e6).deleted
+    assert [one.path.name for one in dcp.prune(place, younger_than=1e-9).deleted] == ["step-2", "step-4"]
 
 
 def _listed(name: str, step: int | None, **metrics: float) -> dcp.CheckpointState:

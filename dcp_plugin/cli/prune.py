@@ -32,6 +32,9 @@ def prune_command(
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep those with the best value of this.")] = None,
     mode: Annotated[str, typer.Option(help="min or max: which value is best.")] = "min",
     keep_best: Annotated[int, typer.Option(min=1, help="How many of the best to keep.")] = 1,
+    younger_than: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Keep those saved less than so many seconds ago.")
+    ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would go, and why not.")] = False,
     as_json: JsonOption = False,
@@ -59,10 +62,11 @@ def prune_command(
                     damaged,
                     dry_run,
                     progress=bar,
+                    younger_than=younger_than,
                 )
         except ValueError as error:
-            options = "Options: --keep-last, --keep-every, --best METRIC." if best is None else ""
-            raise typer.BadParameter(f"{error}. {options}".rstrip()) from error
+            options = ". Options: --keep-last, --keep-every, --best METRIC, --younger-than SECONDS."
+            raise typer.BadParameter(f"{error}{options if best is None else '.'}") from error
     if as_json:
         show(asdict(report))
     else:

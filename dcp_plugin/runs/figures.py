@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin import events
-from dcp_plugin.media import Readable, medium_of, workspace_of, workspaces_of
+from dcp_plugin.media import medium_of, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import ObjectPath, Where
 
@@ -78,7 +78,7 @@ def note(event: events.Event) -> None:
     if not isinstance(event, events.SaveFinished | events.SaveAborted) or event.record is None:
         return
     workspace: Where = workspace_of(cast(Path, event.path))
-    if isinstance(event, events.SaveAborted) and not _has_figures(workspace):
+    if isinstance(event, events.SaveAborted) and not _read(workspace):
         return
     write(workspace, event.record.save, _values(event, event.record))
 
@@ -190,27 +190,15 @@ def _read(workspace: Where) -> dict[str, bytes]:
     """Return the contents of the files with figures, by name; without unreadable files."""
     try:
         with closing(medium_of(workspace).open(workspace, pin=True)) as files:
-            names = _names(files)
+            names = [name for name in files.names() if name.endswith(SUFFIX)]
+
+            def content(name: str) -> bytes:
+                with suppress(OSError), files.open(name) as file:
+                    return file.read(2 * _MOST_BYTES)
+                return b""
+
             with ThreadPoolExecutor(_STREAMS, thread_name_prefix="dcp-figures") as pool:
-                contents = pool.map(lambda name: _content(files, name), names)
-                return {name: data for name, data in zip(names, contents, strict=True) if data is not None}
+                contents = zip(names, pool.map(content, names), strict=True)
+                return {name: data for name, data in contents if data}
     except OSError:
         return {}
-
-
-def _content(files: Readable, name: str) -> bytes | None:
-    with suppress(OSError), files.open(name) as file:
-        return file.read(2 * _MOST_BYTES)
-    return None
-
-
-def _names(files: Readable) -> list[str]:
-    return [name for name in files.names() if name.endswith(SUFFIX)]
-
-
-def _has_figures(workspace: Where) -> bool:
-    try:
-        with closing(medium_of(workspace).open(workspace, pin=True)) as files:
-            return bool(_names(files))
-    except OSError:
-        return False

@@ -102,14 +102,86 @@ class _RankReport:
 
 
 class KeySelection:
-    """Choice of the keys that the saves of one checkpointer leave out."""
+    """Choice of the keys that the saves of one checkpointer leave out.
+
+    It knows the origins of the frozen parameters on this rank, and whether they are still equal to those of the
+    checkpoint that they come from.
+    """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self.provenance = Provenance(config)
+        self._origins: dict[str, _Origin] = {}
+        self._named: Source | None = None  # the named base, after it was read
         self._globs_checked = not config.exclude
         self._matched: set[int] = set()
         self._warned: set[str] = set()
+
+    def loaded(self, state: Flat, names: Mapping[str, str], opened: OpenCheckpoint) -> None:
+        """Remember the loaded checkpoint.
+
+        Args:
+            state: The state after the load.
+            names: The loaded keys, and their keys in the checkpoint.
+        """
+        base = opened.base or opened
+        source = Source(resolved(base.path), base.fingerprint)  # a link may later be redirected
+        left_out = opened.index.left_out
+        tensors: dict[str, ShardedValue] = {}
+        names = {**names, **_tied_to(names, state)}
+        for key, stored in names.items():
+            self._origins.pop(key, None)
+            value = state.get(key)
+            if isinstance(value, ShardedValue) and not value.stored_whole and (not opened.base or stored in left_out):
+                tensors[key] = value
+        exact = {key: value for key, value in tensors.items() if _is_exact(value, opened.index, names[key])}
+        hashes = _hashes(exact, self._config.io_threads)
+        for key in tensors:
+            self._origins[key] = _Origin(source, left_out.get(names[key], names[key]), hashes.get(key))
+
+    def _frozen_in(self, state: Flat) -> dict[str, _Frozen]:
+        """Return the report of this rank about each frozen parameter of a state."""
+        tensors = ((key, value) for key, value in state.items() if isinstance(value, ShardedValue))
+        # A parameter with stored_whole is a torch.save file in the base, whose bytes are not compared.
+        frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole}
+        if frozen and self._config.base is not None and self._named is None:
+            self._named = self._read(self._config.base, frozen)
+        now = _hashes(frozen, self._config.io_threads)
+        reports = {}
+        for key, value in frozen.items():
+            origin = self._origins.get(key)
+            nbytes = sum(chunk.tensor.nbytes for chunk in value.chunks)
+            if origin is None:
+                reports[key] = _Frozen(None, "", False, nbytes)
+            else:
+                reports[key] = _Frozen(origin.source, origin.key, origin.hashes == now[key], nbytes)
+        return reports
+
+    def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> Source:
+        """Read a named base, unless it was loaded, to find out which parameters it has."""
+        threads = self._config.io_threads
+        reader = ShardedReader(base, io_threads=threads, verify=self._config.verify_on_load, complete=False)
+        with reader:
+            return self._source_in(reader, frozen)
+
+    def _source_in(self, reader: ShardedReader, frozen: Mapping[str, ShardedValue]) -> Source:
+        if reader.index.left_out:
+            raise CheckpointMismatch(
+                f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
+            )
+        source = Source(resolved(reader.path), reader.fingerprint)
+        if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
+            return source
+        names = _names_in(frozen, reader)
+        self._origins |= {key: _Origin(source, base_key, None) for key, base_key in names.items()}
+        exact = {key: frozen[key] for key, base_key in names.items() if _is_exact(frozen[key], reader.index, base_key)}
+        for batch in _batches(exact):
+            copies = {key: _like(value) for key, value in batch.items()}
+            planner = ShardedLoadPlanner(strict=False)
+            planner.use_index(dict(copies), reader.index, names)
+            reader.read_data(planner.create_local_plan(), planner).wait()
+            hashes = _hashes(copies, self._config.io_threads)
+            self._origins |= {key: _Origin(source, names[key], now) for key, now in hashes.items()}
+        return source
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without the keys that the configuration excludes."""
@@ -141,7 +213,7 @@ class KeySelection:
 
     def _report(self, state: Flat) -> _RankReport:
         """Return the report of this rank."""
-        frozen = self.provenance.of_frozen(state) if self._config.trainable_only else {}
+        frozen = self._frozen_in(state) if self._config.trainable_only else {}
         return _RankReport(
             frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen
         )
@@ -191,7 +263,7 @@ class KeySelection:
                 f"no known checkpoint has them. Load the one that has them first, through the same checkpointer, or "
                 f"name it with base=PATH. trainable_only=False saves everything and links unchanged tensors."
             )
-        base = self.provenance.named or max(sources.values(), key=lambda source: nbytes[source.fingerprint])
+        base = self._named or max(sources.values(), key=lambda source: nbytes[source.fingerprint])
         if path == base.path or (medium_of(path).kind(path) and resolved(path) == resolved(base.path)):
             raise SaveFailed(
                 f"cannot save {path} with trainable_only=True: this path is the base, which has the frozen parameters "
@@ -222,82 +294,6 @@ class KeySelection:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
-
-
-class Provenance:
-    """Origins of the frozen parameters of one rank, and whether they are still equal to those of the checkpoint."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
-        self._origins: dict[str, _Origin] = {}
-        self.named: Source | None = None  # the named base, after it was read
-
-    def loaded(self, state: Flat, names: Mapping[str, str], opened: OpenCheckpoint) -> None:
-        """Remember the loaded checkpoint.
-
-        Args:
-            state: The state after the load.
-            names: The loaded keys, and their keys in the checkpoint.
-        """
-        base = opened.base or opened
-        source = Source(resolved(base.path), base.fingerprint)  # a link may later be redirected
-        left_out = opened.index.left_out
-        tensors: dict[str, ShardedValue] = {}
-        names = {**names, **_tied_to(names, state)}
-        for key, stored in names.items():
-            self._origins.pop(key, None)
-            value = state.get(key)
-            if isinstance(value, ShardedValue) and not value.stored_whole and (not opened.base or stored in left_out):
-                tensors[key] = value
-        exact = {key: value for key, value in tensors.items() if _is_exact(value, opened.index, names[key])}
-        hashes = _hashes(exact, self._config.io_threads)
-        for key in tensors:
-            self._origins[key] = _Origin(source, left_out.get(names[key], names[key]), hashes.get(key))
-
-    def of_frozen(self, state: Flat) -> dict[str, _Frozen]:
-        """Return the report of this rank about each frozen parameter of a state."""
-        tensors = ((key, value) for key, value in state.items() if isinstance(value, ShardedValue))
-        # A parameter with stored_whole is a torch.save file in the base, whose bytes are not compared.
-        frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole}
-        if frozen and self._config.base is not None and self.named is None:
-            self.named = self._read(self._config.base, frozen)
-        now = _hashes(frozen, self._config.io_threads)
-        reports = {}
-        for key, value in frozen.items():
-            origin = self._origins.get(key)
-            nbytes = sum(chunk.tensor.nbytes for chunk in value.chunks)
-            if origin is None:
-                reports[key] = _Frozen(None, "", False, nbytes)
-            else:
-                reports[key] = _Frozen(origin.source, origin.key, origin.hashes == now[key], nbytes)
-        return reports
-
-    def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> Source:
-        """Read a named base, unless it was loaded, to find out which parameters it has."""
-        threads = self._config.io_threads
-        reader = ShardedReader(base, io_threads=threads, verify=self._config.verify_on_load, complete=False)
-        with reader:
-            return self._source_in(reader, frozen)
-
-    def _source_in(self, reader: ShardedReader, frozen: Mapping[str, ShardedValue]) -> Source:
-        if reader.index.left_out:
-            raise CheckpointMismatch(
-                f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
-            )
-        source = Source(resolved(reader.path), reader.fingerprint)
-        if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
-            return source
-        names = _names_in(frozen, reader)
-        self._origins |= {key: _Origin(source, base_key, None) for key, base_key in names.items()}
-        exact = {key: frozen[key] for key, base_key in names.items() if _is_exact(frozen[key], reader.index, base_key)}
-        for batch in _batches(exact):
-            copies = {key: _like(value) for key, value in batch.items()}
-            planner = ShardedLoadPlanner(strict=False)
-            planner.use_index(dict(copies), reader.index, names)
-            reader.read_data(planner.create_local_plan(), planner).wait()
-            hashes = _hashes(copies, self._config.io_threads)
-            self._origins |= {key: _Origin(source, names[key], now) for key, now in hashes.items()}
-        return source
 
 
 def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:

@@ -196,7 +196,7 @@ class SavePipeline:
         tensors = {key: leaf for key, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
         assert self.selection is not None, "trainable_only has one"
-        self.selection.provenance.loaded(encode_state(tensors), names, opened)
+        self.selection.loaded(encode_state(tensors), names, opened)
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""

@@ -130,10 +130,21 @@ def propose(
     return SaveInterval(seconds, steps, durable_every, cost.seconds, mtbf_seconds)
 
 
-class CostMeter:
-    """Cost of saves, from the times at which steps end and saves block. Reads no clock."""
+class SaveTiming:
+    """Measures steps and saves of a checkpointer, and decides when its saves are due.
 
-    def __init__(self) -> None:
+    Args:
+        config: Has the interval, and the file to which rank 0 writes events.
+        is_saving: Returns True while a save is in flight that a restart would not find yet.
+        clock: Seconds, from any origin.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, is_saving: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._is_saving = is_saving
+        self._wanted, self._events = config.save_interval, config.events
+        self.clock = clock
         self._quiet: deque[float] = deque(maxlen=101)  # seconds of steps without a save in flight
         self._busy: deque[float] = deque(maxlen=101)  # seconds of steps with a save in flight, or right after a save
         self._newest: deque[float] = deque(maxlen=9)  # seconds of the newest steps of both kinds
@@ -142,51 +153,21 @@ class CostMeter:
         self._busy_steps = self._saves = 0
         self._ended: float | None = None  # time at which the last step ended
         self._paused = self._waited = 0.0
-        self._saving = False
-
-    def step_ended(self, now: float, saving: bool) -> None:
-        """Record the end of a step.
-
-        Args:
-            saving: True while a save is in flight.
-        """
-        if self._ended is not None:
-            busy = saving or self._saving
-            seconds = now - self._ended - self._paused
-            (self._busy if busy else self._quiet).append(seconds)
-            self._newest.append(seconds)
-            self._busy_steps += busy
-        self._ended, self._paused, self._saving = now, 0.0, saving
-
-    def stopped(self) -> None:
-        """Record the end of the training: the time until the next step does not count as a step."""
-        self._ended, self._paused, self._waited, self._saving = None, 0.0, 0.0, False
-
-    def paused(self, seconds: float, saving: bool) -> None:
-        """Record that within a step the training was in a call that saves, or waits for a save."""
-        self._paused += seconds
-        if saving:
-            self._saving = True
-        else:
-            self._waited += seconds
-
-    def saved(self, blocked_seconds: float, flight_seconds: float) -> None:
-        """Record that a save is complete; its call took ``blocked_seconds``."""
-        waited, self._waited = self._waited, 0.0
-        self._blocked.append(blocked_seconds + waited)
-        self._flights.append(flight_seconds)
-        self._saves += 1
+        self._saved = False  # whether a save has begun since the last step ended
+        self._failures = Failures()
+        self._earlier = Failures()  # until the training began
+        self._loaded: tuple[Where, Mapping[str, float]] | None = None  # loaded checkpoint, and its record of failures
+        self._began: float | None = None  # time of the first call of due()
+        self._since = 0.0  # time at which the training continued after the last save
+        self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
+        self._answered: tuple[int, bool] | None = None
+        self._calls = self._meeting = 0
 
     @property
     def step_seconds(self) -> float | None:
         """Median duration of a step."""
         steps = self._quiet or self._busy
         return statistics.median(steps) if steps else None
-
-    @property
-    def newest_step_seconds(self) -> float | None:
-        """Median duration of the newest steps: earlier steps may have been faster."""
-        return statistics.median(self._newest) if self._newest else None
 
     @property
     def cost(self) -> SaveCost | None:
@@ -202,44 +183,24 @@ class CostMeter:
             statistics.median_low(self._flights),
         )
 
-
-class SaveTiming:
-    """Decides when a checkpointer's saves are due.
-
-    Args:
-        config: Has the interval, and the file to which rank 0 writes events.
-        is_saving: Returns True while a save is in flight that a restart would not find yet.
-        clock: Seconds, from any origin.
-    """
-
-    def __init__(
-        self, config: CheckpointConfig, is_saving: Callable[[], bool], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._is_saving = is_saving
-        self._wanted, self._events = config.save_interval, config.events
-        self.clock = clock
-        self._meter = CostMeter()
-        self._failures = Failures()
-        self._earlier = Failures()  # until the training began
-        self._loaded: tuple[Where, Mapping[str, float]] | None = None  # loaded checkpoint, and its record of failures
-        self._began: float | None = None  # time of the first call of due()
-        self._since = 0.0  # time at which the training continued after the last save
-        self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
-        self._answered: tuple[int, bool] | None = None
-        self._calls = self._meeting = 0
-
     @property
     def proposal(self) -> SaveInterval | None:
         """Proposal from all measurements so far. A save in flight counts when it is complete, with its slower steps."""
-        cost = self._meter.cost
-        if cost is None:
+        if (cost := self.cost) is None:
             return None
         drain_seconds = statistics.median_low(self._drains) if self._drains else 0.0
-        return propose(cost, self._failures.mtbf_seconds, self._meter.step_seconds, drain_seconds)
+        return propose(cost, self._failures.mtbf_seconds, self.step_seconds, drain_seconds)
 
     def step_ended(self) -> None:
         """Measure a step for :attr:`proposal`, in place of :meth:`due`."""
-        self._meter.step_ended(self.clock(), self._is_saving())
+        now, is_saving = self.clock(), self._is_saving()
+        if self._ended is not None:
+            is_busy = is_saving or self._saved
+            seconds = now - self._ended - self._paused
+            (self._busy if is_busy else self._quiet).append(seconds)
+            self._newest.append(seconds)
+            self._busy_steps += is_busy
+        self._ended, self._paused, self._saved = now, 0.0, is_saving
 
     def due(self, step: int, ranks: Callable[[], Ranks]) -> bool:
         """Return whether to save after this step; see :meth:`dcp_plugin.Checkpointer.due`."""
@@ -267,7 +228,8 @@ class SaveTiming:
 
     def _decide(self) -> tuple[bool, int]:
         """Return whether to save now, and the number of calls until the next meeting. Runs on rank 0."""
-        now, step_seconds = self.clock(), self._meter.newest_step_seconds
+        now = self.clock()
+        step_seconds = statistics.median(self._newest) if self._newest else None  # earlier steps may have been faster
         interval = self._interval()
         remaining = interval - (now - self._since)
         due = not self._is_saving() and remaining <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
@@ -285,9 +247,11 @@ class SaveTiming:
 
     def paused(self, seconds: float, saving: bool) -> None:
         """Record that the training was in a call that saves, or that waits for a save."""
-        self._meter.paused(seconds, saving)
+        self._paused += seconds
         if saving:
-            self._since = self.clock()
+            self._saved, self._since = True, self.clock()
+        else:
+            self._waited += seconds
 
     def loaded(self, path: Where, training: Mapping[str, float]) -> None:
         """Remember the last load before the training begins. It is a resume if the run saves to the same folder.
@@ -313,7 +277,10 @@ class SaveTiming:
     def published(self, event: events.SaveFinished) -> None:
         """Record a published save. Runs in the thread that saves."""
         local = event.seconds if event.local_seconds is None else event.local_seconds
-        self._meter.saved(event.blocked_seconds, local)
+        waited, self._waited = self._waited, 0.0
+        self._blocked.append(event.blocked_seconds + waited)
+        self._flights.append(local)
+        self._saves += 1
         if event.local_seconds is not None and event.tier == "durable":
             self._drains.append(event.seconds - local)
         if event.rank == 0 and self._began is not None and (proposal := self.proposal) is not None:
@@ -321,8 +288,8 @@ class SaveTiming:
             events.emit(events.IntervalProposed(event.path, event.step, *figures), self._events)
 
     def ended(self) -> None:
-        """Record that the training has ended. Another one may follow."""
+        """Record that the training has ended. Another one may follow; the time until its first step is no step."""
         self._earlier = self._failures
         self._began = self._answered = None
-        self._meter.stopped()
+        self._ended, self._paused, self._waited, self._saved = None, 0.0, 0.0, False
         self._calls = self._meeting = 0

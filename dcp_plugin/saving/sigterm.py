@@ -19,24 +19,15 @@ import time
 import warnings
 import weakref
 from contextlib import suppress
-from enum import Enum, auto
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 
-
-class _Stage(Enum):
-    """Progress of the response to a SIGTERM."""
-
-    NONE = auto()
-    FINISHING = auto()
-    FINISHED = auto()
-
-
 _watched: list[tuple[weakref.ref[SaveQueue], float]] = []
 _previous: Any = None
-_stage = _Stage.NONE
+_stage: Literal["", "finishing", "finished"] = ""
+"""Progress of the response to a SIGTERM."""
 
 
 def watch(queue: SaveQueue, limit: float) -> None:
@@ -58,7 +49,7 @@ def watch(queue: SaveQueue, limit: float) -> None:
         return
     _watched.append((weakref.ref(queue), limit))
     if not ours:
-        _previous, _stage = signal.signal(signal.SIGTERM, _finish_then_chain), _Stage.NONE
+        _previous, _stage = signal.signal(signal.SIGTERM, _finish_then_chain), ""
 
 
 def forget(queue: SaveQueue) -> None:
@@ -73,19 +64,19 @@ def forget(queue: SaveQueue) -> None:
 
 def _finish_then_chain(number: int, frame: FrameType | None) -> None:
     global _stage
-    if _stage is _Stage.FINISHING:
+    if _stage == "finishing":
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     in_flight, limit = _in_flight()
-    if _stage is _Stage.NONE and in_flight:
-        _stage = _Stage.FINISHING
+    if not _stage and in_flight:
+        _stage = "finishing"
         if ours and _start(in_flight, limit):
             return
         try:  # a handler that calls ours may end the process as soon as ours returns
             _finish(in_flight, limit)
         finally:
-            _stage = _Stage.NONE
-    _stage = _Stage.NONE
+            _stage = ""
+    _stage = ""
     if callable(_previous):
         _previous(number, frame)
     elif ours and _previous != signal.SIG_IGN:
@@ -104,7 +95,7 @@ def _start(saves: list[SaveHandle], limit: float) -> bool:
     def finish_and_give_again() -> None:
         global _stage
         _finish(saves, limit)
-        _stage = _Stage.FINISHED
+        _stage = "finished"
         signal.pthread_kill(main, signal.SIGTERM)
 
     main = _thread.get_ident()  # handlers run in the main thread
@@ -135,7 +126,7 @@ def _forget_all() -> None:
     """Forget all saves in a forked process; the handler stays for saves of that process."""
     global _stage
     _watched.clear()
-    _stage = _Stage.NONE
+    _stage = ""
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -35,7 +35,7 @@ logger = logging.getLogger("dcp_plugin")
 class Writer(Protocol):
     """Thread or process that writes the saves of one checkpointer."""
 
-    is_attached: bool
+    is_attached: bool = False
     """Whether a keeper may be writing saves of this checkpointer."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
@@ -59,15 +59,19 @@ class Writer(Protocol):
 
     def holdings(self) -> list[str]:
         """Return the resources that :meth:`close` gives back, in words."""
+        return []
 
     def forget(self, path: Where) -> bool:
         """Delete the nodes' parts of the saves to ``path``; return whether this writer knows of such parts."""
+        return False
 
     def bring_newest(self) -> None:
         """Copy the newest save to its path if the path does not have it yet."""
+        return
 
     def close(self) -> None:
         """Give back memory and leave the keeper."""
+        return
 
 
 def writer_of(config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> Writer:
@@ -89,10 +93,8 @@ def is_rank_zero_busy(writer: Writer, groups: RankGroups, path: Where) -> bool:
     return busy
 
 
-class CallingThread:
+class CallingThread(Writer):
     """Writer of saves whose caller waits. It writes from the memory of the state, without a copy."""
-
-    is_attached = False
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
@@ -168,18 +170,6 @@ class CallingThread:
 
     def is_free(self) -> bool:
         return all(handle.done() for handle in self._queue.handles)
-
-    def holdings(self) -> list[str]:
-        return []
-
-    def forget(self, path: Where) -> bool:
-        return False
-
-    def bring_newest(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class BackgroundThread(CallingThread):

@@ -104,11 +104,13 @@ def prune(
     dry_run: bool = False,
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
+    younger_than: float | None = None,
 ) -> PruneReport:
     """Delete the checkpoints at or below ``root`` that no rule keeps, and garbage of interrupted saves.
 
     Each folder is a separate run, and the rules apply to each. A checkpoint is deleted if a rule can judge it and none
-    keeps it: ``keep_last`` judges all, ``keep_every`` those with a step, ``best`` those with the metric.
+    keeps it: ``keep_last`` and ``younger_than`` judge all, ``keep_every`` those with a step, ``best`` those with the
+    metric.
 
     These checkpoints stay under any rule: the newest complete checkpoint of a run, with others of its step; a base of
     another checkpoint (``trainable_only``); the target of a symbolic link in the same folder or above, such as
@@ -126,6 +128,7 @@ def prune(
         dry_run: Delete nothing, and report what would be deleted.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with the bytes deleted so far, and the bytes of all checkpoints to delete.
+        younger_than: Keep checkpoints that were saved less than so many seconds ago.
 
     Returns:
         The kept checkpoints with reasons, the deleted ones, those whose deletion failed, and the bytes freed.
@@ -144,7 +147,7 @@ def prune(
         >>> [one.reasons for one in report.kept]
         [['step 2 is a multiple of 2'], ['step 4 is a multiple of 2'], ['among the last 1', 'the newest of its run']]
     """
-    policy = _policy(keep_last, keep_every, best, mode, keep_best)
+    policy = _policy(keep_last, keep_every, best, mode, keep_best, younger_than)
     root_path = as_path(root, storage_options)
     listing = look_below(root_path, storage_options)
     _check_metric(best, listing, root_path)
@@ -164,16 +167,22 @@ def prune(
 
 
 def _policy(
-    keep_last: int | None, keep_every: int | None, best: str | None, mode: Literal["min", "max"], keep_best: int
+    keep_last: int | None,
+    keep_every: int | None,
+    best: str | None,
+    mode: Literal["min", "max"],
+    keep_best: int,
+    younger_than: float | None,
 ) -> Retention:
     for name, value in {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value}: it is a number from 1 on")
     if mode not in ("min", "max"):
         raise ValueError(f"mode={mode!r}: it is 'min' or 'max'")
-    if keep_last is None and keep_every is None and best is None:
-        raise ValueError("say what to keep: keep_last, keep_every or best. Without any of them, all would go")
-    return Retention(keep_last, keep_every, None if best is None else (best, mode, keep_best))
+    rules = (keep_last, keep_every, None if best is None else (best, mode, keep_best), younger_than)
+    if all(rule is None for rule in rules):
+        raise ValueError("say what to keep: keep_last, keep_every, best or younger_than. Without a rule, all would go")
+    return Retention(*rules)
 
 
 def _check_metric(metric: str | None, listing: Found, root: Where) -> None:
