@@ -135,8 +135,8 @@ class KeeperWriter:
         ranks: Ranks,
         attached: Path | None,
     ) -> None:
-        copy = HostCopy(self._pipeline.encode)
-        self._pipeline.begin_copy(copy, live, Attempt.of(saves.pool), ranks)  # a pool may fail on one rank alone
+        copy = HostCopy(self._pipeline, handle, ranks)
+        copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
         later = not copy.complete
         if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
             try:
@@ -145,10 +145,8 @@ class KeeperWriter:
                 copy.release()
                 raise
         if later:
-            finish = lambda: self._pipeline.finish_copy(copy, handle, ranks)  # noqa: E731
-            saves.start_later(self._queue, handle, request, finish, attached, ranks)
+            saves.start_later(self._queue, handle, request, copy.finish, attached, ranks)
         else:
-            handle.set_staged()
             saves.start(self._queue, handle, request, copy.finish(), attached, ranks)
 
     def meet(self, begins_save: bool = False) -> Ranks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -77,77 +77,6 @@ def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> Staged
     )
 
 
-class HostCopy:
-    """Host copy of one asynchronous save.
-
-    :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
-    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
-    stays in the copy until the ranks meet.
-
-    Args:
-        encode: Function that describes leaves as the chunks on this rank.
-    """
-
-    def __init__(self, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
-        self._encode = encode
-        self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
-        self._guard: Guard | None = None
-        self._seconds = 0.0
-        self.changed = False
-        """Whether the state changed before it was copied, other than by a step of an optimizer."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether :meth:`finish` has no tensors to copy."""
-        return self._guard is None
-
-    def has_begun(self) -> bool:
-        """Return True, or raise the error of :meth:`begin` on this rank."""
-        self._begun.get()
-        return True
-
-    def begin(self, gathered: Attempt[GatheredState], pool: Attempt[HostPool], owners: Iterable[Any]) -> None:
-        """Copy the tensors that may change at any time.
-
-        Args:
-            pool: Memory for the copy, whose contents are overwritten.
-            owners: Modules and optimizers whose trained memory changes only in steps of optimizers.
-        """
-
-        def copy(state: GatheredState) -> tuple[GatheredState, Snapshot]:
-            began = time.monotonic()
-            stable = StepStableMemory(owners)
-            snapshot = Snapshot(state.leaves, pool.get(), self._encode, stable)
-            if not snapshot.complete:
-                self._guard = Guard(stable.modules)
-            self._seconds = time.monotonic() - began
-            return state, snapshot
-
-        self._begun = gathered.then(copy)
-
-    def finish(self) -> Attempt[StagedState]:
-        """Copy the remaining tensors. After that the copy refers to no memory of the state.
-
-        The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`.
-        """
-        attempt, self._begun = self._begun, Attempt(None)
-
-        def copy(state: tuple[GatheredState, Snapshot]) -> StagedState:
-            began = time.monotonic()
-            gathered, snapshot = state
-            try:
-                return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
-            finally:
-                self.changed = bool(snapshot.changed)
-
-        return attempt.then(copy)
-
-    def release(self) -> None:
-        """Release the code that waits to change the state."""
-        if self._guard is not None:
-            self._guard.copied.set()
-
-
 class SavePipeline:
     """Pipeline that plans, writes and publishes one save after another.
 
@@ -165,7 +94,7 @@ class SavePipeline:
             self._prune = partial(retention.prune, policy=policy)
         self.exchange = PlanExchange()
         self._local = RankLocal()
-        self._lazy = config.staging == "lazy"
+        self.is_lazy = config.staging == "lazy"
         self._has_compared = False  # whether the first save has compared data between ranks
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
@@ -219,29 +148,6 @@ class SavePipeline:
     def stage_in_place(self, gathered: GatheredState) -> StagedState:
         """Return the staged state without a copy, for a save whose caller waits until it is written."""
         return _staged(gathered, self.encode(gathered.leaves), 0.0)
-
-    def begin_copy(self, copy: HostCopy, live: LiveState, pool: Attempt[HostPool], ranks: Ranks) -> None:
-        """Gather the state, and begin its copy to host memory."""
-        gathered = Attempt.of(lambda: self.gather(live, ranks))
-        owners = [*live_objects(live.state), *live.owners] if self._lazy else []
-        copy.begin(gathered, pool, owners)
-
-    def finish_copy(self, copy: HostCopy, handle: SaveHandle, ranks: Ranks) -> Attempt[StagedState]:
-        """Copy the remaining tensors, then let training change the state."""
-        try:
-            staged = copy.finish()
-            if copy.changed:
-                self._lazy = False
-                logger.warning(
-                    "rank %d: code other than an optimizer step wrote to the state while it was copied for %s. From "
-                    "now on, saves copy the state before they return, as with staging='blocking'.",
-                    ranks.rank,
-                    handle.path,
-                )
-            return staged
-        finally:
-            handle.set_staged()
-            copy.release()
 
     def run(
         self,
@@ -439,6 +345,83 @@ class SavePipeline:
             events.emit(event, self._config.events)
         except Exception:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
+
+
+class HostCopy:
+    """Host copy of one asynchronous save.
+
+    :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
+    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
+    stays in the copy until the ranks meet.
+    """
+
+    def __init__(self, pipeline: SavePipeline, handle: SaveHandle, ranks: Ranks) -> None:
+        self._pipeline, self._handle, self._ranks = pipeline, handle, ranks
+        self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
+        self._guard: Guard | None = None
+        self._seconds = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether :meth:`finish` has no tensors to copy."""
+        return self._guard is None
+
+    def has_begun(self) -> bool:
+        """Return True, or raise the error of :meth:`begin` on this rank."""
+        self._begun.get()
+        return True
+
+    def begin(self, live: LiveState, pool: Attempt[HostPool]) -> None:
+        """Gather the state, and copy the tensors that may change at any time.
+
+        Args:
+            pool: Memory for the copy, whose contents are overwritten.
+        """
+
+        def copy(gathered: GatheredState) -> tuple[GatheredState, Snapshot]:
+            began = time.monotonic()
+            stable = StepStableMemory([*live_objects(live.state), *live.owners] if self._pipeline.is_lazy else [])
+            snapshot = Snapshot(gathered.leaves, pool.get(), self._pipeline.encode, stable)
+            if not snapshot.complete:
+                self._guard = Guard(stable.modules)
+            self._seconds = time.monotonic() - began
+            return gathered, snapshot
+
+        self._begun = Attempt.of(lambda: self._pipeline.gather(live, self._ranks)).then(copy)
+
+    def finish(self) -> Attempt[StagedState]:
+        """Copy the remaining tensors, then let training change the state. The copy refers to no memory of the state.
+
+        The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`. Later saves then copy the
+        complete state in :meth:`begin`.
+        """
+        attempt, self._begun = self._begun, Attempt(None)
+
+        def copy(begun: tuple[GatheredState, Snapshot]) -> StagedState:
+            began = time.monotonic()
+            gathered, snapshot = begun
+            try:
+                return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
+            finally:
+                if snapshot.changed:
+                    self._pipeline.is_lazy = False
+                    logger.warning(
+                        "rank %d: code other than an optimizer step wrote to the state while it was copied for %s. "
+                        "From now on, saves copy the state before they return, as with staging='blocking'.",
+                        self._ranks.rank,
+                        self._handle.path,
+                    )
+
+        try:
+            return attempt.then(copy)
+        finally:
+            self._handle.set_staged()
+            self.release()
+
+    def release(self) -> None:
+        """Release the code that waits to change the state."""
+        if self._guard is not None:
+            self._guard.copied.set()
 
 
 def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:

@@ -183,11 +183,11 @@ class BackgroundThread(CallingThread):
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         publication = self._begin(request)
-        copy = HostCopy(self._pipeline.encode)
+        copy = HostCopy(self._pipeline, handle, ranks)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
             with collector_paused(), module_cache():
-                self._pipeline.begin_copy(copy, live, Attempt(self.pools[self._saves % len(self.pools)]), ranks)
+                copy.begin(live, Attempt(self.pools[self._saves % len(self.pools)]))
             if copy.complete:
                 handle.set_staged()
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
@@ -196,7 +196,7 @@ class BackgroundThread(CallingThread):
                 with self._progress(handle, ranks, in_background=True), together(request.call):
                     return self._pipeline.run(publication, timed, staged, ranks)
 
-            self._queue.start(handle, lambda: self._pipeline.finish_copy(copy, handle, ranks), write)
+            self._queue.start(handle, copy.finish, write)
         finally:  # Ctrl-C may arrive after the thread has started
             if handle in self._queue.handles:
                 self._saves += 1  # not earlier: the next save takes the other pool, which may be in use

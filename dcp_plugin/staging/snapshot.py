@@ -129,7 +129,7 @@ class Snapshot:
         copied = self._copied | self._encode({key: place.like(tensor) for key, (place, tensor) in self._now.items()})
         described = self._encode({**self._constant, **{pending.key: pending.leaf for pending in later}})
         sources, copies = dict(_sources(described)), {}
-        places = self._pool.places_for_later(list(sources.values()))
+        places = self._pool.places(list(sources.values()), later=True)
         for (identity, tensor), place in zip(sources.items(), places, strict=True):
             copies[identity] = place.like(tensor)
             with self._streams.of(tensor):
@@ -397,21 +397,19 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._slabs = {(later, pinned): _Slab(pinned, allocate) for later in (False, True) for pinned in (False, True)}
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
-        """Return a place for each tensor. This invalidates all places that either method returned before."""
-        held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
-        if sum(tensor.nbytes for tensor in tensors) > held:
+    def places(self, tensors: Sequence[torch.Tensor], later: bool = False) -> list[HostSlice]:
+        """Return a place for each tensor.
+
+        Args:
+            later: True for tensors that :meth:`Snapshot.finish` copies. False invalidates all places that were returned
+                before.
+        """
+        held = sum(slab.memory.nbytes for (is_later, _), slab in self._slabs.items() if not is_later)
+        if not later and sum(tensor.nbytes for tensor in tensors) > held:
             for pinned in (False, True):
                 # Tensors that were copied later may be copied at once now. Freed first, their old slab does not
                 # add to the peak.
                 self._slabs[True, pinned].free()
-        return self._places(tensors, later=False)
-
-    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
-        """Return a place for each tensor that :meth:`Snapshot.finish` copies."""
-        return self._places(tensors, later=True)
-
-    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[HostSlice]:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
