@@ -216,7 +216,7 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
 KNOW_THE_KIND_OF_A_PATH = {
     "accelerate/attachment.py",
     "format/values.py",
-    "hf/settings.py",
+    "hf/plan.py",
     "integration/files.py",
     "keeper/node.py",
     "keeper/source.py",

@@ -25,7 +25,7 @@ from dcp_plugin.format import index_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.lightning import stock_format
+from dcp_plugin.lightning import layout
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import build, finished_saves, train
@@ -161,7 +161,7 @@ def test_a_sharded_directory_of_lightnings_over_ours_is_lightnings(tmp_path: Pat
     _save_by_stock({"state_dict": {"weight": weight}}, tmp_path / "ck")
     torch.save({"pytorch-lightning_version": "2.5"}, tmp_path / "ck" / "meta.pt")
     assert dcp.inspect(tmp_path / "ck").format == "lightning"
-    assert stock_format.is_directory_of_lightning(tmp_path / "ck")
+    assert layout.is_directory_of_lightning(tmp_path / "ck")
     found = {"weight": torch.zeros(3)}
     dcp.load({"model": found}, tmp_path / "ck")
     assert_same(found, {"weight": weight})

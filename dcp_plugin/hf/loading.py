@@ -17,8 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.hf import _transformers
-from dcp_plugin.hf.plan import ModelPlan, plan_model
-from dcp_plugin.hf.settings import Given
+from dcp_plugin.hf.plan import ModelPlan, Settings, plan_model
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
@@ -110,49 +109,36 @@ def from_pretrained(
         raise ValueError(f"dcp_plugin.hf.from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
     if parallelize is not None and distributed_config is not None:
         raise ValueError("either distributed_config or parallelize: both shard the model")
-    sharding = _Sharding(distributed_config, parallelize)  # first, because it starts a process group if none exists
+    mesh_manager: Any = None
+    if distributed_config is not None:  # first, because it starts a process group if none exists
+        distributed_config, mesh_manager = _transformers.prepare_mesh(distributed_config)
     changes = {} if storage_options is None else {"storage_options": storage_options}
     checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
     options = checkpointer.config.storage_options
-    given = Given(
+    given = Settings(
         model_class, config, dtype, base, options, adapter_config, generation_config, trust_remote_code, kwargs
     )
     try:
         where = as_path(path, options)
 
         def compared() -> ModelPlan:
+            # transformers ties shared weights after it has sharded a model
             with ShardedReader(where, base=checkpointer.config.base, files=files) as reader:
-                return plan_model(given, reader, prefix, strict, sharding.tied)
+                return plan_model(given, reader, prefix, strict, tied=mesh_manager is None)
 
         with checkpointer.shown(where) as files:
             plan = checkpointer.ranks.agree(f"compare {where} with the model", compared)
-        module = sharding.apply(plan)
+        module = plan.module
+        if mesh_manager is not None:
+            _transformers.distribute(plan.model, distributed_config, mesh_manager)
+        elif parallelize is not None:
+            module = parallelize(module) or module
         _give_memory(module, device)
         report = plan.fill(module, checkpointer)
     finally:
         checkpointer.close()
     module.eval()
     return (module, report) if output_loading_info else module
-
-
-class _Sharding:
-    """Sharding of a model on the meta device by a function of the caller or by transformers."""
-
-    def __init__(self, distributed_config: Any, parallelize: Callable[[Any], Any] | None) -> None:
-        self._parallelize = parallelize
-        self._mesh_manager: Any = None
-        if distributed_config is not None:
-            self._distributed_config, self._mesh_manager = _transformers.prepare_mesh(distributed_config)
-        self.tied = self._mesh_manager is None
-        """Whether shared weights are tied before the model is sharded. Otherwise transformers ties them afterwards."""
-
-    def apply(self, plan: ModelPlan) -> nn.Module:
-        """Return the module to load into. Collective."""
-        if self._mesh_manager is not None:
-            _transformers.distribute(plan.model, self._distributed_config, self._mesh_manager)
-        elif self._parallelize is not None:
-            return self._parallelize(plan.module) or plan.module
-        return plan.module
 
 
 def _give_memory(module: nn.Module, device: torch.device | str | None) -> None:

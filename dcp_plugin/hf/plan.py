@@ -1,36 +1,147 @@
-"""Plan of a load: a model on the meta device, and the key of the checkpoint for each of its keys.
+"""Plan of a load: the settings of a model, the model on the meta device, and the key of the checkpoint for each of its
+keys.
 
-The comparison ends before any tensor has memory. It finds missing keys, unexpected keys and different shapes.
+The settings (configuration, generation settings, adapters) are in small JSON files in the folder of the weights, or the
+caller passes them. The comparison ends before any tensor has memory. It finds missing keys, unexpected keys and
+different shapes.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointMismatch, first, some
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.hf import _transformers
-from dcp_plugin.hf.settings import Given, Settings
+from dcp_plugin.integration.files import kind_of, local_copy
 from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.records import LoadReport
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.reader import ShardedReader
 
+CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 _IN_PEFT = "base_model.model."
 _MODEL = "model"
 """Name of the model in the loaded state."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a model: arguments of :func:`~dcp_plugin.hf.from_pretrained`, completed by the checkpoint's files."""
+
+    model_class: Any
+    config: Any = None
+    """The configuration; before :meth:`completed` also a folder or a name, or None."""
+    dtype: torch.dtype | str | None = "auto"
+    base: PathLike | None = None
+    """Path of the base model, if the checkpoint has only adapters."""
+    storage_options: StorageOptions | None = None
+    adapter_config: Any = None
+    """None: the model has no adapters."""
+    generation_config: GenerationConfig | None = None
+    """None: the model derives it from its configuration."""
+    trust_remote_code: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes of the configuration, and arguments of the model's constructor; only these after :meth:`completed`."""
+
+    def completed(self, path: Where, files: SourceFiles | None) -> Settings:
+        """Return these settings, with those that the caller omitted from the files of a checkpoint.
+
+        Raises:
+            CheckpointMismatch: No configuration exists.
+            UnsafeCheckpoint: The configuration names code that would be fetched and executed.
+        """
+        with _small_files(path, files) as folder:
+            adapter_config, base, generation = self.adapter_config, self.base, self.generation_config
+            if adapter_config is None and (folder / ADAPTERS).is_file():
+                adapter_config = _adapters_in(folder)
+            named = getattr(adapter_config, "base_model_name_or_path", None)
+            if base is None and named and os.path.isdir(named):  # transformers would search the hub for any other name
+                base = named
+            config, source, kwargs = self._configuration(folder, base, path)
+            if generation is None and source and os.path.isfile(file := os.path.join(source, GENERATION)):
+                with damage_in(file):
+                    generation = GenerationConfig.from_pretrained(source)
+        return replace(
+            self,
+            config=config,
+            base=base,
+            adapter_config=adapter_config,
+            generation_config=generation,
+            kwargs=kwargs,
+        )
+
+    def _configuration(
+        self, folder: Path, base: PathLike | None, path: Where
+    ) -> tuple[PreTrainedConfig, str | None, dict[str, Any]]:
+        """Return the configuration, its folder or name, and the caller's arguments for the model's constructor."""
+        if isinstance(self.config, PreTrainedConfig):
+            return self.config, None, self.kwargs
+        places = [self.config] if self.config is not None else [folder, *([base] if base is not None else [])]
+        for place in [str(os.fspath(candidate)) for candidate in places]:
+            if self.config is not None or os.path.isfile(os.path.join(place, CONFIG)):
+                config, unused = _transformers.config_from(self.model_class, place, self.trust_remote_code, self.kwargs)
+                return config, place, unused
+        raise CheckpointMismatch(
+            f"{path} has no {CONFIG}, which only the Trainer keeps in its checkpoints: from_pretrained(…, config=…) "
+            "takes the configuration, the folder of a model, or the name of one."
+        )
+
+    def parameter_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the parameters; None for that of the checkpoint."""
+        requested: Any = self.dtype
+        if requested is None:
+            return torch.get_default_dtype()
+        requested = self.config.dtype if requested == "auto" else requested
+        dtype = getattr(torch, requested, None) if isinstance(requested, str) else requested
+        if requested is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={requested!r} is no dtype of torch, and not 'auto'")
+        return dtype
+
+
+@contextmanager
+def _small_files(path: Where, files: SourceFiles | None) -> Iterator[Path]:
+    """Yield a local directory with the JSON files of a checkpoint."""
+    with damage_in(path):
+        is_file = files is None and kind_of(path) == "file"
+    if is_file and isinstance(path, Path):
+        yield path.parent
+        return
+    wanted = (CONFIG, GENERATION, ADAPTERS)
+    with local_copy(path, lambda name: name in wanted, files) as folder:
+        yield folder
+
+
+def _adapters_in(folder: Path) -> Any:
+    from peft import PeftConfig
+
+    with damage_in(folder / ADAPTERS):
+        config = PeftConfig.from_pretrained(str(folder))
+    # PEFT imports the module that the first names, and opens the files that the second names.
+    for name in ("megatron_config", "adapters"):
+        if getattr(config, name, None):
+            raise UnsafeCheckpoint(
+                f"{folder / ADAPTERS} has {name}, for which PEFT imports or opens what that names. If you trust it: "
+                "adapter_config=PeftConfig.from_pretrained(…)."
+            )
+    return config
 
 
 @dataclass(frozen=True)
@@ -89,7 +200,7 @@ class ModelPlan:
         )
 
 
-def plan_model(given: Given, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
+def plan_model(given: Settings, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
     """Build a model and compare it with a checkpoint. No communication.
 
     Args:
@@ -101,9 +212,10 @@ def plan_model(given: Given, reader: ShardedReader, prefix: str | None, strict: 
         CheckpointMismatch: They do not fit.
     """
     index, path = reader.index, reader.path
-    settings = Settings.of(given, path, reader.files)
-    model = _build(settings, settings.dtype(), tied)
-    if settings.dtype() is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
+    settings = given.completed(path, reader.files)
+    dtype = settings.parameter_dtype()
+    model = _build(settings, dtype, tied)
+    if dtype is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
         model = _build(settings, dtype, tied)
     if settings.adapter_config is None:
         return _Comparison(settings, model, model, strict).plan(path, index, prefix)
@@ -111,15 +223,15 @@ def plan_model(given: Given, reader: ShardedReader, prefix: str | None, strict: 
 
 
 def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:
-    given, config = settings.given, copy.deepcopy(settings.config)
+    config = copy.deepcopy(settings.config)
     if getattr(config, "quantization_config", None):
         raise CheckpointMismatch(
             "The configuration is that of a quantized model, which dcp_plugin.hf does not make: make it with "
             "transformers, and load what was trained with dcp_plugin.load."
         )
-    parameter_dtype = dtype or torch.get_default_dtype()
+    dtype = dtype or torch.get_default_dtype()
     return _transformers.build(
-        given.model_class, config, parameter_dtype, tied, given.trust_remote_code, dict(settings.kwargs)
+        settings.model_class, config, dtype, tied, settings.trust_remote_code, dict(settings.kwargs)
     )
 
 
@@ -150,7 +262,7 @@ def _plan_with_adapters(
             f"{path} has adapters alone. from_pretrained(…, base=…) takes the folder or checkpoint that has the model "
             f"that they adapt{f', {named!r}' if named else ''}."
         )
-    with ShardedReader(settings.base, storage_options=settings.given.storage_options) as reader:
+    with ShardedReader(settings.base, storage_options=settings.storage_options) as reader:
         keys = {key: _transformers.without_peft_layers(key) for key in state if key not in adapters}
         names = [name.removeprefix(_IN_PEFT) for name in keys.values()]
         base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")

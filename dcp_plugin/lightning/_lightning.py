@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -299,27 +299,13 @@ def folder_of(callback: Any, trainer: Trainer) -> str:
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
 
 
-class LooksAtStores(Protocol):
-    """Interface for finding checkpoints in object stores and in a local tier."""
-
-    def concerns(self, path: str) -> bool:
-        """Return whether Lightning's own search does not suffice for ``path``: a URL, or any path with a local tier."""
-
-    def newest(self, paths: set[str]) -> str | None:
-        """Return the path of the checkpoint that was made last; None if no path has a checkpoint."""
-
-    def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
-        """Return the number in the first group of ``name`` for each matching entry of a folder; only of checkpoints
-        that can be resumed from if ``committed``."""
-
-
 _HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 @functools.cache
 def _connector_class(base: type[Any]) -> type[Any]:
     class CheckpointConnector(base):  # type: ignore[misc]
-        stores: LooksAtStores
+        stores: Any  # dcp_plugin.lightning.model_checkpoint.Stores
 
         def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
             on_exception = [item for item in self.trainer.callbacks if has_base(type(item), "OnExceptionCheckpoint")]
@@ -365,11 +351,14 @@ def _connector_class(base: type[Any]) -> type[Any]:
     return CheckpointConnector
 
 
-def replace_choice_of_checkpoint(trainer: Any, stores: LooksAtStores) -> None:
+def replace_choice_of_checkpoint(trainer: Any, stores: Any) -> None:
     """Have ``ckpt_path="last"`` and ``"hpc"`` find checkpoints in an object store; Lightning has no public hook.
 
     Lightning compares modification times, which a folder in a store does not have. It takes a path without its scheme
     for a local path, and an interrupted save for a checkpoint.
+
+    Args:
+        stores: The :class:`~dcp_plugin.lightning.model_checkpoint.Stores` of the trainer's plugin.
     """
     connector = trainer._checkpoint_connector
     if not hasattr(connector, "stores"):

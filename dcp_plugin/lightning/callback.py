@@ -103,9 +103,12 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
     io = io_of(trainer)
     if not trainer.is_global_zero:
         return
-    io.on_saved = (
-        (lambda report: report.log(trainer.loggers, _lightning.step_of_loggers(trainer))) if log_metrics else None
-    )
+
+    def log(figures: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=_lightning.step_of_loggers(trainer))
+
+    io.on_saved = log if log_metrics else None
     upload_directories(trainer.loggers)
     if io.config.async_save:
         io.hold_back(trainer.loggers)

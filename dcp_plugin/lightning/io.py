@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -42,18 +43,16 @@ from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import Saver, lightning_packages
 from dcp_plugin.integration.files import is_regular_file, read_summary
 from dcp_plugin.integration.key_names import MODEL
-from dcp_plugin.lightning import layout, stock_format
+from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
-from dcp_plugin.lightning.resume import beside_ours
-from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
 from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.saving.save_timing import SaveInterval
 from dcp_plugin.sources import source_of
 from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.types import KeyPath
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -173,50 +172,6 @@ class PostCommit:
             self._due.popleft()()
 
 
-@dataclass(frozen=True)
-class Report:
-    """The cost of a published save."""
-
-    event: SaveFinished
-    gigabytes: float
-    linked: float = 0.0
-    """Gigabytes that have not changed since the last checkpoint."""
-    proposed: SaveInterval | None = None
-    """The proposed save interval at that time."""
-
-    @classmethod
-    def of(cls, event: SaveFinished, proposed: SaveInterval | None = None) -> Report:
-        summary = None
-        with suppress(CheckpointError, OSError):
-            summary = read_summary(event.path)
-        if summary is None:  # deleted meanwhile: report the share of this rank
-            return cls(event, event.bytes / 1e9, proposed=proposed)
-        return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9, proposed)
-
-    @property
-    def gb_per_second(self) -> float:
-        return max(0.0, self.gigabytes - self.linked) / self.event.seconds if self.event.seconds else 0.0
-
-    def say(self) -> None:
-        linked = f", {_in_words(self.linked)} of it linked," if self.linked else ""
-        where = "" if self.event.tier == "durable" else " in local_dir"
-        rank_zero_info(
-            f"Saved {self.event.path}{where}: {_in_words(self.gigabytes)}{linked} in {self.event.seconds:.2f} s "
-            f"({_in_words(self.gb_per_second)}/s). The training waited {self.event.blocked_seconds:.2f} s."
-        )
-
-    def log(self, loggers: list[Any], step: int) -> None:
-        figures = {
-            "checkpoint/blocked_seconds": self.event.blocked_seconds,
-            "checkpoint/seconds": self.event.seconds,
-            "checkpoint/gigabytes": self.gigabytes,
-            "checkpoint/gb_per_second": self.gb_per_second,
-            **(self.proposed.figures() if self.proposed is not None else {}),
-        }
-        for logger in loggers:
-            logger.log_metrics(figures, step=step)
-
-
 def _in_words(gigabytes: float) -> str:
     return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.1f} MB"
 
@@ -292,8 +247,8 @@ class DCPCheckpointIO(Saver):
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""
         self.post_commit = PostCommit()
-        self.on_saved: Callable[[Report], None] | None = None
-        """Function that the training's thread calls when a save is published; the callback sets it on rank 0."""
+        self.on_saved: Callable[[dict[str, float]], None] | None = None
+        """Function that logs the figures of a published save; the callback sets it on rank 0."""
         self.others: OthersHooks | None = None
         """Hooks that may write weights between two steps; the callback sets them with ``staging="lazy"``."""
         self._held_back: list[Any] = []
@@ -318,23 +273,19 @@ class DCPCheckpointIO(Saver):
         state: dict[str, Any],
         path: PathLike,
         step: int | None,
-        owners: Iterable[Any] = (),
-        added: ForStock | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        files: Callable[[Path], None] | None,
+        owners: Iterable[Any],
+        aliases: dict[str, tuple[str, KeyPath]] | None,
+        metrics: Mapping[str, Any],
     ) -> SaveHandle:
-        """Save on all ranks of a promoted strategy.
-
-        Args:
-            owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
-            metrics: Metrics of the saved model.
-            added: Additions for stock Lightning, which resumes from this checkpoint.
+        """Save on all ranks of a promoted strategy. The arguments are those of :meth:`dcp_plugin.Checkpointer.save`.
 
         Raises:
             SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
         self._wait_until_kept()
-        files, aliases = (added.write_meta, added.aliases) if added else (None, None)
         self.post_commit.follow(None)
+        kinds = layout.kinds_of(state)
         handle = self.checkpointer.save(
             state,
             path,
@@ -342,7 +293,7 @@ class DCPCheckpointIO(Saver):
             files,
             owners=owners,
             aliases=aliases,
-            kinds=layout.kinds_of(state),
+            kinds=kinds,
             durable=self.compares,
             metrics=metrics,
         )
@@ -363,13 +314,31 @@ class DCPCheckpointIO(Saver):
                 logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
-        if event.rank != 0:  # only rank 0 reports
+        """Report the cost of a published save to the log and the loggers, on rank 0."""
+        if event.rank != 0:
             return
-        proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
-        report = Report.of(event, proposed)
-        report.say()
+        summary = None
+        with suppress(CheckpointError, OSError):
+            summary = read_summary(event.path)
+        gigabytes, linked = event.bytes / 1e9, 0.0  # the checkpoint was deleted meanwhile: the share of this rank
+        if summary is not None:
+            gigabytes, linked = summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9
+        per_second = max(0.0, gigabytes - linked) / event.seconds if event.seconds else 0.0
+        unchanged = f", {_in_words(linked)} of it linked," if linked else ""
+        where = "" if event.tier == "durable" else " in local_dir"
+        rank_zero_info(
+            f"Saved {event.path}{where}: {_in_words(gigabytes)}{unchanged} in {event.seconds:.2f} s "
+            f"({_in_words(per_second)}/s). The training waited {event.blocked_seconds:.2f} s."
+        )
         if self.on_saved is not None:
-            self.on_saved(report)
+            figures = {
+                "checkpoint/blocked_seconds": event.blocked_seconds,
+                "checkpoint/seconds": event.seconds,
+                "checkpoint/gigabytes": gigabytes,
+                "checkpoint/gb_per_second": per_second,
+            }
+            proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
+            self.on_saved(figures | (proposed.figures() if proposed is not None else {}))
 
     def is_due(self, step: int) -> bool:
         """Return after a batch whether a save is due by ``save_interval``, and measure the steps. Collective.
@@ -432,7 +401,7 @@ class DCPCheckpointIO(Saver):
         """Save a dictionary from this process alone."""
         refuse_storage_options(storage_options)
         self._warn_if_not_promoted()
-        state = layout.to_state(beside_ours(checkpoint), self.config.allow_pickle)
+        state = layout.to_state(layout.beside_ours(checkpoint), self.config.allow_pickle)
         self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(
@@ -444,7 +413,7 @@ class DCPCheckpointIO(Saver):
         if self.post_commit.is_under_way(where):
             self.wait()
         if is_regular_file(where):
-            return stock_format.read(where, weights_only, map_location or "cpu")
+            return layout.read(where, weights_only, map_location or "cpu")
         return read_full(where, self._alone(), weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:

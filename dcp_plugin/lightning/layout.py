@@ -16,28 +16,62 @@ checkpoint.) ``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except 
 
 Configurations of OmegaConf are stored as plain values, with the names of their OmegaConf classes under :data:`TYPES`.
 Loading makes objects of these classes alone, and resolves no interpolation.
+
+The second half is for stock Lightning: it reads Lightning's own checkpoints, and adds to ours what stock Lightning
+needs to resume from them.
+
+- A file (``.ckpt``) is a ``torch.save`` of one dictionary with full tensors. Its optimizer states have numbers instead
+  of the names of parameters.
+- A directory of a sharded strategy is a DCP checkpoint of model and optimizers, which the core reads under our names
+  (:mod:`dcp_plugin.format.foreign`), and ``meta.pt`` with all other values. Lightning itself continues loops, callbacks
+  and schedules, in its own way.
+- No lock-in: stock sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
+  ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for ``meta.pt``. Our
+  checkpoints have all these tensors, which get the keys as aliases (:mod:`dcp_plugin.format.metadata`). The groups are
+  small additional values. Our loads read no addition. Single device and DDP get no additions: their format is one file,
+  which would be a second copy of all tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered
-from dcp_plugin.integration.values import is_storable, plain
-from dcp_plugin.lightning._lightning import place_in_configuration
-from dcp_plugin.state import OwnLayout, flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
-from dcp_plugin.state.optimizer import GROUPS
-from dcp_plugin.tensors._torch import is_tensor
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.integration.files import META, is_regular_file, load_torch_file, read_summary
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, numbered
+from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.integration.values import encode, entries_of, holds_sharded, is_storable, plain
+from dcp_plugin.lightning import _lightning
+from dcp_plugin.paths import Where
+from dcp_plugin.state import (
+    OwnLayout,
+    flatten_optimizer,
+    gather_module,
+    load_into,
+    mark_parameters,
+    mark_slots,
+    unflatten_optimizer,
+    unwrapped_optimizer,
+)
+from dcp_plugin.state.module import flat_parameter_names
+from dcp_plugin.state.names import contains_fsdp1, parameter_names
+from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, flatten_tree, group_list, group_names
+from dcp_plugin.state.per_rank import without_sampler
+from dcp_plugin.tensors._torch import is_tensor, sharded_value
+from dcp_plugin.types import KeyPath
 
 Checkpoint = dict[str, Any]
 """Checkpoint dictionary of Lightning and all hooks."""
@@ -46,6 +80,14 @@ KEYS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "data
 """Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and for their class."""
 TYPES = "hyper_parameter_types"
 """Our key for the classes of OmegaConf; its value has them under the keys of :data:`KEYS`."""
+DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
+PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
+"""Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
+_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
+MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
+"""Name under which each of the sharded strategies stores the model."""
+OPTIMIZER = "optimizer"
+"""Prefix of the optimizers' names: ``optimizer_0``, ``optimizer_1``, …, even for a single optimizer."""
 
 
 def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -163,7 +205,7 @@ def _how_made(value: Any) -> dict[str, Any]:
     """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
-        root, keys = place_in_configuration(value)
+        root, keys = _lightning.place_in_configuration(value)
         plain_root = plain(root) if keys else None
         if plain_root is not None and not _is_storable("", plain_root, []):
             root, keys, plain_root = value, [], None
@@ -228,3 +270,205 @@ def _warn_left_out(names: tuple[str, ...]) -> None:
         "them to load_from_checkpoint as arguments. save_hyperparameters(ignore=[...]) silences this; "
         f'allow_pickle=("{EXTRA}.{names[0]}",) stores what is no module nevertheless.'
     )
+
+
+def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a new mapping to which our keys can be added. A hook's values under these keys, such as ``"rng"``, move to
+    ``OF_HOOKS``; the hook's own mapping is unchanged."""
+    of_hooks = {key: value for key, value in checkpoint.items() if key in _OURS}
+    remaining = {key: value for key, value in checkpoint.items() if key not in of_hooks}
+    return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
+
+
+def put_back(checkpoint: Checkpoint) -> Checkpoint:
+    """Restore in place the values of hooks that :func:`beside_ours` had moved. Our values must have been removed."""
+    of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
+    checkpoint.update({key: of_hooks[key] for key in _OURS if key in of_hooks})
+    return checkpoint
+
+
+def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
+    """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
+    if states := checkpoint.get(DATALOADERS):
+        _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
+    for key in _OURS:
+        if key != OF_HOOKS:
+            checkpoint.pop(key, None)
+    return put_back(checkpoint)
+
+
+def is_directory_of_lightning(path: Where) -> bool:
+    """Return whether a sharded strategy of stock Lightning saved the directory, also over a checkpoint of ours.
+
+    Raises:
+        CheckpointCorrupt: The directory mixes the files of both.
+    """
+    return is_regular_file(path / META) and read_summary(path) is None
+
+
+def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
+    """Read a file of Lightning's, also ``meta.pt``, as :func:`~dcp_plugin.integration.files.load_torch_file`."""
+    return cast(Checkpoint, load_torch_file(path, weights_only, "DCPCheckpointIO(weights_only=False)", map_location))
+
+
+def fill(key: str, target: Any, source: Any) -> None:
+    """Copy ``source``, full or distributed like ``target``, into this rank's part of ``target``.
+
+    Raises:
+        CheckpointMismatch: The shapes differ.
+    """
+    live, stored = sharded_value(target), sharded_value(source)
+    if live.shape != stored.shape:
+        raise CheckpointMismatch(f"{key} has shape {live.shape} here and {stored.shape} in the checkpoint")
+    is_full = len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.shape
+    for number, chunk in enumerate(live.chunks):
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        chunk.tensor.copy_(stored.chunks[0].tensor[box] if is_full else stored.chunks[number].tensor)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
+    """Load a state into an optimizer. The state has names or numbers of parameters as keys, or a layout of the
+    optimizer's own. Collective with FSDP1.
+
+    Raises:
+        CheckpointMismatch: The state does not fit the optimizer, or is of other parameters; the optimizer is unchanged.
+    """
+    optimizer = unwrapped_optimizer(optimizer)
+    if not isinstance(state, dict) or GROUPS not in state:
+        optimizer.load_state_dict(state)
+        return
+    nested = _keyed_by_name(model, optimizer, state)
+    flat = flatten_optimizer(nested)
+    load = load_into(model, optimizer, entries_of(flat))
+    wanted = load.wanted
+    if strict and (wanted.missing or wanted.unexpected):
+        raise CheckpointMismatch(
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(wanted.missing)}; only "
+            f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
+        )
+    _refuse_state_of_others(nested["state"], gather_module(model))
+    targets = load.targets()
+    load.check({key: flat[key] for key in targets if not is_tensor(flat[key])})
+    for key, target in targets.items():
+        if is_tensor(target):
+            fill(key, target, flat[key])
+    load.commit({key: flat[key] if target is None else target for key, target in targets.items()})
+
+
+def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
+    """Return the state with names of parameters in place of numbers.
+
+    The meaning of a number depends on the strategy that saved it. One device and DDP number the parameters of the
+    optimizer, in the order of its groups. FSDP and ModelParallel, saving "full", number all parameters of the model,
+    even frozen ones. Lightning's sharded strategies read both files by the second rule; if a parameter is frozen, they
+    give a parameter the state of another.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        return state
+    of_optimizer = numbers == list(range(len(numbers)))
+    names = _names_in_optimizer(model, optimizer) if of_optimizer else _names_in_model(model)
+    if len(names) < len(numbers) or max(numbers) >= len(names) or (of_optimizer and len(names) > len(numbers)):
+        raise CheckpointMismatch(
+            f"the checkpoint's {type(optimizer).__name__} has the state of {len(numbers)} parameters, up to number "
+            f"{max(numbers)}; this {'optimizer' if of_optimizer else 'model'} has {len(names)}. Make it with the "
+            "parameters that it was saved with."
+        )
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    slots = {names[number]: slots for number, slots in state["state"].items()}
+    extras = extras_of(state)
+    return {"state": slots, GROUPS: groups} | ({EXTRA_STATE: extras} if extras else {})
+
+
+def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameters in the order of an optimizer of the unwrapped model. For a flat parameter of
+    FSDP1 these are the names of its unit; the names of such a group are assumed to be in the model's order."""
+    order = {name: number for number, name in enumerate(gather_module(model))}
+    names = []
+    for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
+        flat = len(of_group) != len(group["params"])
+        names += sorted(of_group, key=order.__getitem__) if flat else of_group
+    return names
+
+
+def _names_in_model(model: nn.Module) -> list[str]:
+    if not contains_fsdp1(model):
+        return list(parameter_names(model).values())
+    parameters = {name for names in flat_parameter_names(model).values() for name in names}
+    return [name for name in gather_module(model) if name in parameters]
+
+
+def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
+    """Refuse slots of another parameter. A slot has the shape of its parameter, or, if it is factored, sizes of that
+    shape."""
+    for name in [name for name in state if name in model]:
+        shape = sharded_value(model[name]).shape
+        shapes = [tuple(slot.shape) for slot in state[name].values() if is_tensor(slot) and slot.ndim > 0]
+        if shapes and not any(set(of_slot) <= {1, *shape} for of_slot in shapes):
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer state for {name} has shape {shapes[0]}, the parameter {shape}: it is that "
+                "of another parameter. Make the optimizer with the parameters, groups and order it was saved with."
+            )
+
+
+def add_for_stock(
+    strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]
+) -> tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None] | None]:
+    """Return the additions with which stock Lightning resumes from a checkpoint of this strategy: aliases of keys, and
+    a function that writes ``meta.pt``. Both are empty if the strategy is not sharded.
+
+    Add the groups of the optimizers to ``state`` for every strategy: an export needs them, too.
+
+    Args:
+        checkpoint: Lightning's dictionary.
+        state: Its stored form, see :func:`to_state`.
+    """
+    groups = _add_groups(checkpoint, state)
+    model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
+    aliases: dict[str, tuple[str, KeyPath]] = {}
+    if model is None:
+        return aliases, None
+    if model != MODEL:
+        aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
+    for number, (name, nested) in groups.items():
+        stock_name = f"{OPTIMIZER}_{number}"
+        for key, path in flatten_tree(nested)[1].items():
+            aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
+    meta = _meta(state[EXTRA]) if strategy.is_global_zero else None
+    return aliases, functools.partial(_write_meta, meta)
+
+
+def _write_meta(meta: Checkpoint | None, directory: Path) -> None:
+    """Write all values except model and optimizers, on the rank that has them. ``torch.load(weights_only=True)`` reads
+    the file, unless the user has allowed pickled values. The save itself reports values that cannot be stored."""
+    if meta is None:
+        return
+    with suppress(UnsafeCheckpoint):
+        (directory / META).write_bytes(encode(meta, allow_pickle=True))
+
+
+def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tuple[str, Nested]]:
+    """Add the groups of the optimizers to ``state``. Return the names and states of these optimizers by number."""
+    added: dict[int, tuple[str, Nested]] = {}
+    optimizers = checkpoint.get("optimizer_states", ())
+    if not optimizers or not all(isinstance(each, OwnLayout) or is_keyed_by_name(each) for each in optimizers):
+        return added
+    for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
+        if isinstance(nested, OwnLayout):
+            continue
+        if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may have the name "0"
+            state[name] = {**state[name], GROUPS: nested[GROUPS]}
+            added[number] = name, nested
+    return added
+
+
+def _meta(extra: Checkpoint) -> Checkpoint:
+    """Return the values as Lightning itself would store them. Omit sharded tensors, which no rank has in full."""
+    loops = {"loops": copy.deepcopy(extra["loops"])} if "loops" in extra else {}
+    return without_own_state({**_unsharded(extra), **loops})
+
+
+def _unsharded(value: Any) -> Any:
+    if type(value) is not dict:
+        return value
+    return {key: _unsharded(item) for key, item in value.items() if type(item) is dict or not holds_sharded(item)}

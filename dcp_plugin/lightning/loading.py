@@ -31,10 +31,8 @@ from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.integration.files import META, is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
-from dcp_plugin.lightning import _lightning, layout, stock_format
+from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
-from dcp_plugin.lightning.resume import without_own_state
-from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import LoadReport
@@ -112,7 +110,7 @@ def load(
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
     if of_lightning:
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path / META, weights_only))
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: layout.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
@@ -128,7 +126,7 @@ def load(
 
 def _look_into(path: Where, files: SourceFiles | None) -> tuple[dict[str, list[str]], bool]:
     """Return the keys of a checkpoint by name, and whether a sharded strategy of stock Lightning saved it."""
-    return keys_by_name(path, files), files is None and stock_format.is_directory_of_lightning(path)
+    return keys_by_name(path, files), files is None and layout.is_directory_of_lightning(path)
 
 
 def load_optimizers(
@@ -211,7 +209,7 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
     if not isinstance(target, (DTensor, ShardedTensor)) or isinstance(source, type(target)) or not is_tensor(source):
         return source
     placed = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
-    fill(key, placed, source)
+    layout.fill(key, placed, source)
     return placed
 
 
@@ -228,7 +226,7 @@ def apply_optimizers(
                 unwrapped_optimizer(optimizer).load_state_dict(state)  # type: ignore[arg-type]
             continue
         if applied is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
-            load_optimizer(model, optimizer, state, strict=strict)
+            layout.load_optimizer(model, optimizer, state, strict=strict)
             continue
         flat = {key: _in_place_of(applied.get(key), value) for key, value in flatten_optimizer(state).items()}
         if not _same(flat, applied):
@@ -356,9 +354,9 @@ def read_full(
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
     checkpointer.restore(state, path)
     checkpoint = layout.from_state(state)
-    if stock_format.is_directory_of_lightning(path):
-        return {**stock_format.read(path / META, weights_only), **checkpoint}
-    return without_own_state(checkpoint)
+    if layout.is_directory_of_lightning(path):
+        return {**layout.read(path / META, weights_only), **checkpoint}
+    return layout.without_own_state(checkpoint)
 
 
 def _refuse_unknown_instantiator(path: Where, checkpoint: Checkpoint, cls: Any, package: Package) -> None:

@@ -60,7 +60,8 @@ def promote_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
-    _lightning.replace_choice_of_checkpoint(trainer, _Stores(trainer))
+    if (io := _plugin_of(trainer)) is not None:
+        _lightning.replace_choice_of_checkpoint(trainer, Stores(io))
     with suppress(ValueError):  # only a fit needs the directories, and its setup raises
         tidy_dirpaths(trainer)
 
@@ -227,30 +228,29 @@ def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 
 
 @dataclass(frozen=True)
-class _Stores:
-    """Object stores as :class:`~dcp_plugin.lightning._lightning.LooksAtStores`, for Lightning's choice of a checkpoint.
+class Stores:
+    """Checkpoints in object stores and in a local tier, for Lightning's choice of a checkpoint.
 
     The choice includes checkpoints that only this node's local tier has: Lightning chooses before ranks can
-    communicate. A trainer without the plugin makes no requests.
+    communicate.
     """
 
-    trainer: Any
+    io: DCPCheckpointIO
 
     def concerns(self, path: str) -> bool:
-        io = _plugin_of(self.trainer)
-        return io is not None and (io.config.has_local_tier or is_url(text_of(path)))
+        """Return whether Lightning's own search does not suffice for ``path``: a URL, or any path with a local tier."""
+        return self.io.config.has_local_tier or is_url(text_of(path))
 
     def newest(self, paths: set[str]) -> str | None:
-        io = _plugin_of(self.trainer)
-        assert io is not None, "only a trainer with the plugin asks"
-        times = {str(where): time for where in map(io.where, paths) if (time := _time_of(io, where)) is not None}
+        """Return the path of the checkpoint that was made last; None if no path has a checkpoint."""
+        times = {str(path): time for path in map(self.io.where, paths) if (time := _time_of(self.io, path)) is not None}
         return max(times, key=times.__getitem__) if times else None
 
     def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
-        io = _plugin_of(self.trainer)
-        assert io is not None, "only a trainer with the plugin asks"
-        root = io.where(folder)
-        local = [state.path for state in _local_in(io, root)]
+        """Return the number in the first group of ``name`` for each matching entry of a folder; only of checkpoints
+        that can be resumed from if ``committed``."""
+        root = self.io.where(folder)
+        local = [state.path for state in _local_in(self.io, root)]
         paths = [*local, *(path for path in paths_in(root) if path not in local)]
         named = [(match, path) for path in paths if (match := name.fullmatch(path.name))]
         usable = [match for match, path in named if not committed or not _reason_to_pass_over(path, local)]

@@ -33,31 +33,10 @@ from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.values import refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
-from dcp_plugin.lightning.layout import TYPES, Checkpoint
-from dcp_plugin.state.per_rank import without_sampler
+from dcp_plugin.lightning.layout import DATALOADERS, MADE_BY, MADE_IN, PLATEAU, Checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
-PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
-"""Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
-_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
-
-
-def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a new mapping to which our keys can be added. A hook's values under these keys, such as ``"rng"``, move to
-    ``OF_HOOKS``; the hook's own mapping is unchanged."""
-    of_hooks = {key: value for key, value in checkpoint.items() if key in _OURS}
-    remaining = {key: value for key, value in checkpoint.items() if key not in of_hooks}
-    return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
-
-
-def put_back(checkpoint: Checkpoint) -> Checkpoint:
-    """Restore in place the values of hooks that :func:`beside_ours` had moved. Our values must have been removed."""
-    of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
-    checkpoint.update({key: of_hooks[key] for key in _OURS if key in of_hooks})
-    return checkpoint
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
@@ -74,16 +53,6 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
     if with_rng:
         of_loaders = [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
         checkpoint[RNG] = random_streams.of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
-
-
-def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
-    """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
-    if states := checkpoint.get(DATALOADERS):
-        _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
-    for key in _OURS:
-        if key != OF_HOOKS:
-            checkpoint.pop(key, None)
-    return put_back(checkpoint)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
-from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
+from dcp_plugin.lightning import _lightning, layout, loading, resume
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
@@ -89,11 +89,11 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        ranks = self.checkpointer.ranks  # forms the group now: later, some ranks may not call
         promote_callbacks(trainer)
         if trainer.state.fn == "fit":
             tidy_dirpaths(trainer)
         self._all_came = None
-        ranks = self.checkpointer.ranks  # forms the group now: later, some ranks may not call
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
@@ -135,15 +135,24 @@ class LightningAdapter(StrategyAdapter):
         refuse_storage_options(storage_options)
         strategy, io = self.strategy, self.io
         path = io.where(strategy.broadcast(filepath))
-        checkpoint = resume.beside_ours(checkpoint)
+        checkpoint = layout.beside_ours(checkpoint)
         if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not of weights alone: a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
         state = layout.to_state(checkpoint, io.config.allow_pickle)
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
-        added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
-        owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
-        io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)
+        aliases, files = None, None
+        if io.config.stock_aliases:
+            aliases, files = layout.add_for_stock(strategy, checkpoint, state)
+        io.save(
+            state,
+            path,
+            checkpoint.get("global_step"),
+            files,
+            owners=[strategy.model, *optimizers],
+            aliases=aliases,
+            metrics=self._metrics(io.monitor),
+        )
         if self.trainer.state.stopped:  # no later hook waits for the save
             io.wait()
 
@@ -171,7 +180,7 @@ class LightningAdapter(StrategyAdapter):
             with self.checkpointer.shown(path) as files:
                 return self._load_directory(path, weights_only, files)
         if self.keeps_shards:
-            checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
+            checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: layout.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.model)
             checkpoint = self._loaded.checkpoint
             if self.fitting:
@@ -210,7 +219,7 @@ class LightningAdapter(StrategyAdapter):
                 f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
                 "random streams of this training start at their beginning."
             )
-        return resume.put_back(checkpoint)
+        return layout.put_back(checkpoint)
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
         """Load the optimizers if they exist; otherwise give Lightning their state, or placeholders for it."""

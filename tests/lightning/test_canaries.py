@@ -40,17 +40,17 @@ def test_names_in_lightnings_own_checkpoints() -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
     from dcp_plugin.format.foreign.detect import META
     from dcp_plugin.integration.lightning_packages import PACKAGES
-    from dcp_plugin.lightning import layout, stock_format
+    from dcp_plugin.lightning import layout
 
     for package in PACKAGES:
         owners = (package.pytorch.LightningModule, package.pytorch.LightningDataModule)
         keys = {owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in owners}
         assert keys == layout.KEYS
         assert package.fabric("strategies.fsdp")._METADATA_FILENAME == META
-        for strategy, name in stock_format.MODEL_NAMES.items():
+        for strategy, name in layout.MODEL_NAMES.items():
             source = inspect.getsource(getattr(package.strategies, strategy).save_checkpoint)
             assert f'{{"{name}": checkpoint.pop("state_dict")}}' in source
-            assert f'f"{stock_format.OPTIMIZER}_{{idx}}": optim_state' in source
+            assert f'f"{layout.OPTIMIZER}_{{idx}}": optim_state' in source
         saving = package.module("core.saving")
         assert list(inspect.signature(saving._load_state).parameters) == [
             "cls",

@@ -124,7 +124,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes() -
     from torch import nn
 
     from dcp_plugin import CheckpointMismatch
-    from dcp_plugin.lightning.stock_format import load_optimizer
+    from dcp_plugin.lightning.layout import load_optimizer
 
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     optimizer, turned = (

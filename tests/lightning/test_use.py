@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin import events
 from tests import launch, programs
 from tests.compare import assert_same
 from tests.launch import on_ranks
@@ -131,21 +130,25 @@ def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> 
 
 
 def test_what_was_linked_is_told_and_does_not_count_as_written(tmp_path: Path) -> None:
-    from dcp_plugin.lightning.io import Report
+    from dcp_plugin.lightning import DCPCheckpointIO
 
     model = torch.nn.Linear(600, 600).requires_grad_(False)
-    finished: list[events.SaveFinished] = []
-    unsubscribe = events.subscribe(
-        lambda event: finished.append(event) if isinstance(event, events.SaveFinished) else None
-    )
-    ours = dcp.Checkpointer(solo=True)
+    figures: list[dict[str, float]] = []
+    seconds: list[float] = []
+    io = DCPCheckpointIO()
+    io.on_saved = figures.append
     for number in range(2):
-        ours.save({"model": model, "step": number}, tmp_path / str(number))
-    unsubscribe()
-    first, second = map(Report.of, finished)
-    assert first.linked == 0 and first.gigabytes == pytest.approx(second.gigabytes, rel=0.01)
-    assert second.linked == pytest.approx(600 * 600 * 4 / 1e9, rel=0.05)
-    assert second.gb_per_second * second.event.seconds < 0.1 * first.gb_per_second * first.event.seconds
+        handle = io.save({"model": model, "step": number}, tmp_path / str(number), number, None, (), None, {})
+        io.wait()
+        assert handle.finished is not None
+        seconds.append(handle.finished.seconds)
+    io.teardown()
+    first, second = figures
+    assert first["checkpoint/gigabytes"] == pytest.approx(second["checkpoint/gigabytes"], rel=0.01)
+    written = [saved["checkpoint/gb_per_second"] * duration for saved, duration in zip(figures, seconds, strict=True)]
+    assert written[0] == pytest.approx(first["checkpoint/gigabytes"]), "nothing is linked"
+    assert second["checkpoint/gigabytes"] - written[1] == pytest.approx(600 * 600 * 4 / 1e9, rel=0.05)
+    assert written[1] < 0.1 * written[0]
 
 
 def _cost(root: Path) -> tuple[list[str], list[dict[str, str]]]:
