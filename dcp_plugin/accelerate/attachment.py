@@ -37,7 +37,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
 from dcp_plugin.integration.files import local_copy
-from dcp_plugin.integration.key_names import EXTRA, keys_by_name
+from dcp_plugin.integration.stored import EXTRA, keys_by_name
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, resolved
 from dcp_plugin.ranks import Attempt
@@ -45,7 +45,7 @@ from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Restart, StartOptions
-from dcp_plugin.state.adapters import NamesOnly
+from dcp_plugin.state import NamesOnly
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -82,8 +82,10 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
     wanted = CheckpointConfig.merge(config, **overrides)
     kept: _Kept | None = vars(accelerator).get(_ATTRIBUTE)
     if kept is None:
-        return Attachment(accelerator, _take_over(accelerator, wanted))
-    if kept.config != wanted and (config is not None or overrides):
+        kept = _Kept.of(accelerator, wanted)
+        accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types
+        vars(accelerator)[_ATTRIBUTE] = kept
+    elif kept.config != wanted and (config is not None or overrides):
         raise ValueError(f"{kept.config} is attached already: detach() first to attach {wanted}.")
     return _attachment_of(accelerator)
 
@@ -107,6 +109,18 @@ class _Kept:
     has_announced: bool = False
     attachment: Callable[[], Attachment | None] = lambda: None  # returns the user's attachment, if it is alive
 
+    @classmethod
+    def of(cls, accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
+        """Return the state of a new attachment."""
+        refuse_silent_fallbacks(accelerator)
+        _refuse_trackers_at_url(accelerator)
+        Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
+        config = config.that_waits("the rotation of checkpoints")
+        checkpointer = FrameworkCheckpointer(config, solo=accelerator.num_processes == 1)
+        trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
+        may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
+        return cls(config, checkpointer, trackers, Attendance(accelerator, config.timeout) if may_be_alone else None)
+
     def checkpointer_alone(self) -> Checkpointer:
         """Return the Checkpointer of saves on rank 0 without the other ranks. It saves directly to the path: in
         a local tier, other nodes would have no part of the checkpoint."""
@@ -123,22 +137,6 @@ class _Kept:
         """
         if self.alone is not None:
             self.alone.wait()
-
-
-def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
-    """Replace the accelerator's methods by those of :class:`Attachment`."""
-    refuse_silent_fallbacks(accelerator)
-    _refuse_trackers_at_url(accelerator)
-    Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
-    checkpointer = FrameworkCheckpointer(config, solo=accelerator.num_processes == 1)
-    trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
-    config = config.that_waits("the rotation of checkpoints")
-    may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
-    attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
-    kept = _Kept(config, checkpointer, trackers, attendance)
-    accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types
-    vars(accelerator)[_ATTRIBUTE] = kept
-    return kept
 
 
 def _attachment_of(accelerator: Accelerator) -> Attachment:
@@ -217,9 +215,14 @@ class Attachment(BaseAttachment):
         earlier = Attempt.of(self._kept.finish_alone)
         project = self._project()
         training = Training.of(accelerator)
-        path = _through_link(self._given(output_dir)) if project is None else project.current_path
+        attendance = self._kept.attendance
+        if project is not None:
+            path, folder = project.current_path, project.root
+        else:
+            path = self._given(output_dir)
+            folder = path = resolved(path) if is_link(path) else path  # a save to a link writes to its target
         # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
-        alone = self._is_alone(training, path if project is None else project.root)
+        alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
         if alone and not accelerator.is_main_process:
             accelerator.project_configuration.iteration += 1
             return str(path)
@@ -234,8 +237,8 @@ class Attachment(BaseAttachment):
         for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
-            if self._kept.attendance is not None and not alone:
-                self._kept.attendance.all_have_come()
+            if attendance is not None and not alone:
+                attendance.all_have_come()
             earlier.get()  # raises an earlier failure here, so that all ranks raise it
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
@@ -308,8 +311,9 @@ class Attachment(BaseAttachment):
             self._kept.last_load = None
             models = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=models)
-            options = stock_format.ReadOptions(strict, map_location, load_kwargs)
-            accelerator.step = stock_format.load(accelerator, self.checkpointer, path, remaining, options)
+            accelerator.step = stock_format.load(
+                accelerator, self.checkpointer, path, remaining, strict, map_location, load_kwargs
+            )
         else:
             self._load(path, training, taken, extra_keys, strict)
         if training.sharded:
@@ -420,11 +424,6 @@ class Attachment(BaseAttachment):
 
     # Save
 
-    def _is_alone(self, training: Training, path: Where) -> bool:
-        """Return whether rank 0 makes the save that begins without the other ranks."""
-        attendance = self._kept.attendance
-        return attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(path)
-
     def _announce_background_save(self, path: Where) -> None:
         """Log once that the directory of an asynchronous save does not exist until the save is complete."""
         if self.config.async_save and not self._kept.has_announced and self._accelerator.is_main_process:
@@ -533,11 +532,6 @@ def _step_named(name: str) -> int | None:
     checkpoint-500 of transformers. Accelerate records no step; the automatic checkpoint_0, checkpoint_1 count saves."""
     match = _STEP.fullmatch(name)
     return int(match[1] or match[2]) if match else None
-
-
-def _through_link(path: Where) -> Where:
-    """Return the directory that a link points to: a save to a link writes there, and the link stays."""
-    return resolved(path) if is_link(path) else path
 
 
 def _refuse_trackers_at_url(accelerator: Accelerator) -> None:

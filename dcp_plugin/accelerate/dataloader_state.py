@@ -238,7 +238,10 @@ class Tracker:
         loop = self._iteration
         over = loop is None or loop.over
         within, consumed = False, 0
-        if loop is not None and not over and not self._was_left(loop, others_run):
+        # A training that stopped in its loop continues there. A program that has left the loop for another loader, or
+        # evaluated, begins its next iteration with the first batch.
+        was_left = loop is not None and not loop.running and (others_run or not loop.with_gradients)
+        if loop is not None and not over and not was_left:
             within, consumed = True, max(0, loop.skipped + loop.delivered - self._ahead(loop) - self.step_back)
         sampler = self._sampler
         in_last_batch = over and any(other is self.loader for other in self.loader.gradient_state.dataloader_references)
@@ -278,16 +281,15 @@ class Tracker:
         to_skip = 0 if by_itself else batches
         self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None, to_skip)
         self._to_skip = batches if by_itself else 0
-        return self._message(position, remainder) if position["batches"] else ""
-
-    def _message(self, position: Position, remainder: int) -> str:
+        if not position["batches"]:
+            return ""
         parts = []
         if position["order"] is None and self._sampler is not None and position["seed"] is None:
             parts.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
         if remainder:
             parts.append(
                 f"had consumed {position['samples']} samples of this epoch, which is no multiple of the "
-                f"{self._samples_per_batch()} that all processes now take at once: {remainder} are repeated"
+                f"{total} that all processes now take at once: {remainder} are repeated"
             )
         return f"{self.name} {'; '.join(parts)}" if parts else ""
 
@@ -325,12 +327,6 @@ class Tracker:
         iteration.exhausted = True
         if base is not self.loader.base_dataloader:  # skip_first_batches counts its own epochs
             self.loader.iteration += 1
-
-    @staticmethod
-    def _was_left(iteration: _Iteration, others_run: bool) -> bool:
-        """Return whether the program begins its next iteration with the first batch: it has left this iteration for
-        another loader, or evaluated. Otherwise the training stopped at this point, and a resumed run continues here."""
-        return not iteration.running and (others_run or not iteration.with_gradients)
 
     def _ahead(self, iteration: _Iteration) -> int:
         """Return the number of batches that Accelerate's loader has read but not yielded."""

@@ -32,11 +32,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.state import groups_of
-from dcp_plugin.state.adapters import NamesOnly
-from dcp_plugin.state.names import contains_fsdp1, loose_module
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, numbered
+from dcp_plugin.state import NamesOnly, contains_fsdp1, groups_of, loose_module
 from dcp_plugin.tensors._torch import DTensor
 
 

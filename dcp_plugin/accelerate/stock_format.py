@@ -79,17 +79,14 @@ def is_stock(path: Where) -> bool:
     return not files.names_in(path).isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """Arguments of ``load_state`` for the files of stock Accelerate."""
-
-    strict: bool
-    map_location: str | None
-    load_kwargs: dict[str, Any] | None
-
-
 def load(
-    accelerator: Accelerator, checkpointer: Checkpointer, path: Where, training: Training, options: ReadOptions
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    path: Where,
+    training: Training,
+    strict: bool,
+    map_location: str | None,
+    load_kwargs: dict[str, Any] | None,
 ) -> int:
     """Load a checkpoint of stock Accelerate without executing code from it. Return the step of rank 0, on all ranks.
 
@@ -99,44 +96,34 @@ def load(
         CheckpointMismatch: The checkpoint does not fit, or another number of objects was registered.
         UnsafeCheckpoint: A registered object was stored as code.
     """
-    with ExitStack() as cleanup:
-        local = checkpointer.ranks.agree(f"read {path}", lambda: cleanup.enter_context(local_copy(path)))
-        return _load(accelerator, checkpointer, path, local, training, options)
-
-
-def _load(
-    accelerator: Accelerator,
-    checkpointer: Checkpointer,
-    path: Where,
-    local: Path,
-    training: Training,
-    options: ReadOptions,
-) -> int:
+    ranks = checkpointer.ranks
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
-    if checkpointer.ranks.from_zero(f"look at {path}", lambda: _is_sharded(path)):
-        _load_sharded(checkpointer, path, training, options.strict)
-        models, optimizers = [], []
-    elif training.sharded:
-        _load_full_state(accelerator, local, models, optimizers)
-        models, optimizers = [], []
+    with ExitStack() as cleanup:
+        local = ranks.agree(f"read {path}", lambda: cleanup.enter_context(local_copy(path)))
+        if ranks.from_zero(f"look at {path}", lambda: _is_sharded(path)):
+            _load_sharded(checkpointer, path, training, strict)
+            models, optimizers = [], []
+        elif training.sharded:
+            _load_full_state(accelerator, local, models, optimizers)
+            models, optimizers = [], []
 
-    def load_the_rest() -> int:
-        values = load_accelerator_state(
-            str(local),
-            models,
-            optimizers,
-            _accelerate.schedulers(accelerator),
-            _accelerate.dataloaders(accelerator),
-            accelerator.process_index,
-            accelerator.scaler,
-            options.map_location,
-            options.load_kwargs,
-            strict=options.strict,
-        )
-        _load_registered(path, local, training.registered)
-        return int(values.get("step", 0))
+        def load_the_rest() -> int:
+            values = load_accelerator_state(
+                str(local),
+                models,
+                optimizers,
+                _accelerate.schedulers(accelerator),
+                _accelerate.dataloaders(accelerator),
+                accelerator.process_index,
+                accelerator.scaler,
+                map_location,
+                load_kwargs,
+                strict=strict,
+            )
+            _load_registered(path, local, training.registered)
+            return int(values.get("step", 0))
 
-    return checkpointer.ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
+        return ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
 
 def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:

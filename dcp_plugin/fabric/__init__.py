@@ -1,7 +1,7 @@
 """The integration for Lightning Fabric: ``attach(fabric)``.
 
 Enters: a Fabric and the state of ``fabric.save`` and ``fabric.load``. Leaves: checkpoints under the names of
-:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save directly from the objects and load directly into them.
+:mod:`dcp_plugin.integration.stored`. The rule: all ranks save directly from the objects and load directly into them.
 
 ``DCPSingleDeviceStrategy``, ``DCPDDPStrategy``, ``DCPFSDPStrategy`` and ``DCPModelParallelStrategy`` are those of
 ``lightning.fabric``; for ``lightning_fabric``: ``dcp_strategy_class(FSDPStrategy)``.

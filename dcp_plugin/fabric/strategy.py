@@ -21,8 +21,8 @@ from torch import nn
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
+from dcp_plugin.fabric.state import Filter, load, named_state
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
@@ -152,20 +152,22 @@ class Attachment(BaseAttachment):
             ValueError: See :func:`dcp_plugin.resume_or_init`.
         """
         options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
-        if self.fabric is None:
+        fabric = self.fabric
+        if fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
+
+        def load_own(path: Where) -> None:
+            fabric.load(path, state, strict=strict)
+
         if resume != "never":
             options = replace(options, local=self.checkpointer.surviving(root))
         return options.start(
             self.checkpointer,
-            unwrapped(self.fabric, modules_of(state)),
+            unwrapped(fabric, modules_of(state)),
             # Fabric's own files are files of ``torch.save``, with the names of the state to load.
             lambda damaged: options.find(root, (OTHERS,), damaged),
-            lambda path: self._load(path, state, strict),
+            load_own,
         )
-
-    def _load(self, path: Where, state: dict[str, Any], strict: bool) -> None:
-        self.fabric.load(path, state, strict=strict)
 
     def detach(self) -> None:
         """Have the Fabric save and load as before :func:`attach`, and wait for the save in flight.
@@ -233,7 +235,7 @@ class FabricAdapter(StrategyAdapter):
         path: PathLike,
         state: dict[str, Any],
         storage_options: Any | None = None,
-        filter: dict[str, state_mapping.Filter] | None = None,  # noqa: A002 - Fabric's name
+        filter: dict[str, Filter] | None = None,  # noqa: A002 - Fabric's name
     ) -> None:
         """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
         if storage_options is not None:
@@ -243,7 +245,7 @@ class FabricAdapter(StrategyAdapter):
             )
         path, state = self._as_on_rank_0(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
-        self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
+        self.checkpointer.save(named_state(self, state, filter or {}), path, step)
 
     @override
     def load_checkpoint(
@@ -260,7 +262,7 @@ class FabricAdapter(StrategyAdapter):
             )
             return remainder
         with self.checkpointer.shown(path) as files:
-            remainder = loading.load(self, path, files, ordered, strict, weights_only)
+            remainder = load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
             state.update(ordered)
         return remainder

@@ -19,7 +19,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.hf import _transformers
 from dcp_plugin.hf.plan import ModelPlan, Settings, plan_model
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
-from dcp_plugin.state.module import materialise
+from dcp_plugin.state import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor
 

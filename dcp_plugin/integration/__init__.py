@@ -1,7 +1,7 @@
 """Code that the packages for Lightning, Fabric, Accelerate and transformers share.
 
 Enters: a framework's objects and their settings. Leaves: the names under which they are stored
-(:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, positions of samplers, and :class:`Saver`, the
+(:mod:`~dcp_plugin.integration.stored`), each rank's random streams, positions of samplers, and :class:`Saver`, the
 base of all classes that save and load for an object of a framework. The rule: any framework can load a checkpoint of
 any other.
 """
@@ -53,9 +53,8 @@ class Saver(ABC):
     def world_size(self) -> int:
         """Number of ranks that save and load together."""
 
-    @abstractmethod
-    def log(self, figures: dict[str, float], step: int) -> None:
-        """Log figures with the loggers of the framework, on the ranks that have loggers."""
+    def log(self, figures: dict[str, float], step: int) -> None:  # noqa: B027  # Lightning's loggers get more
+        """Log figures with the loggers of the framework, on the ranks that have loggers; by default do nothing."""
 
     @property
     def checkpointer(self) -> Checkpointer:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.integration.key_names import RNG
+from dcp_plugin.integration.stored import RNG
 
 RngState = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 Users only write ``Trainer(plugins=[DCPCheckpointIO()])``. :mod:`.callback` describes how the plugin reaches all ranks,
 :mod:`.resume` how a training continues. Enters: a Trainer with the plugin. Leaves: checkpoints under the names of
-:mod:`dcp_plugin.integration.key_names`. The rule: a Trainer without the plugin behaves as if this package did not
+:mod:`dcp_plugin.integration.stored`. The rule: a Trainer without the plugin behaves as if this package did not
 exist.
 """
 

@@ -310,7 +310,10 @@ def _connector_class(base: type[Any]) -> type[Any]:
         def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
             on_exception = [item for item in self.trainer.callbacks if has_base(type(item), "OnExceptionCheckpoint")]
             after_exception = ckpt_path is None and on_exception and self.trainer.state.fn == "fit"
-            if ckpt_path != "last" and not (after_exception and not self._requeued()):
+            if after_exception:
+                slurm = package_behind(self.trainer).fabric("plugins.environments").SLURMEnvironment
+                after_exception = not (slurm.detect() and self._hpc_resume_path is not None)  # a requeued job
+            if ckpt_path != "last" and not after_exception:
                 return super()._parse_ckpt_path(state_fn, ckpt_path, **options)
             callbacks = [item for item in self.trainer.checkpoint_callbacks if has_base(type(item), "ModelCheckpoint")]
             folders = [folder_of(callback, self.trainer) for callback in callbacks]
@@ -323,10 +326,6 @@ def _connector_class(base: type[Any]) -> type[Any]:
             if newest is None:
                 rank_zero_warn(f'fit(ckpt_path="last"): there is none in {" or ".join(folders)}. None is loaded.')
             return newest
-
-        def _requeued(self) -> bool:
-            slurm = package_behind(self.trainer).fabric("plugins.environments").SLURMEnvironment
-            return slurm.detect() and self._hpc_resume_path is not None
 
         @property
         def _hpc_resume_path(self) -> str | None:

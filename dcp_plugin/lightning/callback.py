@@ -25,7 +25,13 @@ from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_bas
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.loading import name_ours_in_errors
-from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories, with_directory
+from dcp_plugin.lightning.model_checkpoint import (
+    WHERE_IT_SAVES,
+    plugin_of,
+    promote_callbacks,
+    upload_directories,
+    with_directory,
+)
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
@@ -52,7 +58,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
             self.log_metrics = log_metrics
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            if not _has_plugin(trainer):
+            if plugin_of(trainer) is None:
                 _lightning.take_out(trainer, self)
                 return
             _refuse_mixture(trainer, self)
@@ -65,7 +71,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """Run the actions that became due when a save was published in the background. Here they are safe."""
-            tell(trainer, "on_train_batch_end")
+            _before_others(self, "on_train_batch_end", trainer)
             io_of(trainer).post_commit.settle()
 
     for name in between_steps(package):
@@ -82,7 +88,7 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     name_ours_in_errors()  # Fabric alone may have been imported when the plugin was made
     callback_class = dcp_callback_class(next(package for package in PACKAGES if package.name == name))
     if (trainer := _lightning.trainer_under_construction()) is not None:
-        if not _has_plugin(trainer):
+        if plugin_of(trainer) is None:
             return []
         promote_callbacks(trainer)  # a resume from "last" calls the callbacks before Lightning calls any hook
         if any(isinstance(callback, callback_class) for callback in cast(Any, trainer).callbacks):
@@ -93,10 +99,6 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
 def io_of(trainer: Any) -> DCPCheckpointIO:
     """Return the plugin of a promoted strategy."""
     return cast(LightningAdapter, trainer.strategy.dcp_adapter).io
-
-
-def _has_plugin(trainer: Trainer) -> bool:
-    return isinstance(_lightning.unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
 
 
 def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
@@ -189,18 +191,14 @@ class OthersHooks:
         after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
         savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
         self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
-        self._any = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
+        self.names = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
+        """Names of the hooks that may write weights."""
         self._saving_in = ""
         if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
             rank_zero_info(
                 f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
                 f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
             )
-
-    def about_to_be_called(self, name: str) -> None:
-        """Wait for the lazy copy before Lightning calls the hooks of this name, if any of them may write weights."""
-        if name in self._any:
-            wait_until_copied()
 
     @contextmanager
     def of_model_checkpoint(self, name: str) -> Iterator[None]:
@@ -221,15 +219,12 @@ class OthersHooks:
             wait_until_copied()
 
 
-def tell(trainer: Any, name: str) -> None:
-    """Announce that Lightning is about to call all hooks of this name."""
-    if (others := io_of(trainer).others) is not None:
-        others.about_to_be_called(name)
-
-
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Implement a hook of the callback that Lightning calls first."""
-    tell(trainer, name)
+    """Implement a hook of the callback that Lightning calls first: wait for the lazy copy if another hook of this name
+    may write weights."""
+    others = io_of(trainer).others
+    if others is not None and name in others.names:
+        wait_until_copied()
 
 
 def _has_own(callback: Any, name: str) -> bool:

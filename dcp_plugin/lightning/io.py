@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -42,9 +41,9 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import Saver, lightning_packages
 from dcp_plugin.integration.files import is_regular_file, read_summary
-from dcp_plugin.integration.key_names import MODEL
+from dcp_plugin.integration.stored import MODEL
 from dcp_plugin.lightning import layout
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.layout import Checkpoint, ForStock
 from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
@@ -52,7 +51,6 @@ from dcp_plugin.runs import retention
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import source_of
 from dcp_plugin.start import Restart, StartOptions
-from dcp_plugin.types import KeyPath
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -265,27 +263,28 @@ class DCPCheckpointIO(Saver):
         """Return the text that Lightning's error shows for a plugin that was made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        """Do nothing: loggers get the interval with the report of a save."""
-
     def save(
         self,
         state: dict[str, Any],
         path: PathLike,
         step: int | None,
-        files: Callable[[Path], None] | None,
-        owners: Iterable[Any],
-        aliases: dict[str, tuple[str, KeyPath]] | None,
-        metrics: Mapping[str, Any],
+        owners: Iterable[Any] = (),
+        added: ForStock | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Save on all ranks of a promoted strategy. The arguments are those of :meth:`dcp_plugin.Checkpointer.save`.
+        """Save on all ranks of a promoted strategy.
+
+        Args:
+            owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
+            metrics: Metrics of the saved model.
+            added: Additions for stock Lightning, which resumes from this checkpoint.
 
         Raises:
             SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
         self._wait_until_kept()
+        aliases, files = added or (None, None)
         self.post_commit.follow(None)
-        kinds = layout.kinds_of(state)
         handle = self.checkpointer.save(
             state,
             path,
@@ -293,7 +292,7 @@ class DCPCheckpointIO(Saver):
             files,
             owners=owners,
             aliases=aliases,
-            kinds=kinds,
+            kinds=layout.kinds_of(state),
             durable=self.compares,
             metrics=metrics,
         )

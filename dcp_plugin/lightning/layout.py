@@ -51,27 +51,48 @@ from torch.optim import Optimizer
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.integration.files import META, is_regular_file, load_torch_file, read_summary
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, numbered
 from dcp_plugin.integration.lightning_packages import has_base
-from dcp_plugin.integration.values import encode, entries_of, holds_sharded, is_storable, plain
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    among,
+    encode,
+    entries_of,
+    holds_sharded,
+    is_storable,
+    numbered,
+    plain,
+)
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.paths import Where
 from dcp_plugin.state import (
+    EXTRA_STATE,
+    GROUPS,
+    Nested,
     OwnLayout,
+    contains_fsdp1,
+    extras_of,
+    flat_parameter_names,
     flatten_optimizer,
+    flatten_tree,
     gather_module,
+    group_list,
+    group_names,
     load_into,
     mark_parameters,
     mark_slots,
+    parameter_names,
     unflatten_optimizer,
     unwrapped_optimizer,
+    without_sampler,
 )
-from dcp_plugin.state.module import flat_parameter_names
-from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, flatten_tree, group_list, group_names
-from dcp_plugin.state.per_rank import without_sampler
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
+
+ForStock = tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None]]
+"""Additions with which stock Lightning resumes from a checkpoint: aliases of keys, and a writer of ``meta.pt``."""
 
 Checkpoint = dict[str, Any]
 """Checkpoint dictionary of Lightning and all hooks."""
@@ -411,11 +432,8 @@ def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, A
             )
 
 
-def add_for_stock(
-    strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]
-) -> tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None] | None]:
-    """Return the additions with which stock Lightning resumes from a checkpoint of this strategy: aliases of keys, and
-    a function that writes ``meta.pt``. Both are empty if the strategy is not sharded.
+def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
+    """Return the additions for stock Lightning to a checkpoint of this strategy; None if the strategy is not sharded.
 
     Add the groups of the optimizers to ``state`` for every strategy: an export needs them, too.
 
@@ -425,9 +443,9 @@ def add_for_stock(
     """
     groups = _add_groups(checkpoint, state)
     model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
-    aliases: dict[str, tuple[str, KeyPath]] = {}
     if model is None:
-        return aliases, None
+        return None
+    aliases: dict[str, tuple[str, KeyPath]] = {}
     if model != MODEL:
         aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
     for number, (name, nested) in groups.items():

@@ -29,8 +29,8 @@ from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.integration.files import META, is_regular_file
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.partial import PartialLoad
@@ -39,16 +39,16 @@ from dcp_plugin.records import LoadReport
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
     OwnLayout,
+    Unapplied,
+    apply_module,
     flatten_optimizer,
+    flatten_tree,
     gather_module,
     gather_optimizer,
     load_into,
     unwrapped_optimizer,
+    without_wrappers,
 )
-from dcp_plugin.state.adapters import Unapplied
-from dcp_plugin.state.module import apply_module
-from dcp_plugin.state.names import without_wrappers
-from dcp_plugin.state.optimizer import flatten_tree
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ def load(
         CheckpointMismatch: The checkpoint does not fit the model.
     """
     unapplied = Unapplied(model)
-    keys, of_lightning = checkpointer.ranks.from_zero(f"read {path}", lambda: _look_into(path, files))
+    keys, of_lightning = checkpointer.ranks.from_zero(
+        f"read {path}",
+        lambda: (keys_by_name(path, files), files is None and layout.is_directory_of_lightning(path)),
+    )
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
     if of_lightning:
@@ -122,11 +125,6 @@ def load(
         loaded = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
     checkpoint["state_dict"] = unapplied.state_dict if loaded is None else dict(loaded)
     return Loaded(path, checkpoint, loaded, among(OPTIM, keys), report=report, of_lightning=of_lightning)
-
-
-def _look_into(path: Where, files: SourceFiles | None) -> tuple[dict[str, list[str]], bool]:
-    """Return the keys of a checkpoint by name, and whether a sharded strategy of stock Lightning saved it."""
-    return keys_by_name(path, files), files is None and layout.is_directory_of_lightning(path)
 
 
 def load_optimizers(

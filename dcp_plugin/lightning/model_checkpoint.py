@@ -60,7 +60,7 @@ def promote_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
-    if (io := _plugin_of(trainer)) is not None:
+    if (io := plugin_of(trainer)) is not None:
         _lightning.replace_choice_of_checkpoint(trainer, Stores(io))
     with suppress(ValueError):  # only a fit needs the directories, and its setup raises
         tidy_dirpaths(trainer)
@@ -222,7 +222,8 @@ def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bo
     return bool(taken)
 
 
-def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
+def plugin_of(trainer: Any) -> DCPCheckpointIO | None:
+    """Return the trainer's plugin, also inside of wrappers."""
     io = _lightning.unwrapped(trainer.strategy.checkpoint_io)
     return io if isinstance(io, DCPCheckpointIO) else None
 
@@ -274,7 +275,7 @@ def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
 
 def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> set[str]:
     """Return the checkpoints called ``last`` that can be resumed from."""
-    io = _plugin_of(trainer)
+    io = plugin_of(trainer)
     if io is None:
         return search(callback, trainer)
     folder = io.where(_lightning.folder_of(callback, trainer))
@@ -300,26 +301,20 @@ def _committed(io: DCPCheckpointIO, paths: set[str]) -> set[str]:
             be wrong.
     """
     passed_over = {path: reason for path in sorted(paths) if (reason := _reason_to_pass_over(io.where(path)))}
-    if not passed_over:
-        _note_chosen(paths)
-        return paths
     reasons = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
     remaining = paths - passed_over.keys()
-    if not remaining:
+    if passed_over and not remaining:
         newest = catalog.latest(io.where(next(iter(passed_over))).parent, io.config.storage_options)
         if newest is None:
             raise CheckpointNotFound(
                 f'ckpt_path="last", but nothing here can be resumed from: {reasons}. Delete it to train from scratch.'
             )
         remaining = {str(newest)}
-    rank_zero_warn(f'ckpt_path="last" passes over {reasons}. Resuming from {" or ".join(sorted(remaining))}.')
-    _note_chosen(remaining)
-    return remaining
-
-
-def _note_chosen(paths: set[str]) -> None:
-    for path in paths:
+    if passed_over:
+        rank_zero_warn(f'ckpt_path="last" passes over {reasons}. Resuming from {" or ".join(sorted(remaining))}.')
+    for path in remaining:
         note_chosen(path)
+    return remaining
 
 
 def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
@@ -339,62 +334,48 @@ def upload_directories(loggers: list[Any]) -> None:
             _lightning.replace_scan(logger, functools.partial(_scan, logger, upload))
 
 
-@dataclass(frozen=True)
-class _NewCheckpoint:
-    """Checkpoint that a logger may not have yet."""
+def _scan(logger: Any, upload: Callable[[Any, Any, str, dict[str, Any], list[str]], None], callback: Any) -> None:
+    """Upload new files with the logger's own method, which this function replaces, and then new checkpoints.
 
-    time: float
-    path: str
-    metadata: dict[str, Any]
-    aliases: list[str]
-
-
-def _scan(logger: Any, upload: Callable[[Any, _NewCheckpoint, Any], None], callback: Any) -> None:
-    """Upload new files with the logger's own method, which this function replaces, and then new checkpoints."""
+    Args:
+        callback: A weak proxy of a ``ModelCheckpoint``.
+    """
     logged = _lightning.logged_times(logger, callback)
-    for checkpoint in sorted(_directories(callback), key=lambda checkpoint: checkpoint.time):
-        if logged.get(checkpoint.path, float("-inf")) < checkpoint.time:
-            upload(logger, checkpoint, callback)
-            logged[checkpoint.path] = checkpoint.time
-
-
-def _directories(callback: Any) -> list[_NewCheckpoint]:
-    checkpoints = []
-    for path, score in _lightning.scored_paths(callback).items():
-        if not path or is_url(text_of(path)):  # these loggers only upload from a disk
-            continue
-        summary = None
+    scores = _lightning.scored_paths(callback)
+    times: dict[str, float] = {}
+    for path in scores:
+        # These loggers only upload from a disk. A path may have a file of Lightning's, or no checkpoint.
         with suppress(CheckpointError, OSError):
-            summary = read_summary(Path(path))
-        if summary is not None:
-            score = score.item() if hasattr(score, "item") else score
+            if path and not is_url(text_of(path)) and (summary := read_summary(Path(path))) is not None:
+                times[path] = summary.time
+    for path in sorted(times, key=times.__getitem__):
+        if logged.get(path, float("-inf")) < times[path]:
+            score = scores[path].item() if hasattr(scores[path], "item") else scores[path]
             metadata = {"score": score, "original_filename": os.path.basename(path)}
             aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]
-            checkpoints.append(_NewCheckpoint(summary.time, path, metadata, aliases))
-    return checkpoints
-
-
-def _to_wandb(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
-    wandb: Any = importlib.import_module("wandb")
-    metadata = {**checkpoint.metadata, callback.__class__.__name__: _settings(callback)}  # callback is a weak proxy
-    artifact = wandb.Artifact(name=_lightning.artifact_name(logger), type="model", metadata=metadata)
-    artifact.add_dir(os.path.realpath(checkpoint.path), name="model.ckpt", policy=logger.add_file_policy)
-    logger.experiment.log_artifact(artifact, aliases=checkpoint.aliases)
-
-
-def _to_mlflow(logger: Any, checkpoint: _NewCheckpoint, callback: Any) -> None:
-    artifact = Path(checkpoint.path).stem
-    directory = os.path.realpath(checkpoint.path)
-    logger.experiment.log_artifacts(logger.run_id, directory, f"{artifact}/{os.path.basename(checkpoint.path)}")
-    with tempfile.TemporaryDirectory() as extra_files:
-        metadata = {**checkpoint.metadata, "Checkpoint": _settings(callback)}
-        Path(extra_files, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # JSON is YAML
-        Path(extra_files, "aliases.txt").write_text(str(checkpoint.aliases))
-        logger.experiment.log_artifacts(logger.run_id, extra_files, artifact)
+            upload(logger, callback, path, metadata, aliases)
+            logged[path] = times[path]
 
 
 def _settings(callback: Any) -> dict[str, Any]:
     return {name: getattr(callback, name) for name in _lightning.SETTINGS_LOGGED if hasattr(callback, name)}
 
 
-_UPLOADS: dict[str, Callable[[Any, _NewCheckpoint, Any], None]] = {"WandbLogger": _to_wandb, "MLFlowLogger": _to_mlflow}
+def _to_wandb(logger: Any, callback: Any, path: str, metadata: dict[str, Any], aliases: list[str]) -> None:
+    wandb: Any = importlib.import_module("wandb")
+    metadata = {**metadata, callback.__class__.__name__: _settings(callback)}
+    artifact = wandb.Artifact(name=_lightning.artifact_name(logger), type="model", metadata=metadata)
+    artifact.add_dir(os.path.realpath(path), name="model.ckpt", policy=logger.add_file_policy)
+    logger.experiment.log_artifact(artifact, aliases=aliases)
+
+
+def _to_mlflow(logger: Any, callback: Any, path: str, metadata: dict[str, Any], aliases: list[str]) -> None:
+    artifact, metadata = Path(path).stem, {**metadata, "Checkpoint": _settings(callback)}
+    logger.experiment.log_artifacts(logger.run_id, os.path.realpath(path), f"{artifact}/{os.path.basename(path)}")
+    with tempfile.TemporaryDirectory() as extra_files:
+        Path(extra_files, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # JSON is YAML
+        Path(extra_files, "aliases.txt").write_text(str(aliases))
+        logger.experiment.log_artifacts(logger.run_id, extra_files, artifact)
+
+
+_UPLOADS = {"WandbLogger": _to_wandb, "MLFlowLogger": _to_mlflow}

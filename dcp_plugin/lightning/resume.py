@@ -27,10 +27,9 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.integration import random_streams
-from dcp_plugin.integration.key_names import EXTRA, RNG
 from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.integration.values import refuse_unstorable
+from dcp_plugin.integration.stored import EXTRA, RNG, refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import DATALOADERS, MADE_BY, MADE_IN, PLATEAU, Checkpoint
@@ -208,11 +207,6 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
     owners = (dataloader, getattr(dataloader, "sampler", None), inner)
     generators = [getattr(owner, "generator", None) for owner in owners]
     return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
-
-
-def saves_by_itself(trainer: Any) -> bool:
-    """Return whether the trainer runs a fit with callbacks that save checkpoints."""
-    return trainer.state.fn == "fit" and bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run
 
 
 def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:

@@ -97,7 +97,7 @@ class LightningAdapter(StrategyAdapter):
         self.stock.setup(trainer)
         self._set_up = True
         self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
-        if resume.saves_by_itself(trainer):
+        if self.fitting and trainer.checkpoint_callbacks and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             preflight = functools.partial(resume.preflight, trainer, self.io.config.allow_pickle)
             ranks.agree("see whether checkpoints could be saved", preflight)
 
@@ -141,18 +141,9 @@ class LightningAdapter(StrategyAdapter):
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
         state = layout.to_state(checkpoint, io.config.allow_pickle)
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
-        aliases, files = None, None
-        if io.config.stock_aliases:
-            aliases, files = layout.add_for_stock(strategy, checkpoint, state)
-        io.save(
-            state,
-            path,
-            checkpoint.get("global_step"),
-            files,
-            owners=[strategy.model, *optimizers],
-            aliases=aliases,
-            metrics=self._metrics(io.monitor),
-        )
+        added = layout.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
+        owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
+        io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)
         if self.trainer.state.stopped:  # no later hook waits for the save
             io.wait()
 
@@ -261,18 +252,15 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """At the start of a fit without a checkpoint, warm-start the model from ``init_from``, and log the start."""
         if _lightning.begins_stage(*args, **kwargs) and self.fitting:
-            self._start()
+            io = self.io
+            if self.trainer.ckpt_path is None:
+                continues = self.trainer.global_step > 0  # from the end of this trainer's last fit
+                io.restart = None if continues else io.start(self.model, self.module.strict_loading)
+            if io.init_from is not None and io.restart is not None:
+                rank_zero_info(str(io.restart))
         self.stock.barrier(*args, **kwargs)
-
-    def _start(self) -> None:
-        """Warm-start the model from ``init_from`` in a fit without a checkpoint, and log the start."""
-        io = self.io
-        if self.trainer.ckpt_path is None:
-            continues = self.trainer.global_step > 0  # from the end of this trainer's last fit
-            io.restart = None if continues else io.start(self.model, self.module.strict_loading)
-        if io.init_from is not None and io.restart is not None:
-            rank_zero_info(str(io.restart))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -5,29 +5,72 @@ ShardedTensor | value}``. A load converts in the other direction. The rule: keys
 unwrapped module, whatever wraps it.
 """
 
+from dcp_plugin.state.adapters import CalledLast, NamesOnly, Unapplied
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
-from dcp_plugin.state.module import apply_module, gather_module, inside_ddp
+from dcp_plugin.state.module import apply_module, flat_parameter_names, gather_module, inside_ddp, materialise
+from dcp_plugin.state.names import (
+    contains_fsdp1,
+    is_of_no_module,
+    joint_module,
+    loose_module,
+    module_of,
+    parameter_names,
+    parameters_by_name,
+    without_wrappers,
+)
 from dcp_plugin.state.optimizer import (
+    BESIDE,
+    EXTRA_STATE,
+    GROUPS,
+    Nested,
     OwnLayout,
+    extras_of,
     flatten_optimizer,
+    flatten_tree,
     gather_optimizer,
+    group_list,
+    group_names,
     groups_of,
     unflatten_optimizer,
 )
 from dcp_plugin.state.optimizer_load import load_into
+from dcp_plugin.state.per_rank import PerRank, without_sampler
 from dcp_plugin.tensors._torch_modules import unwrapped_optimizer
 
 __all__ = [
+    "BESIDE",
+    "EXTRA_STATE",
+    "GROUPS",
+    "CalledLast",
+    "NamesOnly",
+    "Nested",
     "OwnLayout",
+    "PerRank",
+    "Unapplied",
     "apply_module",
+    "contains_fsdp1",
+    "extras_of",
+    "flat_parameter_names",
     "flatten_optimizer",
+    "flatten_tree",
     "gather_module",
     "gather_optimizer",
+    "group_list",
+    "group_names",
     "groups_of",
     "inside_ddp",
+    "is_of_no_module",
+    "joint_module",
     "load_into",
+    "loose_module",
     "mark_parameters",
     "mark_slots",
+    "materialise",
+    "module_of",
+    "parameter_names",
+    "parameters_by_name",
     "unflatten_optimizer",
     "unwrapped_optimizer",
+    "without_sampler",
+    "without_wrappers",
 ]

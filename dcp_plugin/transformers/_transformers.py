@@ -22,8 +22,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.state import gather_module
-from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
+from dcp_plugin.state import contains_fsdp1, gather_module, parameters_by_name
 from dcp_plugin.tensors._torch import DTensor, is_tensor
 
 StockTrainer = Trainer
@@ -117,18 +116,6 @@ def is_adapted(model: nn.Module) -> bool:
     return is_peft_model(model)
 
 
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    logging: Any = transformers_logging  # untyped
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def is_overridden(method: Any) -> bool:
     """Return whether a subclass or the instance overrides a method of ``transformers.Trainer``."""
     return getattr(method, "__module__", None) != StockTrainer.__module__
@@ -206,8 +193,14 @@ def describe_model(trainer: Trainer, directory: str) -> None:
         _describe_training(trainer, directory)
         return
     # The parts of the Trainer's ``_save`` cannot be called alone.
-    with _without_progress_bar():  # the bar counts weights, and none are written here
+    logging: Any = transformers_logging  # untyped
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # the bar counts weights, and none are written here
+    try:
         StockTrainer._save(trainer, directory, state_dict={})
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
     for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
         if os.path.exists(empty := os.path.join(directory, name)):
             os.remove(empty)

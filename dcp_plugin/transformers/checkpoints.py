@@ -43,15 +43,13 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, inspect_files
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.values import plain
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, inspect_files, plain
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import unwrapped_optimizer
-from dcp_plugin.state.names import contains_fsdp1
+from dcp_plugin.state import contains_fsdp1, unwrapped_optimizer
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
 
@@ -68,28 +66,24 @@ def model_of(trainer: Trainer) -> nn.Module:
     return model
 
 
-def optimizer_of(trainer: Trainer) -> torch.optim.Optimizer:
-    return unwrapped_optimizer(trainer.optimizer)
-
-
-def scaler_of(trainer: Trainer) -> Any:
-    return getattr(trainer.accelerator, "scaler", None)
-
-
 def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
     """Return the named state of a trainer. Collective under FSDP1."""
     extra: dict[str, Any] = {SAMPLES: trainer.get_total_train_batch_size(trainer.args)}
     state: dict[str, Any] = {MODEL: model_of(trainer), EXTRA: extra}
     if trainer.args.save_only_model:
         return state
-    schedule: Any = trainer.lr_scheduler
-    state[OPTIM] = optimizer_of(trainer)
-    extra[SCHEDULER] = plain(schedule.state_dict())
-    if (scaler := scaler_of(trainer)) is not None:
-        extra[SCALER] = scaler.state_dict()
+    state[OPTIM] = unwrapped_optimizer(trainer.optimizer)
+    for name, value in _plain_parts(trainer).items():
+        extra[name] = plain(value.state_dict())
     if with_rng:
         extra[RNG] = of_rank(trainer.args.process_index, trainer.args.device)
     return state
+
+
+def _plain_parts(trainer: Trainer) -> dict[str, Any]:
+    """Return the schedule, and the gradient scaler if there is one."""
+    parts = {SCHEDULER: trainer.lr_scheduler, SCALER: getattr(trainer.accelerator, "scaler", None)}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 class ToLoad:
@@ -107,15 +101,14 @@ class ToLoad:
         self.streams_continue = False
         self.state: dict[str, Any] = {MODEL: model_of(trainer)}
         if OPTIM in names:
-            self.state[OPTIM] = optimizer_of(trainer)
+            self.state[OPTIM] = unwrapped_optimizer(trainer.optimizer)
         wanted = [f"{EXTRA}.{name}" for name in (self.streams.name, SCHEDULER, SCALER)]
         self.state.update({name: {} for name in wanted if name in names})
 
     def finish(self) -> None:
         """Load the values that were read into the schedule and the scaler."""
-        objects: dict[str, Any] = {SCHEDULER: self._trainer.lr_scheduler, SCALER: scaler_of(self._trainer)}
-        for name, target in objects.items():
-            if target is not None and (saved := self.state.get(f"{EXTRA}.{name}")):
+        for name, target in _plain_parts(self._trainer).items():
+            if saved := self.state.get(f"{EXTRA}.{name}"):
                 target.load_state_dict(saved)
 
     def continue_streams(self) -> None:
@@ -216,7 +209,11 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     path = as_path(path, config.storage_options)
     state = state_of(path) if files is None else None
     if files is None and state is None:
-        path = _local(path)
+        with damage_in(path):
+            kind = kind_of(path)
+        if not kind and not isinstance(path, Path):
+            raise CheckpointNotFound(f"{path}: nothing is there")
+        path = local_path(path, "what transformers has saved without this package", _COPY_IT)
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
         return Found(path)
@@ -224,21 +221,17 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
         raise CheckpointIncomplete(f"{path}: {state.reason}")
     info = inspect_files(path, files)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
-    extra = {name: None for name in (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}") if name in names}
+    wanted = (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}")
+    extra: dict[str, Any] = {name: None for name in wanted if name in names}
     Checkpointer(config, solo=True).restore(extra, path, files=files)
-    if config.verify_on_load:
-        _compare_trainer_state(path, files, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
+    saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.verify_on_load else None
+    if saved is not None and read_file(path, TRAINER_STATE_NAME, files) != saved.encode():
+        raise CheckpointCorrupt(
+            f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
+            f"CheckpointConfig(verify_on_load=False)."
+        )
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
     return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))
-
-
-def _local(path: Where) -> Path:
-    """Return the local path of a checkpoint of stock transformers."""
-    with damage_in(path):
-        kind = kind_of(path)
-    if not kind and not isinstance(path, Path):
-        raise CheckpointNotFound(f"{path}: nothing is there")
-    return local_path(path, "what transformers has saved without this package", _COPY_IT)
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
@@ -313,11 +306,3 @@ def _incomplete_reason(path: Path) -> str:
 def _name_of(key: str) -> str:
     parts = key.split(".")
     return ".".join(parts[: 1 if parts[0] != EXTRA else 3 if parts[1:2] == [RNG] else 2])
-
-
-def _compare_trainer_state(path: Where, source: SourceFiles | None, saved: str | None) -> None:
-    if saved is not None and read_file(path, TRAINER_STATE_NAME, source) != saved.encode():
-        raise CheckpointCorrupt(
-            f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
-            f"CheckpointConfig(verify_on_load=False)."
-        )

@@ -35,8 +35,8 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.files import local_copy
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
 from dcp_plugin.paths import PathLike, as_local, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle

@@ -35,7 +35,7 @@ def _trained(fabric: Any, steps: int = 1) -> Any:
 
 @on_ranks(1)
 def test_names_are_those_that_every_integration_and_stock_read(tmp_path: Path) -> None:
-    """Those of key_names.py, so that every other integration and stock torch find model and optimizer."""
+    """Those of integration/stored.py, so that every other integration and stock torch find model and optimizer."""
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

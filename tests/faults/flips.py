@@ -29,7 +29,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.format import INDEX, METADATA, SUMMARY
-from dcp_plugin.integration.key_names import keys_by_name
+from dcp_plugin.integration.stored import keys_by_name
 from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import same_tree

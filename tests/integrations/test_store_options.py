@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.integration.values import plain
+from dcp_plugin.integration.stored import plain
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, StoreOptions, as_path
 from tests import launch

@@ -138,7 +138,7 @@ def test_what_was_linked_is_told_and_does_not_count_as_written(tmp_path: Path) -
     io = DCPCheckpointIO()
     io.on_saved = figures.append
     for number in range(2):
-        handle = io.save({"model": model, "step": number}, tmp_path / str(number), number, None, (), None, {})
+        handle = io.save({"model": model, "step": number}, tmp_path / str(number), number)
         io.wait()
         assert handle.finished is not None
         seconds.append(handle.finished.seconds)

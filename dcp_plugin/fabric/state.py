@@ -1,13 +1,30 @@
-"""Loads by ``fabric.load``: checkpoints of every framework, and of Fabric without this package.
+"""Names of a Fabric state in a checkpoint, which every other framework's integration reads.
 
-Rank 0 examines the checkpoint for all ranks, so that all ranks request the same keys of the core, or raise the same
-error.
+| in the state                         | in the checkpoint                                                |
+|--------------------------------------|------------------------------------------------------------------|
+| modules                              | ``model.<FQN>``, or ``model_0.…``, ``model_1.…`` in their order  |
+| optimizers                           | ``optim.…``, or ``optim_0.…``, ``optim_1.…``                     |
+| dataloaders that know their position | ``extra.<name>.<data rank>.…``, one per data-parallel rank       |
+| everything else                      | ``extra.<name>``                                                 |
+| (random streams of every rank)       | ``extra.rng.<rank>.streams``                                     |
+| (the user's names of all these)      | ``extra.fabric_names``                                           |
+
+A plain value, or an object with ``state_dict`` that is not a dataloader, is saved with rank 0's value.
+
+Creating an iterator over a dataloader draws from the random generators, and the user's loop does so after the load.
+Therefore the load creates the iterator: ``StatefulDataLoader.state_dict()`` makes the iterator that the next ``for
+batch in loader`` takes, and the random streams are restored after that. Between two epochs this iterator is at its end,
+and the loop creates the next in its ordinary way, with the same draws as without the interruption. The user must put
+the loader into the state, and call ``fabric.load`` before the loop over it.
+
+In a load, rank 0 examines the checkpoint for all ranks, so that all ranks request the same keys of the core, or raise
+the same error. Checkpoints of every framework are loaded, and of Fabric without this package.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,22 +32,36 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.fabric import state_mapping
-from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, RandomStreams, names_for, of_kind, trained_modules
 from dcp_plugin.integration.files import META, is_regular_file, load_torch_file
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
-from dcp_plugin.integration.lightning_packages import data_rank
-from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.lightning_packages import data_rank, made_by
+from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name, numbered, plain
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import inside_ddp, unflatten_optimizer
-from dcp_plugin.state.names import is_of_no_module
-from dcp_plugin.state.optimizer import BESIDE, GROUPS
-from dcp_plugin.state.per_rank import PerRank
+from dcp_plugin.state import (
+    BESIDE,
+    GROUPS,
+    CalledLast,
+    NamesOnly,
+    OwnLayout,
+    PerRank,
+    flatten_optimizer,
+    gather_module,
+    gather_optimizer,
+    inside_ddp,
+    is_of_no_module,
+    joint_module,
+    loose_module,
+    mark_parameters,
+    mark_slots,
+    module_of,
+    unflatten_optimizer,
+)
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 from dcp_plugin.tools.contents import info_of
 
@@ -39,7 +70,188 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_plugin")
 
+NAMES = "fabric_names"
 OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
+STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
+
+Filter = Callable[[str, Any], bool]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Object of the state that consists of two functions, which the core calls when all ranks take part."""
+
+    state_dict: Callable[[], dict[str, Any]] = dict
+    load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
+
+
+class RandomStreams(Callbacks, CalledLast):
+    """Random streams of a rank, saved and restored after the dataloaders, which may draw from them."""
+
+
+def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if isinstance(value, kind)}
+
+
+def as_asked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with the modules whose state Fabric saves: for a DDP module the module inside."""
+    return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
+
+
+def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
+    """Return the state under the names of the table above.
+
+    Raises:
+        CheckpointMismatch: The state uses a name that this package reserves.
+    """
+    state = as_asked(state)
+    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
+    with_rng = adapter.attachment.config.rng
+    taken = sorted(state.keys() & {NAMES, *([RNG] if with_rng else [])})
+    if taken:
+        raise CheckpointMismatch(
+            f"the state has the name {taken[0]!r}, under which dcp_plugin keeps its own. Rename it"
+            + (", or take attach(fabric, rng=False)." if taken[0] == RNG else ".")
+        )
+    users = [*modules, *optimizers]
+    ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
+    trained = trained_modules(adapter, state)
+    named = {
+        name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
+        for user, name in zip(users, ours, strict=True)
+    }
+    named.update(names_for(trained, list(of_kind(nn.Module, named).values())))
+    extra = {user: _extra(adapter, value, filters.get(user)) for user, value in state.items() if user not in users}
+    extra[NAMES] = dict(zip(ours, users, strict=True))
+    if with_rng:
+        rank, device = adapter.rank, adapter.strategy.root_device
+        extra[RNG] = {str(rank): RandomStreams(lambda: of_rank(rank, device)[str(rank)])}
+    return {**named, EXTRA: extra}
+
+
+def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
+    """Return the module that each optimizer of the state trains: a module of the state, else of ``setup``. It is a
+    joint module if an optimizer trains several modules, or parameters of no module (:mod:`dcp_plugin.state.names`).
+
+    Args:
+        loose: Permit an optimizer without a parameter of a known module.
+
+    Raises:
+        CheckpointMismatch: The module of an optimizer was not set up by this Fabric after ``attach``, and ``loose`` is
+            False or the strategy keeps shards.
+    """
+    optimizers = of_kind(Optimizer, state)
+    return {name: _trained(adapter, name, optimizer, state, loose) for name, optimizer in optimizers.items()}
+
+
+def _trained(
+    adapter: FabricAdapter, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool
+) -> nn.Module:
+    modules = of_kind(nn.Module, state)
+    try:
+        return module_of(name, optimizer, {**modules, **adapter.modules})
+    except CheckpointMismatch:
+        named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
+        named.update({f"set_up_{number}": module for number, module in enumerate(adapter.modules.values())})
+        joint = joint_module(name, optimizer, named, state)
+        if joint is None and (adapter.keeps_shards or not loose):
+            raise
+        return loose_module(optimizer) if joint is None else joint
+
+
+def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
+    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
+    return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
+
+
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
+    """Return the part of a module's, or an optimizer's, state dict that passes a filter, as Fabric defines it."""
+    if trained is None:
+        return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
+
+    def of_optimizer() -> Any:
+        state = gather_optimizer(trained, value)
+        if isinstance(state, OwnLayout):
+            return _passing(state, wanted) if isinstance(state, dict) else state
+        nested = {"state": {}, "param_groups": [], **_passing(state, wanted)}
+        return mark_slots(trained, value, flatten_optimizer(nested))
+
+    return Callbacks(of_optimizer)
+
+
+def _extra(adapter: FabricAdapter, value: Any, wanted: Filter | None) -> Any:
+    if has_position(value):
+        return {str(data_rank(adapter.strategy)[0]): Callbacks(partial(position_of, value))}
+    if wanted is not None and isinstance(value, Stateful):
+        return Callbacks(lambda: _passing(value.state_dict(), wanted))
+    if wanted is not None and isinstance(value, dict):
+        return Callbacks(lambda: plain(_passing(value, wanted)))
+    return value if isinstance(value, Stateful) else plain(value)
+
+
+def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if wanted(key, value)}
+
+
+def has_position(value: object) -> bool:
+    """Return whether a value is a dataloader with a position, such as torchdata's ``StatefulDataLoader``."""
+    return isinstance(value, DataLoader) and isinstance(value, Stateful)
+
+
+def position_of(loader: Any) -> dict[str, Any]:
+    sampler = _sampler_with_epoch(loader)
+    return {
+        "position": loader.state_dict(),
+        "made_by": made_by(loader),
+        "epoch": None if sampler is None else sampler.epoch,
+        "generator": None if loader.generator is None else loader.generator.get_state(),
+    }
+
+
+def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, Any]) -> None:
+    """Have the next iteration over the loader continue at the result of :func:`position_of`, without drawing first.
+
+    Args:
+        warn: Function that warns the user of a position that this loader cannot take.
+    """
+    sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
+    if sampler is not None and state["epoch"] is not None:
+        _number_epochs_from(sampler, state["epoch"], finished)
+    if state["made_by"] == made_by(loader):
+        loader.load_state_dict(state["position"])
+        loader.state_dict()
+    elif not finished:
+        warn(
+            f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
+            f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
+            "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."
+        )
+    if loader.generator is not None and state["generator"] is not None:
+        loader.generator.set_state(state["generator"])
+
+
+def _sampler_with_epoch(loader: Any) -> Any:
+    """Return the loader's sampler with ``set_epoch``, such as torch's ``DistributedSampler``; None without any."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            return sampler
+    return None
+
+
+def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
+    """Have the sampler count epochs from that of the checkpoint. Fabric calls ``set_epoch`` with the number of the
+    loader's iterations in this process, which would repeat the orders of the first epochs."""
+    set_epoch = type(sampler).set_epoch.__get__(sampler)
+    offset: int | None = None
+
+    def counting_on(calls: int) -> None:
+        nonlocal offset
+        if offset is None:
+            offset = epoch + finished - calls
+        set_epoch(calls + offset)
+
+    set_epoch(epoch)
+    sampler.set_epoch = counting_on
 
 
 @dataclass(frozen=True)
@@ -117,8 +329,10 @@ def load(
         NotInCheckpoint: A name of ``state`` is not in the checkpoint, if ``strict``.
         CheckpointMismatch: The checkpoint does not fit.
     """
+    ranks = adapter.checkpointer.ranks
     if isinstance(state, (nn.Module, Optimizer)):
-        _load_raw(adapter, path, files, state, strict)
+        contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, []))
+        _load_raw(adapter, contents, files, state, strict)
         return {}
     state = {} if state is None else state
     if not state and adapter.keeps_shards:
@@ -126,10 +340,10 @@ def load(
             f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
             "restore: the full model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
-    objects = state_mapping.as_asked(state)
+    objects = as_asked(state)
     modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
     data = [name for name in state if name not in modules and name not in optimizers]
-    contents = _contents(adapter, path, files, data)
+    contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, data))
     if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
     places = _places(state, contents, strict)
@@ -145,11 +359,6 @@ def load(
         if _is_replaced(state[name]):
             state[name] = target[place]
     return {name: _nested(target[place], place in contents.optimizers) for name, place in remainder.items()}
-
-
-def _contents(adapter: FabricAdapter, path: Where, files: SourceFiles | None, wanted: list[str]) -> Contents:
-    """Return on every rank the contents that rank 0 reads."""
-    return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, wanted))
 
 
 def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
@@ -195,16 +404,16 @@ def _live_places(kind: str, live: Mapping[str, Any], contents: Contents) -> dict
 
 def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
     """Return the targets of the core for an item of the state, by key."""
-    if not state_mapping.has_position(value):
+    if not has_position(value):
         return {place: None if _is_replaced(value) else value}
     rank, ranks = data_rank(adapter.strategy)
     saved_on = contents.extras.get(name, [])
     warn = partial(_warn, adapter, contents)
     if len(saved_on) == ranks:
-        return {f"{place}.{rank}": Callbacks(load_state_dict=partial(state_mapping.continue_at, value, warn))}
+        return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, warn))}
     warn(
         f"the position of {name!r} was saved on {len(saved_on)} data-parallel ranks and this run has {ranks}: "
-        f"{state_mapping.STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint "
+        f"{STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint "
         "made between two epochs."
     )
     return {}
@@ -232,6 +441,7 @@ def _remainder(adapter: FabricAdapter, contents: Contents, taken: set[str]) -> d
 
 
 def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
+    """Return the target of the random streams that this rank continues, by key."""
     saved_on = frozenset(contents.extras.get(RNG, []))
     streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
@@ -240,15 +450,12 @@ def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
-    """Return an optimizer's state dict in Fabric's nested layout; any other value unchanged."""
-    if not is_optimizer or not isinstance(value, dict) or not any(map(_is_flat, value)):
+    """Return an optimizer's state dict in Fabric's nested layout; any other value, also an optimizer's own layout,
+    unchanged."""
+    has_flat_keys = isinstance(value, dict) and any(str(key).startswith(("state.", "param_groups.")) for key in value)
+    if not is_optimizer or not has_flat_keys:
         return value
     return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
-
-
-def _is_flat(key: Any) -> bool:
-    """Return whether a key belongs to torch's layout of an optimizer. Other layouts may have any keys."""
-    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
 
 
 def _load_made_by_fabric(
@@ -273,10 +480,10 @@ def _load_made_by_fabric(
 
 
 def _load_raw(
-    adapter: FabricAdapter, path: Where, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
+    adapter: FabricAdapter, contents: Contents, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
 ) -> None:
     """Load a module or an optimizer from a checkpoint with a single object of this kind."""
-    contents = _contents(adapter, path, files, [])
+    path = contents.path
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in contents.sharded if top not in contents.optimizers])
         adapter.checkpointer.restore({name: inside_ddp(value)}, path, strict=strict)
