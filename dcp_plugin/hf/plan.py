@@ -217,9 +217,14 @@ def plan_model(given: Settings, reader: ShardedReader, prefix: str | None, stric
     model = _build(settings, dtype, tied)
     if dtype is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
         model = _build(settings, dtype, tied)
-    if settings.adapter_config is None:
-        return _Comparison(settings, model, model, strict).plan(path, index, prefix)
-    return _plan_with_adapters(settings, model, path, index, prefix, strict)
+    if settings.adapter_config is not None:
+        return _plan_with_adapters(settings, model, path, index, prefix, strict)
+    keys, name = list(model.state_dict()), type(model).__name__
+    if prefix is not None:
+        match = _prefix(prefix, keys, index, path, name)
+    else:
+        match = find_model_prefix(keys, index, path, name, model.base_model_prefix)
+    return _compare(settings, model, model, [(Source(path, match), index, keys)], strict)
 
 
 def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:
@@ -251,11 +256,11 @@ def _plan_with_adapters(
     of_base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     module = _transformers.peft_model_of(model, copy.deepcopy(settings.adapter_config))
     state = module.state_dict(keep_vars=True)
-    comparison = _Comparison(settings, model, module, strict)
     adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
     adapter_prefix = _prefix(prefix, adapters, index, path, "the adapters")
     if any(adapter_prefix.stored(key) in index for key in state if key not in adapters):
-        return comparison.plan(path, index, adapter_prefix.there)
+        complete = Source(path, ModelPrefix(adapter_prefix.there))
+        return _compare(settings, model, module, [(complete, index, list(state))], strict)
     if settings.base is None:
         named = getattr(settings.adapter_config, "base_model_name_or_path", None)
         raise CheckpointMismatch(
@@ -268,7 +273,8 @@ def _plan_with_adapters(
         base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
         wrapped = any(key != name for key, name in keys.items())
         base = Source(reader.path, ModelPrefix(base_prefix.there, _IN_PEFT), wrapped)
-        return comparison.plan_of([(Source(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))])
+        parts = [(Source(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))]
+        return _compare(settings, model, module, parts, strict)
 
 
 def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
@@ -280,66 +286,52 @@ def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Wh
     return ModelPrefix(prefix)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Comparison of a model on the meta device with stored keys."""
-
-    settings: Settings
-    model: PreTrainedModel
-    module: nn.Module
-    strict: bool
-
-    def plan(self, path: Where, index: CheckpointIndex, prefix: str | None) -> ModelPlan:
-        keys, name = list(self.module.state_dict()), type(self.model).__name__
-        if prefix is not None:
-            match = _prefix(prefix, keys, index, path, name)
-        else:
-            match = find_model_prefix(keys, index, path, name, self.model.base_model_prefix)
-        return self.plan_of([(Source(path, match), index, keys)])
-
-    def plan_of(self, parts: list[tuple[Source, CheckpointIndex, list[str]]]) -> ModelPlan:
-        """Compare each source with the keys that it has to fill."""
-        sources, missing, problems = [], list[str](), list[str]()
-        tensors = self.module.state_dict(keep_vars=True)
-        for source, index, keys in parts:
-            stored = {key: source.stored(key) for key in keys}
-            absent = self._absent(stored, index, tensors)
-            problems += _other_shapes(stored, index, tensors)
-            lost, extra = _transformers.ignored(self.model, absent, _unexpected(stored, source.prefix, index))
-            problems += self._differences(source, len(keys), lost, extra)
-            missing += absent
-            sources.append(replace(source, unexpected=extra))
-        if problems:
-            raise CheckpointMismatch("\n  ".join(first(problems)))
-        return ModelPlan(self.model, self.module, sources, missing, self.settings.generation_config)
-
-    def _absent(self, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:
-        """Return the keys that are not stored, and whose tied weights are not stored under another name."""
-        same: dict[Any, list[str]] = defaultdict(list)
-        owner: Mapping[str, str] = self.model.all_tied_weights_keys
-        for key in stored:
-            name = key.removeprefix(_IN_PEFT)
-            inside = key[: len(key) - len(name)]
-            first_name = inside + owner.get(name, name)
-            same[id(tensors.get(first_name, tensors[key]))].append(key)
-        return [
-            key for keys in same.values() if not any(stored[tied_key] in index for tied_key in keys) for key in keys
-        ]
-
-    def _differences(self, source: Source, count: int, missing: list[str], unexpected: list[str]) -> list[str]:
+def _compare(
+    settings: Settings,
+    model: PreTrainedModel,
+    module: nn.Module,
+    parts: list[tuple[Source, CheckpointIndex, list[str]]],
+    strict: bool,
+) -> ModelPlan:
+    """Compare each source with the keys that it has to fill."""
+    sources, missing, problems = [], list[str](), list[str]()
+    tensors = module.state_dict(keep_vars=True)
+    for source, index, keys in parts:
+        stored = {key: source.stored(key) for key in keys}
+        absent = _absent(model, stored, index, tensors)
+        problems += _other_shapes(stored, index, tensors)
+        lost, extra = _transformers.ignored(model, absent, _unexpected(stored, source.prefix, index))
         lines = []
-        if missing:
-            lines.append(f"{len(missing)} of its {count} keys are not in the checkpoint: {some(missing, 6)}")
-        if unexpected:
-            lines.append(f"{len(unexpected)} keys are only in the checkpoint: {some(unexpected, 6)}")
-        if not lines:
-            return []
-        kind, where = type(self.model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
-        if self.strict:
+        if lost:
+            lines.append(f"{len(lost)} of its {len(keys)} keys are not in the checkpoint: {some(lost, 6)}")
+        if extra:
+            lines.append(f"{len(extra)} keys are only in the checkpoint: {some(extra, 6)}")
+        differences = "; ".join(lines)
+        kind, where = type(model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
+        if lines and strict:
             advice = "strict=False initialises what is missing, and leaves out what is unexpected"
-            return [f"{where} does not fit {kind}: {'; '.join(lines)}. {advice}."]
-        warnings.warn(f"{where} and {kind} differ: {'; '.join(lines)}. Initialised: what is missing.", stacklevel=2)
-        return []
+            problems.append(f"{where} does not fit {kind}: {differences}. {advice}.")
+        elif lines:
+            warnings.warn(f"{where} and {kind} differ: {differences}. Initialised: what is missing.", stacklevel=2)
+        missing += absent
+        sources.append(replace(source, unexpected=extra))
+    if problems:
+        raise CheckpointMismatch("\n  ".join(first(problems)))
+    return ModelPlan(model, module, sources, missing, settings.generation_config)
+
+
+def _absent(
+    model: PreTrainedModel, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]
+) -> list[str]:
+    """Return the keys that are not stored, and whose tied weights are not stored under another name."""
+    same: dict[Any, list[str]] = defaultdict(list)
+    owner: Mapping[str, str] = model.all_tied_weights_keys
+    for key in stored:
+        name = key.removeprefix(_IN_PEFT)
+        inside = key[: len(key) - len(name)]
+        first_name = inside + owner.get(name, name)
+        same[id(tensors.get(first_name, tensors[key]))].append(key)
+    return [key for keys in same.values() if not any(stored[tied_key] in index for tied_key in keys) for key in keys]
 
 
 def _unexpected(stored: Mapping[str, str], prefix: ModelPrefix, index: CheckpointIndex) -> list[str]:
