@@ -79,8 +79,8 @@ def test_the_ranges_of_any_box_hold_its_bytes_and_little_more() -> None:
         held = np.concatenate([np.arange(start, start + run) for start in starts])
         assert held.tolist() == _box(numbers, offsets, lengths).reshape(-1).tolist()
         for block in (None, 8):
-            ranges = covering(starts, run, block, numbers.numel())
-            read = np.concatenate([np.arange(*one) for one in ranges])
+            begins, ends = covering(starts, run, block, numbers.numel())
+            read = np.concatenate([np.arange(*one) for one in zip(begins, ends, strict=True)])
             assert len(np.unique(read)) == len(read) and set(held) <= set(read.tolist())
             at_the_ends = 2 * (block or 0) if len(starts) == 1 else 0
             assert len(read) <= (1 + MOST_WASTE) * len(held) + at_the_ends

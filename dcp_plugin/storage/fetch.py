@@ -233,6 +233,7 @@ def of_box(
         return
     location = chunk.location
     offsets, lengths = box
+    straight = is_plain_memory(target) and target.dtype == dtype
     first, run, runs, near = 0, location.payload_length, 1, False
     if lengths != chunk.sizes:
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
@@ -240,24 +241,27 @@ def of_box(
         if runs > 1 and not gap:
             near = _are_near(starts, run)
             gap = _BETWEEN_RUNS if near else 0
-            straight = not near and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
-            if straight and _are_read_alone(starts, run, block, location.payload_length):
-                yield from _of_runs(key, location, starts, run, target, block)
-                return
+            if straight and not near and run <= _DIRECT_PIECE:
+                begins, ends = covering(starts, run, block, location.payload_length)
+                if np.array_equal(begins, starts) and np.array_equal(ends, starts + run):
+                    yield from _of_runs(key, location, starts, run, target, block)
+                    return
     if runs > 1 or not target.is_contiguous():
         strides = strides_of(chunk.sizes)
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
-            ranges = covering(starts, run, block, location.payload_length, gap)
-            if near and _length(ranges) > (1 + MOST_WASTE) * (int(starts[-1] - starts[0]) + run):
-                ranges = covering(starts, run, None, location.payload_length, gap)
+            begins, ends = covering(starts, run, block, location.payload_length, gap)
+            if near and (ends - begins).sum() > (1 + MOST_WASTE) * (int(starts[-1] - starts[0]) + run):
+                begins, ends = covering(starts, run, None, location.payload_length, gap)
+            ranges = list(zip(begins.tolist(), ends.tolist(), strict=True))
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
-    straight = is_plain_memory(target) and target.dtype == dtype
     memory = memory_view(target) if straight else memoryview(b"")
     flat = target.view(-1)
     for start, stop in _cuts(first, first + run, _DIRECT_PIECE if straight else _COPIED_PIECE):
-        ranges = covering_one(start, stop, block, location.payload_length)
+        ranges = [(start, stop)]
+        if block is not None:
+            ranges = [(start // block * block, min(-(-stop // block) * block, location.payload_length))]
         if straight:
             yield IntoMemory(key, location, ranges, block, start, memory[start - first : stop - first], target)
         else:
@@ -269,17 +273,6 @@ def _are_near(starts: Positions, run: int) -> bool:
     """Return whether the gaps between runs are small, but too large for :func:`covering` to read across them anyway."""
     nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
     return nearby and int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
-
-
-def _are_read_alone(starts: Positions, run: int, block: int | None, end: int) -> bool:
-    """Return whether :func:`covering` would make each run a separate range; computed without an object per run."""
-    needed = run * len(starts)
-    if block is not None:
-        begins, stops = _edges(*_whole_blocks(starts, starts + run, block, end), 0)
-        covered = int((stops - begins).sum())
-        if covered <= (1 + MOST_WASTE) * needed:
-            return covered == needed
-    return int((starts[1:] - starts[:-1]).min()) - run > int(MOST_WASTE * run)
 
 
 def _of_runs(
@@ -356,39 +349,28 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
     return starts * itemsize, prod(lengths[max(cut - 1, 0) :]) * itemsize
 
 
-def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
-    """Return the range to read for one run of a payload that ends at ``end``; ``block`` is None without checksums."""
-    return [(start, stop) if block is None else (start // block * block, min(-(-stop // block) * block, end))]
+def covering(starts: Positions, length: int, block: int | None, end: int, gap: int = 0) -> tuple[Positions, Positions]:
+    """Return the begins and ends of the ranges to read for these runs of a payload.
 
+    A range consists of complete blocks if these cost little more, and goes across gaps shorter than ``gap``.
 
-def covering(starts: Positions, length: int, block: int | None, end: int, gap: int = 0) -> list[Range]:
-    """Return the ranges to read for these runs: complete blocks if cheap, and across gaps shorter than ``gap``."""
-    if len(starts) == 1:
-        return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
+    Args:
+        block: Bytes per checksum; None without checksums.
+        end: Length of the payload.
+    """
     stops = starts + length
     if block is not None:
-        blocks = _merged(*_whole_blocks(starts, stops, block, end), 0)
-        if len(starts) > 1 and int((starts[1:] - stops[:-1]).max()) <= gap:
-            return [(blocks[0][0], blocks[-1][1])]
-        if _length(blocks) <= (1 + MOST_WASTE) * length * len(starts):
-            return blocks
+        begins, ends = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
+        if len(starts) == 1:
+            return begins, ends
+        if int((starts[1:] - stops[:-1]).max()) <= gap:
+            return begins[:1], ends[-1:]
+        if (ends - begins).sum() <= (1 + MOST_WASTE) * length * len(starts):
+            return begins, ends
     return _merged(starts, stops, max(gap, int(MOST_WASTE * length)))
 
 
-def _length(ranges: list[Range]) -> int:
-    return sum(end - begin for begin, end in ranges)
-
-
-def _whole_blocks(starts: Positions, stops: Positions, block: int, end: int) -> tuple[Positions, Positions]:
-    return starts // block * block, np.minimum(-(-stops // block) * block, end)
-
-
-def _merged(starts: Positions, stops: Positions, gap: int) -> list[Range]:
+def _merged(starts: Positions, stops: Positions, gap: int) -> tuple[Positions, Positions]:
     """Return sorted ranges; ranges that overlap or have at most ``gap`` bytes between them become one."""
-    begins, ends = _edges(starts, stops, gap)
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))
-
-
-def _edges(starts: Positions, stops: Positions, gap: int) -> tuple[Positions, Positions]:
     apart = starts[1:] - stops[:-1] > gap
     return starts[np.concatenate(([True], apart))], stops[np.concatenate((apart, [True]))]

@@ -47,6 +47,7 @@ from dcp_plugin.format.payload import (
 )
 from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
+from dcp_plugin.records import NewItem
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.write_items import Destination, free_name
 from dcp_plugin.tensors.host_memory import READ_PIECE, finish_device_work
@@ -72,23 +73,13 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Item that this rank is about to write, and its bytes."""
-
-    item: Item
-    data: torch.Tensor
-    frozen: bool
-    """Whether the item is of a parameter that is not trained."""
-
-
-@dataclass(frozen=True)
 class Findings:
-    """Decision about each candidate, by its position."""
+    """Decision about each item that this rank is about to write, by its position."""
 
     linked: dict[int, Location]
-    """Locations in the new checkpoint of the candidates that were linked."""
+    """Locations in the new checkpoint of the items that were linked."""
     stable: frozenset[int]
-    """Candidates to be written into separate files, with their hashes, to be linked next time."""
+    """Items to be written into separate files, with their hashes, to be linked next time."""
     why_not: str = ""
     """Reason why not more was linked, in words; empty if nothing prevented it."""
 
@@ -128,6 +119,7 @@ class Reuse:
     def __init__(self) -> None:
         self._known: dict[Item, _Known] = {}
         self._pending: dict[Item, _Known] = {}
+        self._items: dict[int, Item] = {}
         self._loaded: Where | None = None
         self._warned = ""
         self.base: Where | None = None
@@ -137,47 +129,62 @@ class Reuse:
         """Make a loaded checkpoint the base. Its index is read only when there is something to save."""
         self._loaded = path
 
-    def examine(self, candidates: Sequence[Candidate | None], to: Destination) -> Findings:
-        """Link unchanged candidates into the new checkpoint. None stands for an item that cannot be linked."""
-        asked = {slot: candidate for slot, candidate in enumerate(candidates) if candidate is not None}
-        why_not = self._recall(asked.values())
-        finish_device_work(candidate.data for candidate in asked.values())
-        previous = {slot: self._known.get(candidate.item, _Known()) for slot, candidate in asked.items()}
-        items = {slot: candidate.item for slot, candidate in asked.items()}
+    def examine(self, new_items: Sequence[NewItem], frozen: Collection[str], to: Destination) -> Findings:
+        """Link unchanged items into the new checkpoint.
+
+        Args:
+            frozen: Keys of tensors that the training is not meant to change.
+        """
+        tensors = {
+            slot: item.data
+            for slot, item in enumerate(new_items)
+            if isinstance(item.data, torch.Tensor) and item.data.nbytes >= (1 if item.key in frozen else WORTH_LINKING)
+        }
+        self._items = items = {
+            slot: Item(new_items[slot].key, new_items[slot].offsets, new_items[slot].sizes, data.dtype)
+            for slot, data in tensors.items()
+        }
+        why_not = self._recall(items.values())
+        finish_device_work(tensors.values())
+        previous = {slot: self._known.get(item, _Known()) for slot, item in items.items()}
         certain = [slot for slot, record in previous.items() if record.hash is not None]
         with _Verification({slot: previous[slot] for slot in certain}, items, to.medium, to.io_threads) as verification:
-            hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
+            hashes = dict(zip(certain, hashes_of([tensors[slot] for slot in certain], to.io_threads), strict=True))
             same = {slot: previous[slot] for slot in certain if hashes[slot] == previous[slot].hash}
             linked, reason = _link(same, verification, to)
         self._pending = {}
         stable: set[int] = set()
-        for slot, candidate in asked.items():
+        for slot, item in items.items():
             before, now = previous[slot], hashes.get(slot)
             if now is None:
-                after, expected = _looked_at(candidate, before)
+                after, expected = _looked_at(tensors[slot], item.key in frozen, before)
             elif now == before.hash:
                 after, expected = _Known(hash=now, falls=before.falls), True
             else:
-                after, expected = _Known(sample=sample_of(candidate.data), falls=before.falls + 1), False
-            self._pending[candidate.item] = after
+                after, expected = _Known(sample=sample_of(tensors[slot]), falls=before.falls + 1), False
+            self._pending[item] = after
             if expected:
                 stable.add(slot)
         for slot, (file, location) in linked.items():
-            self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
+            self._pending[items[slot]] = replace(same[slot], file=file, location=location)
         stable -= linked.keys()
-        if sum(asked[slot].data.nbytes for slot in stable) < WORTH_LINKING:
+        if sum(tensors[slot].nbytes for slot in stable) < WORTH_LINKING:
             stable = set()
         return Findings({slot: at for slot, (_, at) in linked.items()}, frozenset(stable), why_not or reason)
 
-    def wrote(self, locations: Mapping[Item, Location], medium: Medium, directory: Where) -> None:
-        """Record the stable items that were written into ``directory``, so that the next save can link them."""
+    def wrote(self, locations: Mapping[int, Location], medium: Medium, directory: Where) -> None:
+        """Record the stable items that were written into ``directory``, so that the next save can link them.
+
+        Args:
+            locations: Position of each among the examined items -> its location.
+        """
         files: dict[str, DataFile] = {}
         opened = medium.open(directory)
-        for item, at in locations.items():
+        for slot, at in locations.items():
             if at.file not in files:
                 files[at.file] = DataFile.written(opened, directory / at.file)
-            pending = self._pending[item]
-            self._pending[item] = replace(pending, hash=at.hash, file=files[at.file], location=at)
+            item = self._items[slot]
+            self._pending[item] = replace(self._pending[item], hash=at.hash, file=files[at.file], location=at)
 
     def published(self, path: Where) -> None:
         """Make the examined and written items the base of the next save: they are now a published checkpoint."""
@@ -197,10 +204,10 @@ class Reuse:
             )
         self._warned = why_not
 
-    def _recall(self, candidates: Collection[Candidate]) -> str:
-        """Look the candidates up in the loaded checkpoint, if one was loaded since the last save.
+    def _recall(self, items: Collection[Item]) -> str:
+        """Look the items up in the loaded checkpoint, if one was loaded since the last save.
 
-        Return why some candidates that it should have were not found; empty if all were.
+        Return why some items that it should have were not found; empty if all were.
         """
         path, self._loaded = self._loaded, None
         if path is None:
@@ -214,25 +221,25 @@ class Reuse:
         files: dict[str, DataFile] = {}
         keys_with_hash = _keys_with_hash(index)
         why_not = ""
-        for candidate in candidates:
-            if candidate.item.key not in keys_with_hash:
+        for item in items:
+            if item.key not in keys_with_hash:
                 continue
-            location = _location_in(index, candidate.item)
+            location = _location_in(index, item)
             if location is None or location.hash is None:
-                why_not = f"it was saved by other ranks or in another layout ({candidate.item.key}, for one)"
-            elif "/" not in location.file and self._known.get(candidate.item, _Known()).hash != location.hash:
+                why_not = f"it was saved by other ranks or in another layout ({item.key}, for one)"
+            elif "/" not in location.file and self._known.get(item, _Known()).hash != location.hash:
                 home, size = reader.path / location.file, index.files[location.file]
                 homes = tuple(dict.fromkeys((home, path / location.file)))
                 file = files.setdefault(location.file, DataFile(homes, size))
-                self._known[candidate.item] = _Known(hash=location.hash, file=file, location=location)
+                self._known[item] = _Known(hash=location.hash, file=file, location=location)
         return why_not
 
 
-def _looked_at(candidate: Candidate, before: _Known) -> tuple[_Known, bool]:
+def _looked_at(data: torch.Tensor, frozen: bool, before: _Known) -> tuple[_Known, bool]:
     """Return what to remember of an item without a known hash, and whether it is expected to be stable from now on."""
-    if candidate.frozen and before.falls == 0:
+    if frozen and before.falls == 0:
         return before, True
-    sample = sample_of(candidate.data)
+    sample = sample_of(data)
     streak = before.streak + 1 if sample is not None and sample == before.sample else 0
     return replace(before, sample=sample, streak=streak), streak >= 1 << min(before.falls, 16)
 

@@ -35,7 +35,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.published import comparisons_below, hash_of, newest_time
-from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
+from dcp_plugin.storage.reuse import NOTHING, Findings, Reuse
 from dcp_plugin.tensors.kinds import memory_of
 from dcp_plugin.types import VERSION
 
@@ -90,36 +90,19 @@ class PartWriter:
     def _write(self, items: list[NewItem], to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
         reuse, findings = self.reuse, NOTHING
         into = write_items.Destination(self.medium, to.directory, to.rank, to.token, self.io_threads, self.checksum)
-        candidates: list[Candidate | None] = []
         if reuse is not None:
-            candidates = [_candidate(item, frozen) for item in items]
-            findings = reuse.examine(candidates, into)
+            findings = reuse.examine(items, frozen, into)
         new_slots = [slot for slot in range(len(items)) if slot not in findings.linked]
         stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
         places = write_items.write([items[slot].data for slot in new_slots], into, self.path, stable, findings.names)
         nbytes = places.nbytes
         if reuse is not None:
-            kept = ((candidates[new_slots[at]], places.location(at)) for at in stable)
-            reuse.wrote(
-                {candidate.item: location for candidate, location in kept if candidate is not None},
-                self.medium,
-                to.directory,
-            )
+            reuse.wrote({new_slots[at]: places.location(at) for at in stable}, self.medium, to.directory)
         if findings.linked:
             places = Places.joined([Places.of(list(findings.linked.values())), places])
             # The argsort of a permutation is its inverse, which restores the order of the items.
             places = places.take(np.argsort([*findings.linked, *new_slots], kind="stable"))
         return places, nbytes, findings
-
-
-def _candidate(item: NewItem, frozen_keys: Collection[str]) -> Candidate | None:
-    key, data, offsets, sizes = item
-    if not isinstance(data, torch.Tensor):
-        return None
-    frozen = key in frozen_keys
-    if data.nbytes < (1 if frozen else WORTH_LINKING):
-        return None
-    return Candidate(Item(key, offsets, sizes, data.dtype), data, frozen)
 
 
 @dataclass(frozen=True)
