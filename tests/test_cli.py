@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
-from dcp_plugin.loading.load import plan_load
+from dcp_plugin.loading.forecast import plan_load
 from dcp_plugin.paths import Where
 from tests import programs
 from tests.object_server import Bucket

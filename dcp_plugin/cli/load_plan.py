@@ -30,7 +30,7 @@ from dcp_plugin.errors import CheckpointError, damage_in
 if TYPE_CHECKING:
     from torch import nn
 
-    from dcp_plugin.loading.load import PlannedLoad
+    from dcp_plugin.loading.forecast import PlannedLoad
     from dcp_plugin.paths import StorageOptions, Where
 
 
@@ -57,7 +57,7 @@ def load_plan_command(
 ) -> None:
     """Show what a partial load would take, without reading a tensor. Exits with 1 and its error if it would fail."""
     with told(as_json):
-        from dcp_plugin.loading.load import plan_load
+        from dcp_plugin.loading.forecast import plan_load
         from dcp_plugin.partial import PartialLoad
 
         try:

@@ -14,7 +14,7 @@ checkpoint has (data, the slots of an optimizer), and the search for stored keys
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -241,35 +241,6 @@ def _below(prefix: str, stored_prefix: str, path: KeyPath) -> KeyPath | None:
     return None
 
 
-class OverlappingNames:
-    """Objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``.
-
-    A key of the checkpoint belongs to the objects that have it now. If no object has it, it belongs to the object with
-    the longest name that the key begins with. The constructor is collective if a module among the objects contains
-    FSDP1.
-    """
-
-    def __init__(self, adapters: Iterable[StateAdapter]) -> None:
-        adapters = list(adapters)
-        outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
-        overlapping: set[str] = set()
-        for name in (adapter.name for adapter in adapters if outer):  # one pass: a state may have thousands of names
-            if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
-                overlapping |= {name, *above}
-        self._names = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def is_of_another(self, name: str, key: str) -> bool:
-        """Return whether a key, given relative to the object ``name``, belongs to another object."""
-        if _belongs(key, self._names[name]):
-            return False
-        full = join(name, key)
-        rivals = [other for other in self._names if other != name and f"{full}.".startswith(f"{other}.")]
-        return any(len(o) > len(name) or _belongs(full[len(o) + 1 :], self._names[o]) for o in rivals)
-
-
 class KeyMaps:
     """The key maps of one load. Modules must precede their optimizers, which follow their prefixes.
 
@@ -281,11 +252,29 @@ class KeyMaps:
         self._rename, self._renames = rename, rename != Rename()
         self._modules = list(modules)
         self._followed: dict[nn.Module | None, tuple[str, Prefixes]] = {}
-        self._overlapping = OverlappingNames(())
+        self._overlapping: dict[str, frozenset[str]] = {}
 
-    def distinguish(self, adapters: Iterable[StateAdapter]) -> None:
-        """Record which objects have overlapping names. Collective if one of these contains FSDP1."""
-        self._overlapping = OverlappingNames(adapters)
+    def distinguish(self, adapters: Sequence[StateAdapter]) -> None:
+        """Record the keys of objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``.
+        Collective if one of these contains FSDP1."""
+        outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
+        overlapping: set[str] = set()
+        for name in (adapter.name for adapter in adapters if outer):  # one pass: a state may have thousands of names
+            if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
+                overlapping |= {name, *above}
+        self._overlapping = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
+
+    def _is_of_another(self, name: str, key: str) -> bool:
+        """Return whether a key, given relative to the object ``name``, belongs to another object.
+
+        A key of the checkpoint belongs to the objects that have it now. If no object has it, it belongs to the object
+        with the longest name that the key begins with.
+        """
+        if _belongs(key, self._overlapping[name]):
+            return False
+        full = join(name, key)
+        rivals = [other for other in self._overlapping if other != name and f"{full}.".startswith(f"{other}.")]
+        return any(len(o) > len(name) or _belongs(full[len(o) + 1 :], self._overlapping[o]) for o in rivals)
 
     def is_about(self, adapter: StateAdapter) -> bool:
         """Return whether a renamed prefix covers keys of this object and so determines its place."""
@@ -302,7 +291,7 @@ class KeyMaps:
         """
         key_map = self._of(adapter, source, prefix)
         if adapter.name in self._overlapping:
-            key_map.is_of_another = partial(self._overlapping.is_of_another, adapter.name)
+            key_map.is_of_another = partial(self._is_of_another, adapter.name)
         return key_map
 
     def _of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None) -> KeyMap:

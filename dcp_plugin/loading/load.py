@@ -14,20 +14,18 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some
-from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import LoadMode, Matching, locate
 from dcp_plugin.loading.suggestions import about_shapes
 from dcp_plugin.loading.union import Answer, Union, ask_all
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.paths import Where
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
@@ -37,46 +35,12 @@ from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
-from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
 
 _MOST_TRIES = 20
 """Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
 files."""
-
-
-@dataclass(frozen=True)
-class PlannedItem:
-    """A target that a load would fill."""
-
-    key: str
-    stored: str
-    """Key in the checkpoint."""
-    shape: Shape | None
-    """Shape of the tensor; None for a value that is no tensor."""
-    dtype: str
-    """Dtype in the checkpoint; empty for a value."""
-    target_dtype: str
-    nbytes: int
-    """Size in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class PlannedLoad:
-    """Forecast of a load, made by :func:`plan_load`."""
-
-    path: Where
-    items: list[PlannedItem]
-    report: LoadReport
-    """Keys that would be missing, unexpected, renamed, left out and cast. Nothing is loaded."""
-    error: str
-    """The error message of the load; empty if the load would succeed."""
-    warnings: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
 
 
 @dataclass(frozen=True)
@@ -212,18 +176,16 @@ class Loading:
         difference, least = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least), difference
 
-    def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
-        """Return the forecast of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
+    def forecast(self, state: Mapping[str, Any]) -> Match:
+        """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = None if self._partial is None else locate(self._partial, adapters)
         with self._reader:
             context = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
-        matching = Matching(self._path, self._reader.opened, selection, self._strict, True, self._mode)
+        matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode)
         matching.run(adapters)
         matching.judge(Union())
-        match = self._plan(context, matching.match).match
-        items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
-        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
+        return self._plan(context, matching.match).match
 
     def _open(self, selection: PartialLoad | None) -> _Request:
         """Open the checkpoint on this rank and return the rank's request."""
@@ -458,35 +420,6 @@ class Loading:
 def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
     items = [item for item in plan.items if item.type == kind]
     return LoadPlan(items, plan.chunks if kind is LoadItemType.TENSOR else ())
-
-
-def plan_load(
-    state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
-) -> PlannedLoad:
-    """Return the items that :func:`dcp_plugin.load` would load and the misfits, without loading. Modules may be on the
-    meta device.
-
-    Args:
-        state: The state to load into.
-        path: The checkpoint.
-        partial: The part to load; everything by default.
-        strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
-
-    Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be opened.
-        CheckpointMismatch: A sub-module is not in the state. The result lists all other misfits.
-    """
-    return Loading(Ranks(), CheckpointConfig(), as_path(path), partial, strict).dry_run(state)
-
-
-def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
-    stored, target = match.stored[key], match.targets.get(key) or match.deferred.get(key)
-    entry = index[stored]
-    wanted = str((target and target.dtype) or "").removeprefix("torch.")
-    if isinstance(entry, StoredTensor):
-        dtype = str(entry.dtype).removeprefix("torch.")
-        return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)
-    return PlannedItem(key, stored, None, "", wanted, entry.location.length)
 
 
 def misfit(path: Where, problems: list[str]) -> str:

@@ -120,12 +120,10 @@ class Fetch(ABC):
 
 @dataclass
 class IntoMemory(Fetch):
-    """Bytes from ``start`` on that go straight to ``memory``."""
+    """Bytes from ``start`` on that go straight to ``memory``, whose owner the view keeps alive."""
 
     start: int
     memory: memoryview
-    owner: Any
-    """Object that keeps the memory alive."""
 
     def parts(self, block: Block) -> list[Part]:
         ((begin, end),) = self.ranges
@@ -175,8 +173,6 @@ class RunsIntoMemory(Fetch):
     starts: Positions
     run: int
     memory: memoryview
-    owner: Any
-    """Object that keeps the memory alive."""
 
     @property
     def has_one_range(self) -> bool:
@@ -211,7 +207,7 @@ def of_item(key: str, location: Location, take: Callable[[bytearray], None], blo
 def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
     """Return the fetch of a value, and the memory that it fills."""
     memory = bytearray(location.payload_length)
-    return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory), memory), memory
+    return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory)), memory
 
 
 def of_box(
@@ -263,7 +259,7 @@ def of_box(
         if block is not None:
             ranges = [(start // block * block, min(-(-stop // block) * block, location.payload_length))]
         if straight:
-            yield IntoMemory(key, location, ranges, block, start, memory[start - first : stop - first], target)
+            yield IntoMemory(key, location, ranges, block, start, memory[start - first : stop - first])
         else:
             part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
@@ -282,9 +278,7 @@ def _of_runs(
     for at in range(0, len(starts), count):
         group = starts[at : at + count]
         span = int(group[0]), int(group[-1]) + run
-        yield RunsIntoMemory(
-            key, location, [span], block, group, run, memory[at * run : (at + len(group)) * run], target
-        )
+        yield RunsIntoMemory(key, location, [span], block, group, run, memory[at * run : (at + len(group)) * run])
 
 
 def of_view(

@@ -14,10 +14,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -31,6 +32,8 @@ from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
+
+T = TypeVar("T")
 
 _MOST = BLOCK // 2
 _MOST_OF_STREAM = 8 << 20  # for files whose calls are requests
@@ -138,7 +141,7 @@ class BatchOfChunks(Batch):
             if expected >= 0 and crc32(view) != expected:
                 location, span = self.index.location(chunk.number), (0, len(view))
                 block = block_size(len(view), self.index.smallest_block)
-                IntoMemory(chunk.key, location, [span], block, 0, view, chunk.target).check(*span, [view])
+                IntoMemory(chunk.key, location, [span], block, 0, view).check(*span, [view])
 
     def key_at(self, position: int) -> str:
         rows = zip(self.begins, self.chunks, strict=True)
@@ -147,28 +150,39 @@ class BatchOfChunks(Batch):
 
 def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
     """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
-    most = _MOST_OF_STREAM if files.streams else _MOST
-    batch: list[Fetch] = []
-    for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
-        if batch and not _joins(fetch, batch, files.gap, most):
-            yield BatchOfFetches(batch, not files.streams)
-            batch = []
-        batch.append(fetch)
-    if batch:
+    most, gap = _MOST_OF_STREAM if files.streams else _MOST, files.gap
+
+    def joins(batch: list[Fetch], fetch: Fetch) -> bool:
+        last = batch[-1]
+        return (
+            fetch.location.file == last.location.file
+            and 0 <= fetch.begin - last.end <= gap
+            and fetch.end - batch[0].begin <= most
+            and fetch.has_one_range
+            and last.has_one_range
+            and fetch.device == last.device
+            and len(batch) < _MOST_PARTS
+        )
+
+    in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
+    for batch in grouped(in_order, joins):
         yield BatchOfFetches(batch, not files.streams)
 
 
-def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
-    last = batch[-1]
-    return (
-        fetch.location.file == last.location.file
-        and 0 <= fetch.begin - last.end <= gap
-        and fetch.end - batch[0].begin <= most
-        and fetch.has_one_range
-        and last.has_one_range
-        and fetch.device == last.device
-        and len(batch) < _MOST_PARTS
-    )
+def grouped(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Yield groups of consecutive items.
+
+    Args:
+        joins: Returns whether an item belongs to the group before it.
+    """
+    group: list[T] = []
+    for item in items:
+        if group and not joins(group, item):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
 
 
 def batches_of_chunks(

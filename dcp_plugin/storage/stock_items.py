@@ -6,7 +6,7 @@ completely, and go through ``torch.load(weights_only=True)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from dcp_plugin.format.payload import frame_if_possible
 from dcp_plugin.format.values import decode_tensor
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
+from dcp_plugin.storage.reading import grouped
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.kinds import size_of
 from dcp_plugin.types import Shape
@@ -103,7 +104,7 @@ def recognise(
     }
     places = [(*place, len(frames[place][1].head)) for place in sorted(frames.keys() - known.keys())]
     if files.streams:
-        work = list(_near_each_other(places))
+        work = [[group] for group in grouped(places, _near_each_other)]
     else:
         work = [[[place] for place in group] for _, group in groupby(places, key=itemgetter(0))]
 
@@ -132,17 +133,7 @@ _Head = tuple[str, int, int]
 """Beginning of an item: file, offset, and number of bytes."""
 
 
-def _near_each_other(heads: list[_Head]) -> Iterator[list[list[_Head]]]:
-    """Yield groups of heads that one request reads."""
-    group: list[_Head] = []
-    for head in heads:
-        if group and not (
-            head[0] == group[0][0]
-            and head[1] - sum(group[-1][1:]) <= _HEADS_GAP
-            and head[1] - group[0][1] <= _HEADS_TOGETHER
-        ):
-            yield [group]
-            group = []
-        group.append(head)
-    if group:
-        yield [group]
+def _near_each_other(group: list[_Head], head: _Head) -> bool:
+    """Return whether one request reads a head and the group of heads before it."""
+    (name, begin, _), (_, last, length) = group[0], group[-1]
+    return head[0] == name and head[1] - last - length <= _HEADS_GAP and head[1] - begin <= _HEADS_TOGETHER

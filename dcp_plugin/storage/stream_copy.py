@@ -32,6 +32,7 @@ from dcp_plugin.format.torch_archive import END_BEGINS, END_LENGTH, directory_at
 from dcp_plugin.media import NewFile, RangedFile, Readable
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of
+from dcp_plugin.storage.reading import grouped
 from dcp_plugin.tensors.host_memory import BLOCK
 
 PIECE = 4 << 20
@@ -143,15 +144,12 @@ _Named = tuple[str, Location]
 
 def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
     """Yield groups of items of one file that one read fetches, in the order of the file."""
-    group: list[_Named] = []
-    for key, location in sorted(items, key=lambda item: (item[1].file, item[1].offset)):
-        first = group[0][1] if group else location
-        if group and (location.file != first.file or location.offset + location.length - first.offset > _WINDOW):
-            yield group
-            group = []
-        group.append((key, location))
-    if group:
-        yield group
+
+    def joins(group: list[_Named], item: _Named) -> bool:
+        (_, first), (_, location) = group[0], item
+        return location.file == first.file and location.offset + location.length - first.offset <= _WINDOW
+
+    return grouped(sorted(items, key=lambda item: (item[1].file, item[1].offset)), joins)
 
 
 def check_items(files: Readable, items: list[_Named], smallest_block: int) -> list[str]:
@@ -341,38 +339,32 @@ def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
 def _used(file: RangedFile, gaps: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the gaps that may not be zeros. Gaps near each other are read together: in a store each read is a
     request."""
-    first = 0
-    while first < len(gaps):
-        last = first
-        while last + 1 < len(gaps) and gaps[last + 1][1] - gaps[first][0] <= _WINDOW:
-            last += 1
-        near, first = gaps[first : last + 1], last + 1
+    for near in grouped(gaps, lambda group, gap: gap[1] - group[0][0] <= _WINDOW):
         start = near[0][0]
         data = _read(file, start, near[-1][1]) if len(near) > 1 else None
         yield from (gap for gap in near if data is None or any(data[gap[0] - start : gap[1] - start]))
 
 
 def _check_gap(file: RangedFile, begin: int, end: int) -> None:
+    """Check that a range has only zeros and complete items. Raises CheckpointCorrupt."""
     while begin < end:
         for at, piece in _pieces(file, begin, end):
             used = np.frombuffer(piece, np.uint8) != 0
             if used.any():
                 first = at + int(used.argmax())
-                begin = _end_of_item(file, first - first % ALIGNMENT, end)
+                begin = first - first % ALIGNMENT
+                behind = _end_of_item(file, begin, end)
+                if behind is None or not _is_unchanged(file, begin, behind):
+                    raise CheckpointCorrupt(
+                        f"the bytes from {begin} on belong to no item and are not those that were saved"
+                    )
+                begin = behind
                 break
         else:
             return
 
 
-def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
-    """Return the end of the item that begins at ``begin``. Raises CheckpointCorrupt if it is missing or changed."""
-    behind = _found_end(file, begin, end)
-    if behind is not None and _is_unchanged(file, begin, behind):
-        return behind
-    raise CheckpointCorrupt(f"the bytes from {begin} on belong to no item and are not those that were saved")
-
-
-def _found_end(file: RangedFile, begin: int, end: int) -> int | None:
+def _end_of_item(file: RangedFile, begin: int, end: int) -> int | None:
     """Return the end of the first item whose end record gives ``begin`` as its beginning."""
     before = b""
     for at, piece in _pieces(file, begin, end):

@@ -190,20 +190,14 @@ class Publication:
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
         saved = self._reservation.time or time or recorded_time(newest_time(self.medium, self.path.parent))
-        index.extra_files = self._comparisons() if attached else {}
-        files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
         try:
+            index.extra_files = comparisons_below(self.medium, self.reserve()) if attached else {}
+            files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
         self._reservation, self.published = None, True
         return summary
-
-    def _comparisons(self) -> dict[str, str]:
-        try:
-            return comparisons_below(self.medium, self.reserve())
-        except OSError as error:
-            raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
     def discard(self, all_ended: bool = True) -> None:
         """Delete the files that this save has written, unless it is published.

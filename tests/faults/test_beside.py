@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_plugin as dcp
-from dcp_plugin.loading.load import Loading, plan_load
+from dcp_plugin.loading.forecast import plan_load
+from dcp_plugin.loading.load import Loading
 from dcp_plugin.runs import retention
 from dcp_plugin.storage.open import check_files
 from dcp_plugin.storage.reader import ShardedReader
