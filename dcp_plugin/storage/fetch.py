@@ -205,7 +205,9 @@ def of_item(key: str, location: Location, take: Callable[[bytearray], None], blo
 
 
 def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
-    """Return the fetch of a value, and the memory that it fills."""
+    """Return the fetch of a value, and the memory that it fills. An item of unknown layout is read completely."""
+    if location.payload_offset is None:
+        location = replace(location, payload_offset=0, payload_length=location.length)
     memory = bytearray(location.payload_length)
     return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory)), memory
 

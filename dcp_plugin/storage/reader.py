@@ -56,6 +56,11 @@ class _Read:
     dtype: torch.dtype = torch.uint8
 
     @property
+    def key(self) -> str:
+        """Key in the checkpoint."""
+        return self.item.storage_index.fqn
+
+    @property
     def box(self) -> tuple[Shape, Shape]:
         """Offsets and lengths in the chunk."""
         return tuple(self.item.storage_offsets), tuple(self.item.lengths)
@@ -250,26 +255,27 @@ class ShardedReader(StorageReader):
         reads = [self._find(item) for item in plan.items]
         with suppress(OSError):  # the read of the key reports the error
             self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
-        self._recognise(reads)
+        reads = self._recognised(reads)
         values: dict[tuple[str, int], bytearray] = {}
         targets, wholes = [], []
         fetches: list[Fetch] = []
         for read in reads:
-            if read.item.storage_index.fqn in self.index.values_here:
-                continue
-            if read.chunk is None:
-                fetches += self._fetch_of_value(read, values)
-            else:
+            location = read.location
+            if read.chunk is not None:
                 target = self._resolve(planner, read.item)
                 targets.append((read.item, target))
                 if is_stored_whole(target):
-                    wholes.append((read, read.chunk, target))
+                    wholes.append((read, target))
                 else:
                     fetches += self._fetches_of_tensor(read, read.chunk, target)
+            elif read.key not in self.index.values_here and (location.file, location.offset) not in values:
+                fetch_of_value, memory = fetch.of_value(read.key, location, self._block(location))
+                values[location.file, location.offset] = memory  # equal values share an item
+                fetches.append(fetch_of_value)
         finish_device_work(target for _, target in targets)
         self._read(fetches, plan.chunks)
-        for read, chunk, target in wholes:  # one at a time in this thread: their classes may run code of their own
-            self._fill(read, chunk, target)
+        for read, target in wholes:  # one at a time in this thread: their classes may run code of their own
+            self._fill(read, target)
         for read in reads:
             if read.chunk is None:
                 planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
@@ -296,7 +302,7 @@ class ShardedReader(StorageReader):
             raise CheckpointMismatch(
                 f"{self.path}: {key} is stored in {len(places)} parts, so it cannot be read as one item"
             )
-        location = replace(places[0], payload_offset=0, payload_length=places[0].length)
+        location = replace(places[0], payload_offset=None, payload_length=places[0].length)
         fetch_of_item, memory = fetch.of_value(key, location, self._block(location))
         self._read([fetch_of_item])
         return bytes(self._plain(memory, location))
@@ -341,25 +347,28 @@ class ShardedReader(StorageReader):
             raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
         return _Read(item, chunk.location, chunk, entry.dtype)
 
-    def _recognise(self, reads: list[_Read]) -> None:
+    def _recognised(self, reads: list[_Read]) -> list[_Read]:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
         unknown = [
             (read.chunk, read.dtype)
             for read in reads
             if read.chunk is not None
             and read.location.payload_offset is None
-            and read.item.storage_index.fqn not in self.index.strides
+            and read.key not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        if unknown:
-            from dcp_plugin.storage.stock_items import recognise
+        if not unknown:
+            return reads
+        from dcp_plugin.storage.stock_items import recognise
 
-            self.bytes_read += recognise(self.opened.files, unknown, self._layouts)
+        self.bytes_read += recognise(self.opened.files, unknown, self._layouts)
+        chunks = [self._layouts.get((read.location.file, read.location.offset)) for read in reads]
+        pairs = zip(reads, chunks, strict=True)
+        return [read if chunk is None else replace(read, location=chunk.location, chunk=chunk) for read, chunk in pairs]
 
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
-        key = read.item.storage_index.fqn
-        if key in self.index.values_here:
-            return self._value_here(key)
+        if read.key in self.index.values_here:
+            return self._value_here(read.key)
         return self._plain(values[read.location.file, read.location.offset], read.location)
 
     def _value_here(self, key: str) -> bytes:
@@ -371,19 +380,8 @@ class ShardedReader(StorageReader):
             )
         return encode(value)
 
-    def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:
-        """Yield the fetch of a value, unless it is already read: equal values share an item."""
-        location = read.location
-        if (location.file, location.offset) in values:
-            return
-        if location.payload_offset is None:
-            location = replace(location, payload_offset=0, payload_length=location.length)
-        fetch_of_value, memory = fetch.of_value(read.item.storage_index.fqn, location, self._block(location))
-        values[location.file, location.offset] = memory
-        yield fetch_of_value
-
     def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
-        key = read.item.storage_index.fqn
+        key = read.key
         if (shape := tuple(target.shape)) != read.box[1]:
             raise CheckpointMismatch(
                 f"{self.path}: the part of {key} to read has shape {read.box[1]}, but its target has shape {shape}"
@@ -391,8 +389,6 @@ class ShardedReader(StorageReader):
         if key in self.index.strides:
             yield from fetch.of_view(key, chunk.location, read.dtype, self.index.strides[key], read.box[0], target)
             return
-        if chunk.location.payload_offset is None:
-            chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         block = self._block(chunk.location)
         if chunk.location.payload_offset is None:
             from dcp_plugin.storage.stock_items import tensor_in
@@ -418,16 +414,15 @@ class ShardedReader(StorageReader):
             return None
         return block_size(location.payload_length, self.index.smallest_block)
 
-    def _fill(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
+    def _fill(self, read: _Read, target: torch.Tensor) -> None:
         """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""
-        recognised = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
-        key = read.item.storage_index.fqn
-        if recognised.location.payload_offset is None and key not in self.index.strides:
-            self._read(list(self._fetches_of_tensor(read, chunk, target)))
+        assert read.chunk is not None, "it is a tensor"
+        if read.location.payload_offset is None and read.key not in self.index.strides:
+            self._read(list(self._fetches_of_tensor(read, read.chunk, target)))
             return
         memory = torch.empty(read.box[1], dtype=read.dtype)
-        self._read(list(self._fetches_of_tensor(read, chunk, memory)))
-        self._take(key, memory, target)
+        self._read(list(self._fetches_of_tensor(read, read.chunk, memory)))
+        self._take(read.key, memory, target)
 
     def _take(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:
         try:
