@@ -240,7 +240,11 @@ class _Rows:
 
     def take(self, rows: Column, new: Column) -> _Rows:
         """Return the selected rows with new marks."""
-        if rows.all() if rows.dtype == bool else _is_all(rows, len(self.key)):
+        if rows.dtype == bool:
+            is_all = rows.all()
+        else:  # row numbers in ascending order
+            is_all = len(rows) == len(self.key) and (np.diff(rows, prepend=-1) == 1).all()
+        if is_all:
             return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
@@ -327,11 +331,6 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
             )
         )
     return BoxParts.joined(parts, *copies)
-
-
-def _is_all(rows: Column, count: int) -> bool:
-    """Return whether ``rows`` lists all row numbers in ascending order."""
-    return len(rows) == count and bool((np.diff(rows, prepend=-1) == 1).all())
 
 
 def _sorted(*columns: Column) -> bool:

@@ -197,9 +197,7 @@ class RankLocal:
         Args:
             shared: Keys of values that all ranks are expected to share; :meth:`compare` compares them.
         """
-        self._shared = _hashes(
-            {key: state[key] for key in shared & state.keys() if not _is_stored_whole(state[key])}, _SAMPLED
-        )
+        self._shared = _hashes({key: state[key] for key in shared & state.keys()}, _SAMPLED)
         local_slots = _slots_of_sharded(state, shards)
         rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
         evident = {
@@ -291,12 +289,9 @@ def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
     return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
 
 
-def _is_stored_whole(value: ShardedValue | EncodedValue) -> bool:
-    return isinstance(value, ShardedValue) and value.stored_whole
-
-
 def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
-    """Return a hash of each value or tensor; the hash of a tensor includes dtype and shape.
+    """Return a hash of each value or tensor; the hash of a tensor includes dtype and shape. Tensors that are stored as
+    one object have none.
 
     Args:
         most: Size in bytes of a tensor above which a sample of it is hashed.
@@ -306,6 +301,8 @@ def _hashes(state: Flat, most: float = float("inf")) -> dict[str, bytes]:
     for key, value in state.items():
         if isinstance(value, EncodedValue):
             hashes[key] = hashlib.blake2b(value.data, digest_size=16).digest()
+        elif value.stored_whole:
+            continue
         elif value.chunks[0].tensor.nbytes > most:
             hashes[key] = sample_of(value.chunks[0].tensor) or b""
         else:

@@ -260,18 +260,14 @@ class PlanExchange:
 
         def deal(packed: list[tuple[bytes, bytes]]) -> list[bytes]:
             nonlocal global_plan
-            global_plan = make_global_plan(self._inventories(packed))
+            descriptions = {rank: unpack(packed[rank][0]) for rank in dict.fromkeys(self._described_by)}
+            pairs = zip(self._described_by, packed, strict=True)
+            inventories = [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
+            global_plan = make_global_plan(inventories)
             return [share.encode() for share in global_plan.shares(ranks.size)]
 
         share = Share.decode(ranks.scatter(step, send, deal))
         return RankPlan(digest, inventory, share, global_plan)
-
-    def _inventories(self, messages: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
-        """Return the inventories of all ranks, made from the descriptions that some ranks sent and the offsets of
-        all."""
-        descriptions = {rank: unpack(messages[rank][0]) for rank in dict.fromkeys(self._described_by)}
-        pairs = zip(self._described_by, messages, strict=True)
-        return [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -100,9 +100,12 @@ class BroadcastRead:
             read: Reads a part of the plan on this rank.
         """
         shared = self._meet(plan)
-        items = [*self._mine, *self._read_here(shared)]
-        self._ranks.agree(f"read {self._where}", lambda: read(replace(plan, items=items)))
-        self._pass_on(shared)
+        assigned = (read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank)
+        part = replace(plan, items=[*self._mine, *assigned])
+        self._ranks.agree(f"read {self._where}", lambda: read(part))
+        for group, reads in shared:
+            for window in _windows(reads):
+                self._pass_window(f"pass on what was read of {self._where}", window, group)
 
     def _meet(self, plan: LoadPlan) -> list[_Shared]:
         """Return the reads that this rank shares with others. Collective."""
@@ -137,15 +140,6 @@ class BroadcastRead:
             groups = [ranks for digest, ranks in same.items() if digest and len(ranks) > 1]
             classes.append([ranks for ranks in groups if len({wanted_by[rank][0] for rank in ranks}) >= self._least])
         return classes
-
-    def _read_here(self, shared: list[_Shared]) -> list[ReadItem]:
-        return [read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank]
-
-    def _pass_on(self, shared: list[_Shared]) -> None:
-        """Broadcast the parts that the ranks have read. Called only if every read succeeded."""
-        for group, reads in shared:
-            for window in _windows(reads):
-                self._pass_window(f"pass on what was read of {self._where}", window, group)
 
     def _pass_window(self, step: str, window: list[_Read], group: list[int]) -> None:
         messages = list(_messages(window))
@@ -234,12 +228,6 @@ def _cut(read: _Read, nbytes: int) -> tuple[_Read, _Read | None]:
     return _part_of(read, begin, first_sizes), _part_of(read, behind, other_sizes)
 
 
-def _divided(read: _Read) -> Iterator[_Read]:
-    entire = BoxPart((0,) * len(read.item.lengths), tuple(read.item.lengths), read.target.element_size())
-    for part in entire.at_most(_MAX_MESSAGE):
-        yield _part_of(read, part.offsets, part.sizes)
-
-
 def _part_of(read: _Read, offsets: Shape, sizes: Shape) -> _Read:
     item = read.item
     box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
@@ -257,9 +245,11 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
     much."""
     ends: dict[int, int] = defaultdict(int)
     placed = []
-    for part in itertools.chain.from_iterable(map(_divided, reads)):
-        placed.append((ends[part.reader], part))
-        ends[part.reader] += part.nbytes
+    for read in reads:
+        entire = BoxPart((0,) * len(read.item.lengths), tuple(read.item.lengths), read.target.element_size())
+        for part in entire.at_most(_MAX_MESSAGE):
+            placed.append((ends[read.reader], _part_of(read, part.offsets, part.sizes)))
+            ends[read.reader] += part.nbytes
     in_turn = [part for _, part in sorted(placed, key=itemgetter(0))]
     starts = itertools.accumulate((read.nbytes for read in in_turn), initial=0)
     for _, window in itertools.groupby(zip(starts, in_turn, strict=False), lambda pair: pair[0] // _WINDOW):
