@@ -45,11 +45,7 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
         CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
     """
     if names is None and opened.summary is not None:
-        try:
-            check_metadata(opened.files, opened.summary)
-        except CheckpointCorrupt:
-            refuse_if_moved(opened.files)
-            raise
+        check_metadata(opened.files, opened.summary)
     names = list(opened.index.files if names is None else names)
     below = f"{opened.base.files.where}/" if opened.base else ""
     own_names = [name for name in names if not below or not name.startswith(below)]

@@ -192,13 +192,22 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
 
 
 def check_metadata(files: Readable, summary: Summary) -> None:
-    """Check that our ``.metadata`` is the saved one, to the last byte. Raises CheckpointCorrupt."""
+    """Check that our ``.metadata`` is the saved one, to the last byte.
+
+    Raises:
+        CheckpointCorrupt: It is another one.
+        CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
+    """
     if not summary.metadata_sha256:  # an earlier version made the checkpoint
         return
-    with opened(files, METADATA) as file:
-        digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
-    if digest != summary.metadata_sha256:
-        raise _mixed(files, f"{METADATA} is of the same save, but was changed")
+    try:
+        with opened(files, METADATA) as file:
+            digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
+        if digest != summary.metadata_sha256:
+            raise _mixed(files, f"{METADATA} is of the same save, but was changed")
+    except CheckpointCorrupt:
+        refuse_if_moved(files)
+        raise
 
 
 def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
@@ -231,11 +240,7 @@ def _is_ours_and_complete(files: Readable) -> bool:
         return False
     if uncommitted_reason(names) or INDEX not in names or (summary := summary_in(files)) is None:
         return False
-    try:
-        check_metadata(files, summary)
-    except CheckpointCorrupt:
-        refuse_if_moved(files)
-        raise
+    check_metadata(files, summary)
     check_own_files(files, summary)
     return True
 
