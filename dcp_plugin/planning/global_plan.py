@@ -241,10 +241,8 @@ class _Rows:
     def take(self, rows: Column, new: Column) -> _Rows:
         """Return the selected rows with new marks."""
         if rows.dtype == bool:
-            is_all = rows.all()
-        else:  # row numbers in ascending order
-            is_all = len(rows) == len(self.key) and (np.diff(rows, prepend=-1) == 1).all()
-        if is_all:
+            rows = np.flatnonzero(rows)
+        if np.array_equal(rows, np.arange(len(self.key))):
             return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
