@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
-    from dcp_plugin.tools.contents import inspect
+    from dcp_plugin.tools.contents import CheckpointInfo, inspect
     from dcp_plugin.tools.copy import CopyReport, copy
     from dcp_plugin.tools.diff import CheckpointDiff, diff
     from dcp_plugin.tools.divergence import Divergence, first_divergence
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
     from dcp_plugin.tools.report import report
-    from dcp_plugin.tools.verify import verify
-    from dcp_plugin.types import CheckpointInfo, CheckpointState, VerifyReport
+    from dcp_plugin.tools.verify import VerifyReport, verify
+    from dcp_plugin.types import CheckpointState
 
 
 __version__ = VERSION
@@ -75,8 +75,8 @@ _HOMES = {
         "UnsafeCheckpoint",
     ),
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
-    "dcp_plugin.tools.contents": ("inspect",),
-    "dcp_plugin.tools.verify": ("verify",),
+    "dcp_plugin.tools.contents": ("CheckpointInfo", "inspect"),
+    "dcp_plugin.tools.verify": ("VerifyReport", "verify"),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.saving.save_timing": ("SaveInterval",),
@@ -93,7 +93,7 @@ _HOMES = {
     "dcp_plugin.tools.report": ("report",),
     "dcp_plugin.records": ("LoadReport",),
     "dcp_plugin.retention": ("Retention",),
-    "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "VerifyReport"),
+    "dcp_plugin.types": ("CheckpointState",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

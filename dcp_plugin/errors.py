@@ -4,14 +4,15 @@ All classes derive from :class:`CheckpointError`, which is an ``Exception``. (to
 from ``BaseException``, so ``except Exception`` does not catch it.) A failure on one rank is raised on every rank as the
 same class, and its message starts with the ranks that failed.
 
-The last line of a traceback links to the explanation of the class. It is a note (PEP 678) and not part of
-``str(error)``, because messages are compared, are put into other messages, are logged in one line, and travel between
-ranks.
+The last line of a traceback names the command and the address that explain the class. It is a note (PEP 678) and not
+part of ``str(error)``, because messages are compared, are put into other messages, are logged in one line, and travel
+between ranks.
 
 Damaged bytes of a checkpoint make Python, numpy or torch raise. :func:`damage_in` alone turns these exceptions into
 exceptions of this package.
 
-The end of the module has helpers for messages: lists cut to a readable length, and suggestions for misspelled names.
+The end of the module has helpers for messages: sizes, lists cut to a readable length, and suggestions for misspelled
+names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import difflib
 import errno
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -65,16 +66,16 @@ class CheckpointError(Exception):
         super().add_note(self._where_explained())
 
     def add_note(self, note: str, /) -> None:
-        """Add a note to the traceback, before the link to the explanation of the class."""
+        """Add a note to the traceback, before the line that says where the class is explained."""
         super().add_note(note)
         last = self._where_explained()
         self.__notes__ = [text for text in self.__notes__ if text != last] + [last]
 
     @classmethod
     def _where_explained(cls) -> str:
-        """Return the link to the explanation of the class, or of its nearest base class in this package."""
+        """Return where the class is explained, or its nearest base class in this package."""
         public = next(base for base in cls.__mro__ if base.__module__ == __name__)
-        return f"See {EXPLAINED}#{public.__name__.lower()}"
+        return f"See `dcp-plugin explain {public.__name__}`, or {EXPLAINED}#{public.__name__.lower()}"
 
 
 def _message(text: str) -> str:
@@ -200,16 +201,25 @@ _MAX_LINES = 10
 _MOST_TEXT = 500
 
 
-def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
+def some(items: Sequence[object], limit: int = 8, separator: str = ", ") -> str:
     """Return the first items as text for a message, and the number of further items."""
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(map(one_line, items[:limit])) + more
+    return separator.join(one_line(str(item)) for item in items[:limit]) + more
 
 
 def first(lines: list[str]) -> list[str]:
     """Return the first lines for an error, and a line with the number of further lines."""
     more = len(lines) - _MAX_LINES
     return [*map(one_line, lines[:_MAX_LINES]), *([f"and {more} more like this"] if more > 0 else [])]
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with its unit. Units are binary, like blocks, parts of uploads and memory."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:

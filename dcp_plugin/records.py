@@ -39,13 +39,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_plugin.calls import Call
+from dcp_plugin.errors import size
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, Wanted
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +226,7 @@ class OpenCheckpoint:
     known_identity: str
     """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
     format: str
-    """Format, see :class:`~dcp_plugin.types.CheckpointInfo`."""
+    """Format, see :class:`~dcp_plugin.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Name -> ``"module"`` or ``"optimizer"``, for names that the checkpoint records."""
     summary: Summary | None = None
@@ -326,6 +327,8 @@ class LoadReport:
     seconds: float = 0.0
     """With ``local_dir``: duration of the search and the load."""
 
+    _repr_html_ = as_html
+
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} items from {self.path}"]
         for name in ("missing", "unexpected", "cast"):
@@ -338,7 +341,7 @@ class LoadReport:
         if self.left_out:
             parts.append(f"{len(self.left_out)} left out")
         if self.sources:
-            read = [f"{count / 2**20:.1f} MiB from {place}" for place, count in self.sources.items()]
+            read = [f"{size(count)} from {place}" for place, count in self.sources.items()]
             parts.append(f"this rank read {', '.join(read)} in {self.seconds:.2f} s")
         if self.passed_over:
             parts.append(f"passed over: {_first(self.passed_over)}")

@@ -33,7 +33,7 @@ from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
 from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
 from dcp_plugin.storage.published import read_summary
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, as_html
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Restart:
     """Report of the load; None if a framework has loaded a file of its own."""
     damaged: tuple[Where, ...] = ()
     """Newer checkpoints of the run that were damaged, and are quarantined."""
+
+    _repr_html_ = as_html
 
     def __str__(self) -> str:
         if self.how == "fresh":

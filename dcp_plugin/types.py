@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dcp_plugin.errors import one_line, some
 from dcp_plugin.paths import Where
 
 if TYPE_CHECKING:
@@ -117,76 +118,16 @@ class Wanted:
     """The meaning of missing and unexpected keys, for a warning, if they are no error."""
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it."""
+def as_html(report: Any) -> str:
+    """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
+    from html import escape
 
-    key: str
-    shape: Shape
-    dtype: str
-    chunks: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """Facts about a checkpoint, read without a model and without torch.distributed."""
-
-    path: Where
-    format: str
-    """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
-    ``"lightning"`` or ``"accelerate"``."""
-    step: int | None
-    time: float | None
-    """Seconds since the epoch at which the checkpoint was published."""
-    world_size: int | None
-    tensors: list[TensorInfo]
-    values: list[str]
-    """Keys that hold no tensor."""
-    nbytes: int
-    """Unique payload bytes; aliases count once."""
-    versions: dict[str, str]
-    bytes_reused: int = 0
-    """Bytes on disk that were linked from an earlier checkpoint instead of written."""
-    base: Where | None = None
-    """The checkpoint that has the tensors in ``left_out``."""
-    left_out: list[str] = field(default_factory=list)
-    """Keys of frozen tensors that are in the base."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics passed to the save, such as the validation loss. Some may not be finite."""
-
-    def __str__(self) -> str:
-        step = "" if self.step is None else f", step {self.step}"
-        writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
-        reused = f" ({self.bytes_reused / 2**20:.1f} MiB linked)" if self.bytes_reused else ""
-        metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
-        base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
-        return (
-            f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}{metrics}{base}"
-        )
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The outcome of reading every byte of a checkpoint."""
-
-    path: Where
-    items: int
-    nbytes: int
-    errors: list[str]
-    """One line per damaged item, naming file and key."""
-    unverified: list[str] = field(default_factory=list)
-    """Keys without a checksum."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.errors
-
-    def __str__(self) -> str:
-        state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
-        unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
-        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}{unverified}"
+    rows = ""
+    for name, value in vars(report).items():
+        items = [f"{key}: {item}" for key, item in value.items()] if isinstance(value, dict) else value
+        text = some(items, 10) if isinstance(items, (list, tuple)) else one_line(str(items))
+        rows += f"<tr><th>{name}</th><td>{escape(text)}</td></tr>"
+    return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"
 
 
 @dataclass(frozen=True)

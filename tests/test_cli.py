@@ -7,7 +7,9 @@ import os
 import platform
 import re
 import shutil
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -215,3 +217,25 @@ def test_the_version_says_what_the_report_of_an_error_needs() -> None:
     assert mine == f"dcp-plugin {dcp.__version__}"
     assert python.startswith(f"Python {platform.python_version()}, {platform.system()}")
     assert f"torch {torch.__version__}" in packages.split(", ")
+
+
+def test_reports_diffs_and_infos_are_tables_in_a_notebook(tmp_path: Path) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(10))
+    dcp.save({"model": model, "text": "<b>"}, tmp_path / "step-1", step=1)
+    dcp.save({"model": model, "text": "<i>"}, tmp_path / "step-2", step=2)
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    reports: list[Any] = [
+        dcp.inspect(first),
+        dcp.verify(first),
+        dcp.diff(first, second),
+        dcp.load({"model": model}, first),
+        dcp.export(first, tmp_path / "x.safetensors", "safetensors"),
+        dcp.copy(first, tmp_path / "copied"),
+        dcp.prune(tmp_path, keep_last=3, dry_run=True),
+        dcp.resume_or_init({"model": model, "text": ""}, tmp_path),
+    ]
+    for report in reports:
+        html = report._repr_html_()
+        assert html.startswith(f"<p>{escape(str(report))}</p><table><tr><th>") and html.endswith("</table>")
+        assert "<b>" not in html and "<i>" not in html
+    assert "and 10 more</td>" in reports[0]._repr_html_(), "20 tensors, of which the first 10 are listed"

@@ -96,6 +96,15 @@ def test_a_list_shows_a_few_metrics_and_its_document_all(tmp_path: Path) -> None
     assert run["checkpoints"][0]["metrics"] == metrics
 
 
+def test_a_list_shows_the_age_of_a_checkpoint_in_its_largest_unit(tmp_path: Path) -> None:
+    for step, age in ((1, 4 * 86_400), (2, 5 * 3600), (3, 120)):
+        torch.save(LIGHTNING, tmp_path / f"step-{step}.ckpt")
+        now = (tmp_path / f"step-{step}.ckpt").stat().st_mtime
+        os.utime(tmp_path / f"step-{step}.ckpt", (now - age, now - age))
+    rows = [line for line in _text(_run("ls", tmp_path)) if "foreign" in line]
+    assert [re.search(r"\d+ (d|h|min|s)\b", row)[0] for row in rows] == ["4 d", "5 h", "2 min"]  # type: ignore[index]
+
+
 def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
     dcp.save({"model": Net(), "epoch": 3}, tmp_path / "ck", step=7)
     lines = _text(_run("inspect", tmp_path / "ck"))
@@ -330,7 +339,7 @@ def test_verify_takes_several_and_tells_the_damaged_from_what_cannot_be_read(tmp
     os.truncate(next((tmp_path / "cut").glob("*.distcp")), 100)
     paths = [tmp_path / name for name in ("good", "flipped", "cut")]
     result = _run("verify", *paths)
-    assert result.exit_code == 1 and "GB/s" in result.stdout
+    assert result.exit_code == 1 and "iB/s" in result.stdout
     lines = result.stdout.splitlines()
     assert "intact" in lines[0] and "DAMAGED, 1 item(s)" in lines[1] and "w in __0_0" in lines[2]
     assert f"{paths[2]}: DAMAGED" in lines[3] and "truncated" in lines[3]

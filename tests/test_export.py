@@ -432,7 +432,7 @@ def test_a_full_disk_leaves_nothing(path: Path, tmp_path: Path, made_as: str, na
 
 STOPS = """
 import contextlib, signal, sys
-from dcp_plugin.cli import app, export
+from dcp_plugin.cli import app, transfers
 
 @contextlib.contextmanager
 def stopping(title):
@@ -442,7 +442,7 @@ def stopping(title):
     yield stop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
-export.progress = stopping
+transfers.progress = stopping
 app.app(sys.argv[1:])
 """
 

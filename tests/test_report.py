@@ -21,9 +21,10 @@ from dcp_plugin.cli.app import app
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import figures
+from dcp_plugin.tools.contents import TensorInfo
 from dcp_plugin.tools.report import collect
+from dcp_plugin.tools.report.charts import charts_of
 from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, heat_saves, modules_of
-from dcp_plugin.types import TensorInfo
 from tests.limits import HANG
 
 HOSTILE = "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"
@@ -183,3 +184,17 @@ def test_a_browser_draws_all_charts_fetches_nothing_and_says_no_error(tmp_path: 
     assert "CONSOLE" not in done.stderr, done.stderr
     asked = {url for url in re.findall(r'"url":"(\w+://[^"]*)', log.read_text()) if page.name in url}
     assert not any(url.startswith("http") for url in asked)
+
+
+def test_the_stages_of_a_save_add_up_to_its_seconds(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    saved = lines_of(tmp_path)[0]
+    ranks = {name: [0.0, 0.0] for name in figures.COLUMNS} | {
+        "staging_seconds": [1.0, 0.2],
+        "write_seconds": [0.3, 1.2],
+    }
+    put(tmp_path, [{**saved, "seconds": 1.4, "ranks": ranks}])
+    run = collect(tmp_path)
+    (save,) = run.timed
+    bars = [trace for trace in charts_of(run)["seconds"]["traces"] if trace["type"] == "bar"]
+    assert sum(bar["y"][-1] for bar in bars) == pytest.approx(1.4) == save.seconds

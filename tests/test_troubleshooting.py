@@ -13,9 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin import errors
+from dcp_plugin.cli.app import app
 from dcp_plugin.errors import EXPLAINED, CheckpointError
 from tests import launch, programs
 
@@ -59,6 +61,10 @@ RAISED = [  # the class, and the text that it is made with
 ]
 
 
+def _explained(name: str) -> str:
+    return f"See `dcp-plugin explain {name}`, or {EXPLAINED}#{name.lower()}"
+
+
 def _pieces(message: str) -> list[str]:
     return [piece.strip(" :") for piece in message.split("…") if len(piece.strip(" :")) > 3]
 
@@ -68,7 +74,7 @@ def test_each_class_has_a_section_with_messages_of_its_own(kind: type[Checkpoint
     assert EXPLAINED.endswith("/troubleshooting.html")
     (section,) = re.findall(rf"^### {kind.__name__}\n(.*?)^##", PAGE, re.M | re.S)
     assert f"\n| `{kind.__name__}: " in section
-    assert f"See {EXPLAINED}#{kind.__name__.lower()}" == kind("text").__notes__[-1]
+    assert _explained(kind.__name__) == kind("text").__notes__[-1]
 
 
 def test_the_public_classes_are_these() -> None:
@@ -106,7 +112,7 @@ def test_the_line_is_the_last_of_a_traceback_and_no_part_of_the_message(kind: ty
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert str(one) == "rank 57: what happened" and one.args == error.args
         lines = "".join(traceback.format_exception(one)).splitlines()
-        assert lines[-2:] == ["Besides, something else.", f"See {EXPLAINED}#{kind.__name__.lower()}"]
+        assert lines[-2:] == ["Besides, something else.", _explained(kind.__name__)]
         assert len(one.__notes__) == 2
     with pytest.raises(kind, match=r"^rank 57: what happened"):
         raise error
@@ -116,7 +122,7 @@ def test_an_error_of_others_leads_to_the_class_that_it_derives_from() -> None:
     class Theirs(dcp.CheckpointNotFound):
         pass
 
-    assert Theirs("x").__notes__ == [f"See {EXPLAINED}#checkpointnotfound"]
+    assert Theirs("x").__notes__ == [_explained("CheckpointNotFound")]
     assert isinstance(Theirs("x"), FileNotFoundError)
 
 
@@ -149,16 +155,33 @@ def _fail_on_one_rank(root: Path) -> str:
 
 def test_on_all_ranks_the_line_is_once_and_last(tmp_path: Path) -> None:
     for said in launch.run(_fail_on_one_rank, 2, tmp_path):
-        assert said.count(EXPLAINED) == 1 and said.splitlines()[-1] == f"See {EXPLAINED}#unsafecheckpoint", said
+        assert said.count(EXPLAINED) == 1 and said.splitlines()[-1] == _explained("UnsafeCheckpoint"), said
 
 
 def test_a_program_that_ends_with_an_error_ends_with_the_line(tmp_path: Path) -> None:
     ran = programs.run("-c", "import dcp_plugin as dcp; dcp.load({}, 'nowhere')", cwd=tmp_path)
     assert ran.returncode == 1
     first, last = ran.stderr.splitlines()[-2:]
-    assert "CheckpointNotFound: " in first and last == f"See {EXPLAINED}#checkpointnotfound"
+    assert "CheckpointNotFound: " in first and last == _explained("CheckpointNotFound")
 
 
 def test_the_sections_stand_in_the_order_in_which_a_class_comes_before_those_derived_from_it() -> None:
     sections = [getattr(errors, name) for name in re.findall(r"^### (\w+)$", PAGE, re.M)]
     assert not any(issubclass(before, after) for before, after in pairwise(sections))
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_explain_prints_the_section_of_each_class_with_addresses_that_lead_to_the_site(
+    kind: type[CheckpointError],
+) -> None:
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["explain", kind.__name__.lower()])
+    assert result.exit_code == 0 and result.stdout.split()[0] == kind.__name__
+    printed = " ".join(result.stdout.split())
+    messages = [message for name, message in QUOTED if name == kind.__name__ and f"`{name}: {message}`" in PAGE]
+    assert messages and all(" ".join(f"{kind.__name__}: {message}".split()) in printed for message in messages)
+    assert ".md" not in printed and "](" not in printed
+
+
+def test_explain_of_an_unknown_name_lists_the_classes() -> None:
+    result = CliRunner().invoke(app, ["explain", "KeyError"])
+    assert result.exit_code == 2 and all(kind.__name__ in result.stderr for kind in CLASSES)

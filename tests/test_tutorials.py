@@ -29,7 +29,7 @@ SESSIONS = [
     page for page in sorted((ROOT / "docs").rglob("*.md")) if re.search(r"^```\w+ title=", page.read_text(), re.M)
 ]
 TUTORIALS = [page for page in SESSIONS if page.parent.name == "tutorials"]
-VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|B|KiB|MiB|GB/s)\b")
+VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|(B|KiB|MiB|GiB)(/s)?)\b")
 LOSS = re.compile(r"^(step \d+) loss (\d+\.\d+)$", re.M)
 LIKE_A_READER = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -1,25 +1,31 @@
-"""The commands of ``dcp-plugin``, one per module.
+"""The application ``dcp-plugin``: the list of its commands, ``--version`` and ``explain``.
 
-No import at the top of these modules loads torch or the library, so that ``--help`` and completion answer at once.
+No import at the top of the modules of commands loads torch or the library, so that ``--help`` and completion answer at
+once.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from collections.abc import Callable
+from functools import partial
+from importlib.resources import files
 from typing import Annotated
+from urllib.parse import urljoin
 
 import typer
 
-from dcp_plugin.cli import copy, diff, export, inspect, load_plan, prune, read, report, verify
-from dcp_plugin.cli import list as list_
+from dcp_plugin.cli import compare, contents, load_plan, runs, transfers
+from dcp_plugin.cli.output import Answer, reported
+from dcp_plugin.errors import EXPLAINED
 from dcp_plugin.types import VERSION
 
 app = typer.Typer(
-    help="Look into checkpoints, check and compare them, and take them out: on a disk or in an object store, of this "
-    "package, of stock torch.distributed.checkpoint and of other tools. Exit status: 0 done; 1 the answer is no "
-    "(damage, a difference, a load that would fail); 2 wrong usage; 3 it could not be done; 130 interrupted.",
+    help="Inspect, check, compare, copy, convert and delete checkpoints, on a disk or in an object store: those of "
+    "this package, of stock torch.distributed.checkpoint and of other tools. Exit status: 0 done; 1 the answer is no "
+    "(damage, a difference, a load that would fail); 2 wrong usage; 3 an error; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text is also readable in a pipe
@@ -27,15 +33,15 @@ app = typer.Typer(
 )
 
 
-_TOLD = ("torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "torchdata", "obstore")
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "torchdata", "obstore")
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(is_wanted: bool) -> None:
     """Print the versions that a bug report needs, and exit."""
-    if asked:
+    if is_wanted:
         typer.echo(f"dcp-plugin {VERSION}")
         typer.echo(f"Python {platform.python_version()}, {platform.platform()}")
-        typer.echo(", ".join(f"{name} {version}" for name in _TOLD if (version := _version_of(name))))
+        typer.echo(", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version_of(name))))
         raise typer.Exit
 
 
@@ -61,22 +67,43 @@ def options(
     """Options of all commands."""
 
 
-COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "list": (list_.list_command, "ls", "Every run and checkpoint below a place."),
-    "inspect": (inspect.inspect_command, "", "What is in a checkpoint."),
-    "verify": (verify.verify_command, "", "Compare every byte with its checksum."),
-    "diff": (diff.diff_command, "", "What differs between two checkpoints."),
-    "read": (read.read_command, "cat", "Print tensors and values."),
-    "export": (export.export_command, "", "Write it in another format."),
-    "import": (export.import_command, "", "Make a checkpoint of another tool's file."),
-    "prune": (prune.prune_command, "", "Delete what no rule keeps."),
-    "copy": (copy.copy_command, "cp", "Copy checkpoints, disk or bucket."),
-    "report": (report.report_command, "", "One page about a run, to be opened from disk."),
-    "load-plan": (load_plan.load_plan_command, "", "What a partial load would take."),
+def explain_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The class of an error, such as CheckpointMismatch.")],
+) -> Answer:
+    """Print the section about an error of the page on troubleshooting. No network is needed."""
+    page = files("dcp_plugin").joinpath("troubleshooting.md").read_text("utf-8")
+    page = re.sub(r"\]\((.*?)\)", lambda link: f"]({urljoin(EXPLAINED, link[1].replace('.md', '.html'))})", page)
+    sections = {heading: section for section, heading in re.findall(r"^(### (\w+)\n(?:(?!##).*\n)*)", page, re.M)}
+    heading = next((heading for heading in sections if heading.lower() == name.lower()), None)
+    if heading is None:
+        raise typer.BadParameter(f"{name} is not a class of errors. These are: {', '.join(sections)}")
+    return Answer({}, partial(_print_markdown, sections[heading]))
+
+
+def _print_markdown(text: str) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text, hyperlinks=False))
+
+
+COMMANDS: dict[str, tuple[Callable[..., Answer | None], str, str]] = {
+    "list": (runs.list_command, "ls", "List the runs and checkpoints below a root."),
+    "inspect": (contents.inspect_command, "", "Show the contents of a checkpoint."),
+    "verify": (compare.verify_command, "", "Compare every byte with its checksum."),
+    "diff": (compare.diff_command, "", "Show the differences of two checkpoints."),
+    "read": (contents.read_command, "cat", "Print tensors and values."),
+    "export": (transfers.export_command, "", "Write a checkpoint in another format."),
+    "import": (transfers.import_command, "", "Make a checkpoint of another tool's file."),
+    "prune": (runs.prune_command, "", "Delete the checkpoints that no rule keeps."),
+    "copy": (transfers.copy_command, "cp", "Copy checkpoints between disks and buckets."),
+    "report": (runs.report_command, "", "Write one page about a run."),
+    "load-plan": (load_plan.load_plan_command, "", "Show what a partial load would take."),
+    "explain": (explain_command, "", "Explain an error."),
 }
 """Commands, with alias and description in the list of commands."""
 
-for name, (command, alias, said) in COMMANDS.items():
-    app.command(name, short_help=f"{said} Also: {alias}." if alias else said)(command)
+for name, (command, alias, description) in COMMANDS.items():
+    app.command(name, short_help=f"{description} Also: {alias}." if alias else description)(reported(command))
     if alias:
-        app.command(alias, hidden=True)(command)
+        app.command(alias, hidden=True)(reported(command))

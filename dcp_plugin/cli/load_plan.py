@@ -1,10 +1,11 @@
-"""``dcp-plugin load-plan``: the plan of a partial load."""
+"""The command ``load-plan``: the keys that a partial load would take."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,26 +13,23 @@ import typer
 
 from dcp_plugin.cli.output import (
     NO,
+    Answer,
     JsonOption,
     PathArgument,
     StorageOptionsOption,
     echo,
-    fail,
-    pair,
+    renames,
     shape,
-    show,
-    storage_options,
     table,
-    told,
     where,
 )
-from dcp_plugin.errors import CheckpointError, damage_in
+from dcp_plugin.errors import CheckpointError, damage_in, size
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dcp_plugin.loading.forecast import PlannedLoad
-    from dcp_plugin.paths import StorageOptions, Where
+    from dcp_plugin.paths import Where
 
 
 def load_plan_command(
@@ -39,8 +37,8 @@ def load_plan_command(
     into: Annotated[
         str,
         typer.Option(
-            help="The target: package.module:factory, which is IMPORTED AND CALLED, on the meta device, and returns a "
-            "torch.nn.Module; or another checkpoint; or a safetensors file."
+            help="The target: package.module:factory, which is IMPORTED AND CALLED on the meta device and returns a "
+            "torch.nn.Module; another checkpoint; or a safetensors file."
         ),
     ],
     include: Annotated[list[str] | None, typer.Option(help="Globs of the target's keys to load. Repeatable.")] = None,
@@ -51,34 +49,25 @@ def load_plan_command(
     missing: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
     unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
     cast: Annotated[bool, typer.Option("--cast", help="Allow another dtype.")] = False,
-    name: Annotated[str, typer.Option(help="What the target is called in the state.")] = "model",
+    name: Annotated[str, typer.Option(help="The name of the target in the state.")] = "model",
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
-) -> None:
+) -> Answer:
     """Show what a partial load would take, without reading a tensor. Exits with 1 and its error if it would fail."""
-    with told(as_json):
-        from dcp_plugin.loading.forecast import plan_load
-        from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.loading.forecast import plan_load
+    from dcp_plugin.partial import PartialLoad
 
-        try:
-            partial = PartialLoad(
-                include=tuple(include or ("*",)),
-                exclude=tuple(exclude or ()),
-                rename=dict(pair("--rename", text, "TARGET_PREFIX=CHECKPOINT_PREFIX") for text in rename or ()),
-                missing=missing,  # type: ignore[arg-type]  # PartialLoad checks it
-                unexpected=unexpected,  # type: ignore[arg-type]
-                cast=cast,
-            )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        module = module_of(into, name, storage_options(storage_option))
-        plan = plan_load({name: module}, where(path, storage_option), partial)
-    if as_json:
-        show({"plan": plan})
-    else:
-        _print_plan(plan)
-    if plan.error:
-        fail(plan.error, NO)
+    selection = PartialLoad(
+        include=tuple(include or ("*",)),
+        exclude=tuple(exclude or ()),
+        rename=renames(rename, "TARGET_PREFIX=CHECKPOINT_PREFIX"),
+        missing=missing,  # type: ignore[arg-type]  # PartialLoad checks it
+        unexpected=unexpected,  # type: ignore[arg-type]
+        cast=cast,
+    )
+    module = _module(into, where(into, storage_option), name)
+    plan = plan_load({name: module}, where(path, storage_option), selection)
+    return Answer({"plan": plan}, partial(_print_plan, plan), NO if plan.error else 0, plan.error)
 
 
 def _print_plan(plan: PlannedLoad) -> None:
@@ -97,40 +86,29 @@ def _print_plan(plan: PlannedLoad) -> None:
     for warning in plan.warnings:
         echo(f"warning: {warning}")
     left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
-    size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
-    echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
+    echo(f"{len(plan.items)} items, {plan.nbytes:,} bytes ({size(plan.nbytes)}) of {plan.path}{left_out}")
 
 
-class NoTarget(CheckpointError):
-    """``--into`` names no target of a load. The message lists the possible targets."""
-
-
-def module_of(into: str, name: str, storage_options: StorageOptions | None = None) -> nn.Module:
+def _module(into: str, path: Where, name: str) -> nn.Module:
     """Return the module that ``--into`` names, on the meta device.
 
     Args:
         into: ``package.module:factory``, a checkpoint, or a file of another tool.
+        path: ``into`` as a path or URL.
         name: The name of the module in a checkpoint. A safetensors file has only one module.
-        storage_options: Options of the store of a URL.
 
     Raises:
-        NoTarget: ``into`` is none of these.
-        CheckpointError: ``into`` is a checkpoint that cannot be opened.
+        CheckpointError: ``into`` is none of these, or a checkpoint that cannot be opened.
     """
     from dcp_plugin.media import medium_of
-    from dcp_plugin.paths import as_path
 
-    try:
-        path = as_path(into, storage_options)
-    except ValueError as error:
-        raise NoTarget(f"--into {error}") from error
     with damage_in(path):
         kind = medium_of(path).kind(path)
     if kind:
         return _of_checkpoint(path, name)
     if ":" in into:
         return _of_factory(into)
-    raise NoTarget(f"--into {into}: no such file, and no package.module:factory either")
+    raise CheckpointError(f"--into {into}: no such file, and no package.module:factory either")
 
 
 def _of_factory(into: str) -> nn.Module:
@@ -146,17 +124,19 @@ def _of_factory(into: str) -> nn.Module:
         for attribute in factory.split("."):
             make = getattr(make, attribute)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise NoTarget(f"--into {into}: {error}") from error
+        raise CheckpointError(f"--into {into}: {error}") from error
     try:
         signature(make).bind()
     except TypeError as error:
-        raise NoTarget(f"--into {into} needs arguments ({error}): name a function that makes the module.") from error
+        raise CheckpointError(
+            f"--into {into} needs arguments ({error}): name a function that makes the module."
+        ) from error
     except ValueError:  # the callable has no signature
         pass
     with torch.device("meta"):
         module = make()
     if not isinstance(module, nn.Module):
-        raise NoTarget(f"--into {into} gives a {type(module).__name__}, not a torch.nn.Module")
+        raise CheckpointError(f"--into {into} gives a {type(module).__name__}, not a torch.nn.Module")
     return module
 
 
@@ -181,5 +161,5 @@ def _of_checkpoint(path: Where, name: str) -> nn.Module:
         if tensor.key.startswith(prefix)
     }
     if not tensors:
-        raise NoTarget(f"--into {path} has nothing called {name!r}; --name says which module is meant")
+        raise CheckpointError(f"--into {path} has nothing called {name!r}; --name says which module is meant")
     return Header()

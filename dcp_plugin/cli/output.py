@@ -1,41 +1,47 @@
 """Helpers of all commands: typed paths and options, tables, JSON, progress, errors and exit statuses.
 
-The rule: output for people is a table on a terminal, and plain aligned text in a pipe. Output for programs is one JSON
-document on stdout. Progress and errors go to stderr.
+The rule: output for people fits the width of a terminal, and has one line for each row in a pipe. Output for programs
+is one JSON document on stdout. Progress and errors go to stderr.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from dataclasses import dataclass, is_dataclass
+from functools import wraps
+from itertools import zip_longest
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_plugin.errors import one_line, printable
+from dcp_plugin.errors import CheckpointError, one_line, printable, size
 
 if TYPE_CHECKING:
     from dcp_plugin.paths import Where
 
 NO, FAILED, INTERRUPTED = 1, 3, 130
-"""Exit statuses: the answer is no, the command failed, and Ctrl-C. 0 is success, and typer exits with 2."""
+"""Exit statuses: the answer is no, the command failed, and Ctrl-C. 0 is success, and wrong usage exits with 2."""
+_NARROWEST = 10
+"""Width in characters below which no column of a table is folded."""
 
 PathArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint: its directory or URL, or a file of another tool.")
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a directory, a URL, or a file of another tool.")
 ]
-RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="Where to look, at any depth: a directory or a URL.")]
+RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="The directory or URL to search, at any depth.")]
 StorageOptionsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
         metavar="KEY=VALUE",
-        help="How the store of a URL is reached, where the environment does not say that: region=eu-west-1, "
-        "skip_signature=true, client_options.timeout=30s. Others see what is typed: keys belong into the environment. "
-        "Repeatable.",
+        help="An option for the store of a URL, if the environment does not have it: region=eu-west-1, "
+        "skip_signature=true, client_options.timeout=30s. Put secrets into the environment: other users can see "
+        "command lines. Repeatable.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, see docs/schemas.")]
@@ -43,16 +49,68 @@ IncludeOption = Annotated[list[str] | None, typer.Option("--include", help="Glob
 ExcludeOption = Annotated[list[str] | None, typer.Option("--exclude", help="Globs of keys to leave out. Repeatable.")]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Result of a command."""
+
+    document: Mapping[str, Any]
+    """The document to print with ``--json``."""
+    print_text: Callable[[], None]
+    """Print the result for people."""
+    status: int = 0
+    error: str = ""
+    """The message of an answer "no", for stderr."""
+
+
+def reported(command: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Print the answer of a command, and exit with its status. Report an error with a message and an exit status.
+
+    With ``--json``, an error is a document on stdout and a message on stderr. A wrong argument is a ``ValueError`` in
+    the library, and wrong usage here.
+    """
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        as_json = arguments.get("as_json", False)
+        try:
+            answer = command(**arguments)
+            if answer is None:
+                return
+            show(answer.document) if as_json else answer.print_text()
+            if answer.error:
+                complain(answer.error)
+            status = answer.status
+        except BrokenPipeError:
+            raise
+        except (CheckpointError, OSError) as error:
+            if as_json:
+                show({"error": {"type": type(error).__name__, "message": str(error)}})
+            message = str(error) if isinstance(error, CheckpointError) else one_line(str(error))
+            complain("\n".join([message, *getattr(error, "__notes__", [])]))
+            status = FAILED
+        except ValueError as error:
+            if type(error) is not ValueError:  # a subclass is a fault of this package, and needs its traceback
+                raise
+            raise typer.BadParameter(str(error)) from error
+        except KeyboardInterrupt:
+            complain("interrupted")
+            status = INTERRUPTED
+        raise typer.Exit(status)
+
+    return run
+
+
 def where(text: str, options: list[str] | None) -> Where:
-    """Return the path or URL that the user typed. Raise BadParameter if it is invalid."""
+    """Return the path or URL that the user typed.
+
+    Raises:
+        ValueError: The URL is invalid, or its store refuses the options.
+    """
     from dcp_plugin.media import medium_of
     from dcp_plugin.paths import as_path
 
-    try:
-        path = as_path(text, storage_options(options))
-        medium_of(path)  # the store may refuse the options
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    path = as_path(text, storage_options(options))
+    medium_of(path)
     return path
 
 
@@ -73,71 +131,96 @@ def storage_options(typed: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def pair(option: str, text: str, what: str) -> tuple[str, str]:
-    """Return the two sides of ``A=B``. The left side may be a pattern that contains ``=``."""
-    key, equals, value = text.rpartition("=")
-    if not equals:
-        raise typer.BadParameter(f"{option} {text}: it is {what}")
-    return key, value
+def renames(typed: list[str] | None, form: str) -> dict[str, str]:
+    """Return the two sides of each ``--rename A=B``. The left side may be a pattern that contains ``=``."""
+    pairs = {}
+    for text in typed or []:
+        key, equals, value = text.rpartition("=")
+        if not equals:
+            raise typer.BadParameter(f"--rename {text}: it is {form}")
+        pairs[key] = value
+    return pairs
 
 
 def echo(text: str = "", err: bool = False) -> None:
-    """Print one line. Names from an untrusted checkpoint cannot control the terminal or add a line."""
-    typer.echo(one_line(text), err=err)
+    """Print one line. A terminal gets several if it is too narrow, folded between words.
+
+    Names from an untrusted checkpoint cannot control the terminal or add a line.
+    """
+    for line in _folded(one_line(text), _width(err), break_long_words=False, subsequent_indent="  "):
+        typer.echo(line, err=err)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
-    """Print a table.
+def complain(message: str) -> None:
+    """Print a message of one or more lines on stderr."""
+    for line in message.split("\n"):
+        echo(line, err=True)
+
+
+def _width(err: bool = False) -> float:
+    """Return the number of characters in a line; infinite if the output is no terminal."""
+    stream = sys.stderr if err else sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else math.inf
+
+
+def _folded(text: str, width: float, **options: Any) -> list[str]:
+    return [text] if len(text) <= width else wrap(text, int(width), break_on_hyphens=False, **options)
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), optional: Sequence[str] = ()
+) -> None:
+    """Print a table. An empty last column is left out.
 
     Args:
         numbers: The columns that are aligned to the right.
+        optional: The columns that a narrow terminal does not show, in the order in which they are left out. Then the
+            texts of the widest columns are folded.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    lines = [list(columns), *([one_line(cell) for cell in row] for row in rows)]
+    cells = dict(zip(columns, zip(*lines, strict=True), strict=True))
+    if not any(cells[columns[-1]][1:]):
+        del cells[columns[-1]]
+    widths = {name: max(map(len, column)) for name, column in cells.items()}
+    room = _width()
+    hidden = []
+    for name in optional:
+        if name in widths and sum(widths.values()) + 2 * len(widths) - 2 > room:
+            del widths[name]
+            hidden.append(name)
+    texts = [name for name in widths if name not in numbers]
+    while sum(widths.values()) + 2 * len(widths) - 2 > room:
+        widest = max(texts, key=widths.__getitem__)
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    for number in range(len(lines)):
+        folded = [_folded(cells[name][number], width) for name, width in widths.items()]
+        for parts in zip_longest(*folded, fillvalue=""):
+            padded = [
+                part.rjust(width) if name in numbers else part.ljust(width)
+                for part, (name, width) in zip(parts, widths.items(), strict=True)
+            ]
+            typer.secho("  ".join(padded).rstrip(), bold=number == 0)
+    if hidden:
+        echo(f"Not shown in {room} columns: {', '.join(hidden)}. A pipe gets all: | cat")
 
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    console = Console(highlight=False, markup=False)
-    if console.is_terminal:
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    else:  # no key is wrapped in a pipe
-        width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
-        console = Console(highlight=False, markup=False, width=max(80, width))
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    with console.capture() as captured:
-        console.print(shown)
-    for line in captured.get().rstrip("\n").split("\n"):
-        echo(line.rstrip())
 
-
-def show(document: dict[str, Any]) -> None:
-    """Print the JSON document of a command. Values that JSON lacks become text or null."""
+def show(document: Mapping[str, Any]) -> None:
+    """Print a JSON document. Values that JSON lacks become text or null."""
     typer.echo(printable(json.dumps(_plain(document), indent=2, ensure_ascii=False)))
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, dict):
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes with its unit, for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def shape(sizes: tuple[int, ...] | None) -> str:
@@ -152,34 +235,12 @@ def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    with bar:
-        task = bar.add_task(printable(title), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def fail(message: str, status: int = FAILED) -> NoReturn:
-    """End with a message on stderr."""
-    typer.echo(printable(message), err=True)
-    raise typer.Exit(status)
-
-
-@contextmanager
-def told(as_json: bool = False) -> Iterator[None]:
-    """Report errors with a message and an exit status instead of a traceback; with ``--json`` also as a document."""
-    from dcp_plugin.errors import CheckpointError
-
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        if as_json:
-            show({"error": {"type": type(error).__name__, "message": str(error)}})
-        message = str(error) if isinstance(error, CheckpointError) else one_line(str(error))
-        fail("\n".join([message, *getattr(error, "__notes__", [])]))
-    except KeyboardInterrupt:
-        fail("interrupted", INTERRUPTED)
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), rate)
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(title), total=None, rate="")
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, rate=f"{size(bar.tasks[0].speed or 0)}/s"
+        )

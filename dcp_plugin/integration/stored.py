@@ -29,8 +29,7 @@ from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import is_tensor
-from dcp_plugin.tools.contents import info_of
-from dcp_plugin.types import CheckpointInfo
+from dcp_plugin.tools.contents import CheckpointInfo, info_of
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
 

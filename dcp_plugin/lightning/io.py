@@ -37,7 +37,7 @@ from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import Saver, lightning_packages
 from dcp_plugin.integration.files import is_regular_file, read_summary
@@ -171,7 +171,7 @@ class PostCommit:
 
 
 def _in_words(gigabytes: float) -> str:
-    return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.1f} MB"
+    return size(gigabytes * 1e9)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import mul
 from typing import NamedTuple
@@ -17,20 +17,73 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dcp_plugin.errors import size
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
-from dcp_plugin.paths import PathLike, StorageOptions
+from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
-from dcp_plugin.types import CheckpointInfo, Shape, TensorInfo
+from dcp_plugin.types import Shape, as_html
 
 _AT_ONCE = 1 << 20
 """Number of elements converted together. Elements of one byte take eight times their memory."""
 _DEEPEST = 100
 """The most levels of modules. Deeper keys are shown with their dots."""
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})(?!\d)")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it."""
+
+    key: str
+    shape: Shape
+    dtype: str
+    chunks: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Facts about a checkpoint, read without a model and without torch.distributed."""
+
+    path: Where
+    format: str
+    """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
+    ``"lightning"`` or ``"accelerate"``."""
+    step: int | None
+    time: float | None
+    """Seconds since the epoch at which the checkpoint was published."""
+    world_size: int | None
+    tensors: list[TensorInfo]
+    values: list[str]
+    """Keys that hold no tensor."""
+    nbytes: int
+    """Unique payload bytes; aliases count once."""
+    versions: dict[str, str]
+    bytes_reused: int = 0
+    """Bytes on disk that were linked from an earlier checkpoint instead of written."""
+    base: Where | None = None
+    """The checkpoint that has the tensors in ``left_out``."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys of frozen tensors that are in the base."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics passed to the save, such as the validation loss. Some may not be finite."""
+
+    _repr_html_ = as_html
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
+        reused = f" ({size(self.bytes_reused)} linked)" if self.bytes_reused else ""
+        metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
+        base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
+        return (
+            f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
+            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}"
+        )
 
 
 @collector_paused()

@@ -20,6 +20,7 @@ from dcp_plugin.errors import (
     SaveFailed,
     UnsafeCheckpoint,
     damage_in,
+    size,
     some,
 )
 from dcp_plugin.format import has_traces
@@ -31,6 +32,7 @@ from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.tools.stream import Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
+from dcp_plugin.types import as_html
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,17 @@ class CopyReport:
     needs: list[str] = field(default_factory=list)
     """Bases that have to be copied, with their targets, before the checkpoints at the target can be loaded."""
 
+    _repr_html_ = as_html
+
     def __str__(self) -> str:
         parts = [f"{self.target}: {len(self.copied)} checkpoint(s) copied"]
         if self.skipped:
             parts.append(f"{len(self.skipped)} were there")
-        parts.append(f"{self.bytes_copied / 2**20:.1f} MiB copied in {self.seconds:.1f} s")
+        parts.append(f"{size(self.bytes_copied)} copied in {self.seconds:.1f} s")
         if self.bytes_linked:
-            parts.append(f"{self.bytes_linked / 2**20:.1f} MiB linked")
+            parts.append(f"{size(self.bytes_linked)} linked")
         if self.bytes_reused:
-            parts.append(f"{self.bytes_reused / 2**20:.1f} MiB were there of an interrupted try")
+            parts.append(f"{size(self.bytes_reused)} were there of an interrupted try")
         if self.unverified:
             parts.append(f"{len(self.unverified)} file(s) or key(s) could not be verified")
         if self.passed_over:

@@ -26,7 +26,7 @@ from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import Agreement, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream
-from dcp_plugin.types import Shape
+from dcp_plugin.types import Shape, as_html
 
 _WINDOW = 32 << 20
 """Size in bytes of each of the two windows of each of the two streams."""
@@ -108,6 +108,8 @@ class CheckpointDiff:
     """Bytes read from both checkpoints, including those read to measure differences."""
     elements: dict[str, int] = field(repr=False)
     """The number of elements of each tensor that has the same dtype and shape in both."""
+
+    _repr_html_ = as_html
 
     @property
     def equal(self) -> bool:

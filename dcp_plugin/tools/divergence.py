@@ -23,6 +23,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream
+from dcp_plugin.types import as_html
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
@@ -63,6 +64,8 @@ class Divergence:
     that compute the same."""
     diff: CheckpointDiff | None = field(default=None, repr=False)
     """All differences at this step."""
+
+    _repr_html_ = as_html
 
     @property
     def identical_through(self) -> int | None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, some
+from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, size, some
 from dcp_plugin.format.index import Location, StoredTensor
 from dcp_plugin.media import Medium, Reservation, medium_of
 from dcp_plugin.media.objects.client import client_of
@@ -34,6 +34,7 @@ from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tools.formats import Layout, OutFile, Selected, hugging_face, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
+from dcp_plugin.types import as_html
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
@@ -62,13 +63,15 @@ class ExportReport:
     """Notes for readers of the output, a line each."""
     seconds: float = 0.0
 
+    _repr_html_ = as_html
+
     def __str__(self) -> str:
         left_out = f"; left out {len(self.left_out)} keys ({some(self.left_out, 3)})" if self.left_out else ""
         notes = "".join(f"\n{one_line(note)}" for note in self.notes)
-        rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
+        rate = size(self.nbytes / max(self.seconds, 1e-9))
         return (
             f"{self.path}: {self.format}, {self.tensors} tensors and {self.values} values in {len(self.files)} "
-            f"file(s), {self.nbytes / 2**20:.1f} MiB in {self.seconds:.1f} s ({rate:.2f} GB/s){left_out}{notes}"
+            f"file(s), {size(self.nbytes)} in {self.seconds:.1f} s ({rate}/s){left_out}{notes}"
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.media import Leftover, is_workspace, medium_of, workspace_of
 from dcp_plugin.media.usage import Usage
@@ -26,7 +26,7 @@ from dcp_plugin.runs.retention import delete, may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
 from dcp_plugin.tools.stream import Progress
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, as_html
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class PruneReport:
     bytes_freed: int = 0
     """Bytes freed on the disk or in the store. A file that a kept checkpoint shares is not freed."""
 
+    _repr_html_ = as_html
+
     @property
     def kept(self) -> list[PrunedCheckpoint]:
         return [checkpoint for checkpoint in self.checkpoints if not checkpoint.deleted]
@@ -89,7 +91,7 @@ class PruneReport:
         freed = "freeing" if self.dry_run else "freed"
         return (
             f"{self.root}: {would} {len(self.deleted)} of {len(self.checkpoints)} checkpoint(s){garbage}, {freed} "
-            f"{self.bytes_freed / 2**20:.1f} MiB{failed}"
+            f"{size(self.bytes_freed)}{failed}"
         )
 
 

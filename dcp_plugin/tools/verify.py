@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable
+from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
@@ -16,7 +17,31 @@ from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.stream_copy import in_windows, verify_unread
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import VerifyReport
+from dcp_plugin.types import as_html
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of reading every byte of a checkpoint."""
+
+    path: Where
+    items: int
+    nbytes: int
+    errors: list[str]
+    """One line per damaged item, naming file and key."""
+    unverified: list[str] = field(default_factory=list)
+    """Keys without a checksum."""
+
+    _repr_html_ = as_html
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def __str__(self) -> str:
+        state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
+        unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
+        return f"{self.path}: {self.items} items, {size(self.nbytes)}, {state}{unverified}"
 
 
 def verify(

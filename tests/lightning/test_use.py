@@ -125,7 +125,7 @@ def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> 
     assert [text.split(":")[0] for text in said] == [
         f"Saved {tmp_path}/epoch={n}-step={3 * n + 3}.ckpt" for n in (0, 1)
     ]
-    assert all(re.search(r": [\d.]+ MB in [\d.]+ s \([\d.]+ MB/s\)", text) for text in said)
+    assert all(re.search(r": [\d.]+ [KM]iB in [\d.]+ s \([\d.]+ [KM]iB/s\)", text) for text in said)
     assert nothing == []
 
 

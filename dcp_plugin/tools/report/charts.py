@@ -5,11 +5,12 @@ Texts from files are escaped: plotly understands some HTML in its labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from math import isfinite
 from typing import Any
 
+from dcp_plugin.errors import size
 from dcp_plugin.tools.report.collect import RunFigures, Save, heat_saves
 
 _METRICS = ("--blue", "--orange", "--green", "--purple")
@@ -124,15 +125,15 @@ def seconds(run: RunFigures) -> Chart:
     """Return the chart of the seconds of each save, by stage, with the seconds for which the training waited."""
     saves = [save for save in run.saves if save.error or save.seconds is not None]
     written = "Upload" if all(save.to_store for save in run.timed) else "Write"
-    parts: list[tuple[str, str, Callable[[Save], float]]] = [
-        ("Copy to host memory", "--sky", lambda save: save.staging_seconds or 0.0),
-        (written, "--blue", lambda save: save.write_seconds or 0.0),
-        ("Upload from local_dir", "--purple", lambda save: save.upload_seconds or 0.0),
-        ("Plan, publish, queue", "--grey", _rest),
+    stages = [
+        ("Copy to host memory", "--sky"),
+        (written, "--blue"),
+        ("Upload from local_dir", "--purple"),
+        ("Plan, publish, queue", "--grey"),
     ]
+    columns = zip(*map(_stages, saves), strict=True)
     traces = []
-    for name, colour, of in parts:
-        values = [of(save) for save in saves]
+    for (name, colour), values in zip(stages, columns, strict=True):
         if max(values) >= 0.0005:
             traces.append(_bars(saves, name, colour, values, list(map(_short, values))))
     numbers = list(range(len(saves)))
@@ -151,9 +152,16 @@ def _cut(text: str) -> str:
     return plain(text[:90] + ("…" if len(text) > 90 else ""))
 
 
-def _rest(save: Save) -> float:
-    parts = (save.staging_seconds or 0.0) + (save.write_seconds or 0.0) + (save.upload_seconds or 0.0)
-    return max(0.0, (save.seconds or 0.0) - parts)
+def _stages(save: Save) -> list[float]:
+    """Return the seconds of each stage of a save; the last entry is the rest.
+
+    They add up to the seconds of the save. The slowest ranks of two stages may differ, and work at the same time.
+    """
+    left, stages = save.seconds or 0.0, []
+    for seconds in (save.staging_seconds, save.write_seconds, save.upload_seconds):
+        stages.append(min(seconds or 0.0, left))
+        left -= stages[-1]
+    return [*stages, left]
 
 
 def _short(value: float | None) -> str:
@@ -226,6 +234,9 @@ def modules(run: RunFigures) -> Chart:
     return {"traces": [trace], "layout": {"margin": {"l": 0, "r": 0, "t": 4, "b": 4}}, "height": 420}
 
 
+_UNITS = [("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)]
+
+
 def reuse(run: RunFigures) -> Chart:
     """Return the chart of bytes written and bytes linked by each save."""
     saves = run.timed
@@ -238,13 +249,3 @@ def reuse(run: RunFigures) -> Chart:
     ):
         traces.append(_bars(saves, name, colour, values, list(map(size, values)), divisor))
     return _stacked(saves, traces, unit, 320)
-
-
-_UNITS = [("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("bytes", 1.0)]
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes with its unit."""
-    unit, divisor = next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
-    value = nbytes / divisor
-    return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"

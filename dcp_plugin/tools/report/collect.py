@@ -20,8 +20,8 @@ from dcp_plugin.media import workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.runs import figures
 from dcp_plugin.runs.catalog import list_checkpoints
-from dcp_plugin.tools.contents import inspect
-from dcp_plugin.types import CheckpointState, TensorInfo
+from dcp_plugin.tools.contents import TensorInfo, inspect
+from dcp_plugin.types import CheckpointState
 
 _MOST_NUMBER = 1e18
 _LONGEST = 300

@@ -16,7 +16,8 @@ from statistics import median
 
 from jinja2 import Environment, StrictUndefined
 
-from dcp_plugin.tools.report.charts import NONE, charts_of, chosen_metrics, size, step_of
+from dcp_plugin.errors import size
+from dcp_plugin.tools.report.charts import NONE, charts_of, chosen_metrics, step_of
 from dcp_plugin.tools.report.collect import RunFigures
 
 _MOST_ROWS = 500
