@@ -36,8 +36,9 @@ help:
 unexport PYTHONDONTWRITEBYTECODE
 
 # No ranks, no frameworks, and none of the files that start scripts.
-SCRIPTS := async_save benchmarks cli cuda documentation site torch_canary when_busy
-FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
+ROOMS := format tensors state media storage planning saving loading runs keeper tools
+SCRIPTS := saving/test_async_save saving/test_when_busy tensors/test_torch_canary
+FAST := $(ROOMS:%=tests/%) $(SCRIPTS:%=--ignore=tests/%.py) tests/project/test_architecture.py tests/project/test_tests.py
 
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
@@ -45,7 +46,7 @@ check: lint
 # Three files of tests at a time, on two cores too, since ranks wait for each other and for the disk. A fourth worker
 # would import every framework once more.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/test_site.py $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/project/test_site.py $(ARGS)
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long $(ARGS)
@@ -62,7 +63,7 @@ lint: $(VENV)/.test
 # docs/llms.txt is the list of its pages, for whoever reads them as text.
 docs: $(VENV)/.docs
 	@$(BIN)/python docs/llms.py
-	@$(BIN)/python -m pytest --quiet --no-header tests/test_site.py $(ARGS)
+	@$(BIN)/python -m pytest --quiet --no-header tests/project/test_site.py $(ARGS)
 	@echo "outputs/site/index.html"
 
 demo: $(VENV)/.demo
@@ -84,7 +85,7 @@ matrix:
 	@$(PYTHON) tests/versions/matrix.py $(ARGS)
 
 release: $(VENV)/.test
-	@$(BIN)/python -m tests.release $(if $(DRY_RUN),--dry-run) $(ARGS)
+	@$(BIN)/python -m tools.release $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

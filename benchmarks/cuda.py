@@ -36,7 +36,7 @@ from benchmarks._peer import IO_THREADS
 
 NO_CUDA = 3
 SMALLEST = ["--device", "cpu", "--devices", "2", "--mib", "1", "--repeats", "1"]
-TESTS = "tests/test_cuda.py"
+TESTS = "tests/system/test_cuda.py"
 """All that need a GPU."""
 _TENSORS = 32
 _REDUCED = 64 << 20

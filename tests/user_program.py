@@ -1,4 +1,4 @@
-"""A program of a user, as mypy and pyright see it with the package installed: tests/test_packaging.py asks them."""
+"""A program of a user, as mypy and pyright see it with the package installed: see tests/project/test_packaging.py."""
 
 from pathlib import Path
 from typing import assert_type

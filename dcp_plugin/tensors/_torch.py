@@ -1,6 +1,6 @@
 """The private names of torch and of Python that this package uses, each with the reason why no public name suffices.
 
-``tests/test_torch_canary.py`` fails loudly when a name moves or changes its meaning.
+``tests/tensors/test_torch_canary.py`` fails loudly when a name moves or changes its meaning.
 """
 
 from __future__ import annotations

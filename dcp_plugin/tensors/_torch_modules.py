@@ -1,8 +1,8 @@
 """Private names of ``nn.Module`` and ``Optimizer``, each with the reason why no public name suffices.
 
 The public ``nn.Module.load_state_dict`` requires a state dict of the complete module. A load that fills memory in place
-therefore walks the modules itself and calls their hooks. ``tests/test_torch_canary.py`` fails when a name moves or
-changes its meaning.
+therefore walks the modules itself and calls their hooks. ``tests/tensors/test_torch_canary.py`` fails when a name
+moves or changes its meaning.
 """
 
 from __future__ import annotations

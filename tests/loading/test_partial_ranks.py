@@ -1,0 +1,209 @@
+"""Partial loads under every wrapper: sub-modules by identity, bytes that are read, ranks that disagree."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dcp_plugin as dcp
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.state import gather_module
+from tests import launch
+from tests.compare import assert_same, full_state
+from tests.layouts import build, train
+from tests.loading.test_partial import FineTune
+
+
+def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
+
+
+def _fsdp2(module: nn.Module) -> nn.Module:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _mesh_2x2() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+WRAPPERS: dict[int, dict[str, Callable[[nn.Module], nn.Module]]] = {
+    2: {
+        "ddp": DistributedDataParallel,
+        "fsdp1": lambda module: _fsdp1(module, use_orig_params=True),
+        "fsdp1_flat": lambda module: _fsdp1(module, use_orig_params=False),
+        "fsdp2": _fsdp2,
+    },
+    4: {
+        "fsdp1_hsdp": lambda module: _fsdp1(
+            module, device_mesh=_mesh_2x2(), sharding_strategy=ShardingStrategy.HYBRID_SHARD
+        ),
+        "fsdp2_hsdp": lambda module: fully_shard(module, mesh=_mesh_2x2()),
+    },
+}
+
+
+def _models(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """By how the sub-module is sharded: the model, and the sub-module as a user holds it."""
+    models: dict[str, tuple[nn.Module, nn.Module]] = {}
+    model = FineTune()
+    models["not at all"] = model, model.pretrain
+    model = FineTune()
+    inner = model.pretrain  # held since before it was wrapped
+    models["with the whole"] = wrap(model), inner
+    model = FineTune()
+    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
+    models["alone"] = model, model.pretrain
+    model = FineTune()
+    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
+    models["alone and the rest around it"] = wrap(model), model.pretrain
+    return models
+
+
+def _whole(module: nn.Module) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return full_state(gather_module(module))
+
+
+def _save(path: Path, layout: str) -> None:
+    model, optimizer = build(layout)
+    train(model, optimizer, 1)
+    dcp.save({"model": model, "optim": optimizer}, path)
+
+
+def _load_submodules(path: Path) -> None:
+    expected: dict[str, Any] = {}
+    dcp.load({"model": expected}, path)
+    for layout, wrap in WRAPPERS[dist.get_world_size()].items():
+        torch.manual_seed(1)
+        for how, (model, part) in _models(wrap).items():
+            if layout == "fsdp2_hsdp" and how == "with the whole":
+                model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+            before = _whole(model)
+            report = dcp.load({"model": model}, path, partial=PartialLoad.submodule(part))
+            pretrained = {f"pretrain.{key}": value for key, value in expected.items()}
+            assert_same(_whole(model), {**before, **pretrained})
+            assert report.renamed == {f"model.{key}": f"model.{key.removeprefix('pretrain.')}" for key in pretrained}
+            assert report.left_out == ["model.head.weight", "model.head.bias"], (layout, how)
+
+
+def test_a_sub_module_is_found_under_every_wrapper_however_it_is_sharded(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "ck", "fsdp1")
+    for world_size in WRAPPERS:
+        launch.run(_load_submodules, world_size, tmp_path / "ck")
+
+
+def test_a_sub_module_is_found_through_compile_and_activation_checkpoints(tmp_path: Path) -> None:
+    _save(tmp_path / "ck", "plain")
+    saved: dict[str, Any] = {}
+    dcp.load({"model": saved}, tmp_path / "ck")
+    for wrap in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
+        model = FineTune()
+        inner = model.pretrain
+        model.pretrain = wrap(inner)
+        for whole, part in (
+            (model, inner),
+            (model, model.pretrain),
+            (wrap(model), model.pretrain),
+            (inner, wrap(inner)),
+        ):
+            with torch.no_grad():
+                inner.out.bias.zero_()
+            dcp.load({"model": whole}, tmp_path / "ck", partial=PartialLoad.submodule(part))
+            assert_same(inner.state_dict(), saved)
+
+
+class Large(nn.Module):
+    """Shapes whose shards do not end where a checksum block does. A backbone of 23 MiB, and as much around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(1001, 3001, bias=False), nn.Linear(3001, 1001, bias=False))
+        self.head = nn.Linear(3001, 2003)
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = Large().backbone
+
+
+def _save_large(path: Path, sharded: bool) -> None:
+    torch.manual_seed(0)
+    model = Large()
+    dcp.save({"model": _fsdp2(model) if sharded else model}, path)
+
+
+def _load_backbone(path: Path, sharded: bool) -> tuple[int, int, list[str]]:
+    model = Mine()
+    report = dcp.load(
+        {"model": _fsdp2(model) if sharded else model}, path, PartialLoad(rename={"model.mine.": "model.backbone."})
+    )
+    assert report.unchecked_bytes == 0
+    return report.bytes_read, sum(p.numel() * 4 for p in model.parameters()), list(report.renamed)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+@pytest.mark.parametrize("loaded_by", [1, 2])
+def test_only_the_bytes_of_what_is_selected_are_read(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
+    """All that all ranks read from data files, checksum blocks at the edges of shards included, by what the selected
+    tensors hold. Every byte is verified. A block is a 256th of an item, so small tensors come out alike."""
+    launch.run(_save_large, saved_by, tmp_path / "ck", saved_by > 1)
+    outcomes = launch.run(_load_backbone, loaded_by, tmp_path / "ck", loaded_by > 1)
+    read, selected = sum(read for read, *_ in outcomes), outcomes[0][1]
+    assert outcomes[0][2] == ["model.mine.0.weight", "model.mine.1.weight"]
+    assert 1.0 <= read / selected <= 1.02
+
+
+def _disagree(path: Path) -> str:
+    model, _ = build("fsdp1")
+    before = _whole(model)
+    partial = PartialLoad("model.inp.*" if dist.get_rank() else "model.out.*")
+    with pytest.raises(dcp.CheckpointMismatch) as caught:
+        dcp.load({"model": model}, path, partial)
+    with pytest.raises(dcp.CheckpointMismatch, match="Give all ranks the same"):
+        dcp.load({"model": model}, path, partial if dist.get_rank() else None)
+    assert_same(before, _whole(model))
+    return str(caught.value)
+
+
+def test_ranks_that_want_different_parts_raise_on_every_rank(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "ck", "fsdp2")
+    said = launch.run(_disagree, 2, tmp_path / "ck")
+    assert said[0] == said[1] and "model.out.*" in said[0] and "model.inp.*" in said[0]
+
+
+def _optimizer_follows(path: Path) -> None:
+    saved: dict[str, Any] = {}
+    dcp.load({"optim": saved}, path)
+    for layout, wrap in WRAPPERS[2].items():
+        model = FineTune()
+        model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
+        model.head = wrap(model.head)  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+        state = {"model": model, "optim": optimizer}
+        partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "model."}, missing="ignore")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, path, partial)
+            dcp.save(state, path.parent / layout)
+        again: dict[str, Any] = {}
+        dcp.load({"optim": again}, path.parent / layout)
+        slots = {key.replace("pretrain.", ""): value for key, value in again.items() if key.startswith("state.")}
+        assert_same(slots, {key: value for key, value in saved.items() if key.startswith("state.")})
+
+
+def test_the_optimizer_of_a_renamed_part_follows_it_under_every_wrapper(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "ck", "ddp")
+    launch.run(_optimizer_follows, 2, tmp_path / "ck")

@@ -1,0 +1,278 @@
+"""The layers of the package, the public names, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+
+ROOT = Path(dcp.__file__).parent
+LAYERS = [
+    (
+        *(
+            "config",
+            "paths",
+            "errors",
+            "retention",
+            "types",
+            "tensors",
+            "events",
+            "calls",
+            "launcher",
+            "meeting",
+            "partial",
+            "ranks",
+        ),
+        "_entry_points",
+    ),
+    ("format",),
+    ("media",),
+    ("records", "planning"),
+    ("storage", "sources"),
+    ("staging",),
+    ("state",),
+    ("loading",),
+    ("runs",),
+    ("saving",),
+    ("keeper",),
+    ("checkpointer", "api", "start"),
+    ("tools",),
+    ("integration", "tracking"),
+    ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),
+]
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def _package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    """The packages of ours that a module imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    inside = {name.split(".")[1] for name in names if name.startswith("dcp_plugin.")}
+    return {package for package in inside if package in LAYER_OF}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if _package_of(path) != "__init__"], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
+    here = LAYER_OF[_package_of(path)]
+    above = {package for package in _imports(path) if LAYER_OF[package] > here}
+    assert not above, f"layer {here} imports {above}"
+
+
+FRAMEWORKS = ("lightning", "fabric", "accelerate", "transformers")
+INSIDES = {"media", "format", "keeper", "storage", "planning"}
+FORBIDDEN = {"state": {"planning"}, "planning": {"storage"}, "runs": {"keeper", "loading"}}
+FORBIDDEN |= dict.fromkeys(FRAMEWORKS, INSIDES)
+"""Packages that a package does not import, besides those of higher layers."""
+
+
+def test_packages_import_no_insides_of_others() -> None:
+    broken = {
+        str(path.relative_to(ROOT)): imported
+        for path in MODULES
+        if (imported := _imports(path) & FORBIDDEN.get(_package_of(path), set()))
+    }
+    assert not broken
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for_and_private_torch_has_one_place(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    if path.name.startswith("_torch"):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            private = [
+                name for name in [*(node.module or "").split("."), *(a.name for a in node.names)] if name[0] == "_"
+            ]
+            assert not private, f"line {node.lineno} imports private torch: {private}"
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert dcp.__all__ == sorted(dcp.__all__)
+    assert set(dcp.__all__) == set(dcp._HOME_OF)
+    for name in dcp.__all__:
+        assert getattr(dcp, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        dcp.sav  # noqa: B018
+
+
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """``import dcp_plugin.x`` sets the attribute ``x`` of the package, also where that is a function for users."""
+    modules = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert modules & set(dcp.__all__) <= {"events"}
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_is_fast_and_brings_no_framework() -> None:
+    loaded = _python(
+        "import sys, torch; before = set(sys.modules); import dcp_plugin; print(*set(sys.modules) - before)"
+    ).split()
+    assert {name.split(".")[0] for name in loaded} == {"dcp_plugin"}
+    assert len(loaded) <= 4, "each name is imported when it is first asked for"
+
+
+def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    loaded = _python(
+        f"import sys, torch, dcp_plugin as dcp; state = {{'model': torch.nn.Linear(2, 2), 'n': 1}}; "
+        f"dcp.save(state, {path!r}); dcp.load(state, {path!r}); dcp.latest({str(tmp_path)!r}); print(*sys.modules)"
+    ).split()
+    assert "dcp_plugin.loading.load" in loaded
+    assert not [name for name in loaded if name.startswith("dcp_plugin.keeper")]
+    frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
+    assert not frameworks & {name.split(".")[0] for name in loaded}
+
+
+CORE_FILES, CORE_STATEMENTS = 85, 13_812
+"""Size of what a plain save and load on a local disk import. Whoever makes it smaller lowers these; they never rise."""
+
+
+def test_the_core_that_a_plain_save_and_load_import_does_not_grow(tmp_path: Path) -> None:
+    printed = _python(
+        "import sys, torch, dcp_plugin as dcp; model = torch.nn.Linear(4, 4); "
+        "optimizer = torch.optim.AdamW(model.parameters()); model(torch.ones(1, 4)).sum().backward(); "
+        "optimizer.step(); state = {'model': model, 'optim': optimizer, 'step': 1}; "
+        f"path = {str(tmp_path / 'step-1')!r}; dcp.save(state, path); dcp.load(state, path); "
+        "ours = {m.__file__ for name, m in sys.modules.items() if name.split('.')[0] == 'dcp_plugin'}; "
+        "print(*ours, sep=chr(10))"
+    )
+    sizes = {
+        path: sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(Path(path).read_text())))
+        for path in printed.splitlines()
+    }
+    assert (len(sizes) <= CORE_FILES, sum(sizes.values()) <= CORE_STATEMENTS) == (True, True), sizes
+
+
+def test_only_the_keeper_and_one_registration_know_that_a_keeper_exists() -> None:
+    importing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) != "keeper" and ("keeper" in _imports(path) or _names_as_text(path, "dcp_plugin.keeper"))
+    }
+    assert importing == {"sources.py"}
+
+
+def _names_as_text(path: Path, module: str) -> bool:
+    """Whether a module names another one in a text, as ``importlib`` and ``python -m`` take it."""
+    texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    return any(isinstance(text, str) and text.startswith(module) for text in texts)
+
+
+LOCAL_DIR_OF_USERS = {"runs/catalog.py", "tools/listing.py", "cli/runs.py"}
+"""Public functions and a command that take ``local_dir`` from the user and hand it to a configuration."""
+
+
+def test_only_the_configuration_and_the_keeper_know_local_dir() -> None:
+    knowing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) != "keeper" and "local_dir" in _names_in(path)
+    }
+    assert knowing == {"config.py", *LOCAL_DIR_OF_USERS}
+
+
+def _names_in(path: Path) -> set[str]:
+    """Every name, attribute, argument and keyword in a module."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return names | {str(node.arg) for node in nodes if isinstance(node, ast.arg | ast.keyword)}
+
+
+def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
+    printed = _python(
+        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.list_runs(root); "
+        "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
+        "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    ).splitlines()
+    assert (printed[0], printed[-1]) == ("step-2 2 2", "False")
+
+
+KNOW_THE_KIND_OF_A_PATH = {
+    "accelerate/attachment.py",
+    "format/values.py",
+    "hf/plan.py",
+    "integration/files.py",
+    "keeper/node.py",
+    "keeper/source.py",
+    "keeper/spool.py",
+    "keeper/writer.py",
+    "lightning/model_checkpoint.py",
+    "loading/load.py",
+    "runs/figures.py",
+    "runs/scan.py",
+    "storage/open_foreign.py",
+    "storage/stream_copy.py",
+    "storage/reading.py",
+    "storage/stock_items.py",
+    "storage/reader.py",
+    "tools/copy.py",
+    "tools/export.py",
+    "tools/listing.py",
+    "tools/prune.py",
+    "tools/transfer.py",
+    "tools/verify.py",
+    "transformers/checkpoints.py",
+}
+"""Modules outside ``media/`` and ``paths.py`` that still test it. The list only shrinks."""
+
+
+def _tests_the_kind(node: ast.AST) -> bool:
+    """Whether a node is ``isinstance`` of a class of paths, or an attribute by which a disk and a store differ."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        return bool({"Path", "ObjectPath"} & {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)})
+    of_files = isinstance(node, ast.Attribute) and node.attr == "streams" and "files" in ast.unparse(node.value)
+    return of_files or (isinstance(node, ast.Attribute) and node.attr == "keeps_names")
+
+
+def test_no_more_modules_than_these_know_which_kind_of_path_it_is() -> None:
+    testing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) not in ("media", "paths")
+        and any(map(_tests_the_kind, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert testing == KNOW_THE_KIND_OF_A_PATH
+
+
+STAGES = ("api", "checkpointer", "saving", "sources", "staging", "state", "planning", "storage", "runs")
+"""The rooms of a save, each before those that it may call."""
+
+
+def test_no_stage_of_a_save_calls_an_earlier_one(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("calls", Path(__file__).parents[2] / "docs" / "calls.py")
+    assert spec is not None and spec.loader is not None
+    calls = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(calls)
+    model = torch.nn.Linear(2, 2)
+    edges: dict[tuple[str, str], None] = {}
+    with calls.traced(edges):
+        dcp.save({"model": model, "optim": torch.optim.AdamW(model.parameters())}, tmp_path / "ck")
+    assert {callee for _, callee in edges} >= {"saving", "planning", "storage"}
+    backwards = [edge for edge in edges if STAGES.index(edge[0]) > STAGES.index(edge[1])]
+    assert backwards == []

@@ -1,0 +1,1 @@
+"""Tools of the project: the lists of public names and messages, and the release."""
