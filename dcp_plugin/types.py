@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dcp_plugin.errors import one_line, some
 from dcp_plugin.paths import Where
 
 if TYPE_CHECKING:
@@ -121,6 +120,8 @@ class Wanted:
 def as_html(report: Any) -> str:
     """Return a report for a notebook: its line, and a table with a row for each field. Long lists are cut."""
     from html import escape
+
+    from dcp_plugin.errors import one_line, some
 
     rows = ""
     for name, value in vars(report).items():

@@ -262,16 +262,19 @@ class Coordinator:
         def ask() -> Any:
             nonlocal heard
             with connect(peer.address, save.go.key, 10.0) as channel:
-                channel.timeout(_SILENT if peer.node in self._silent else min(_UNANSWERED, save.job.config.timeout))
+                is_passed_over = peer.node in self._silent and self._attended()
+                channel.timeout(_SILENT if is_passed_over else min(_UNANSWERED, save.job.config.timeout))
                 channel.send((what, (save.token, *args)))
                 while (answer := channel.receive())[0] == BUSY:
                     heard = time.monotonic()
                 return answer
 
         def patience() -> float:
-            if peer.node not in self._members or peer.node in self._silent:
+            if peer.node not in self._members:
                 return 0.0
-            return self._patience(save) - (time.monotonic() - heard)
+            if not self._attended():  # no rank can write the save instead, and none waits for it
+                return self._patience(save)
+            return 0.0 if peer.node in self._silent else self._patience(save) - (time.monotonic() - heard)
 
         name = f"{save.path} on {peer.host} (rank {peer.rank})"
         try:
@@ -333,7 +336,7 @@ class Coordinator:
             directory = self._reserve(save, publication)
             self._write_parts(save, directory)
             index = self._index(save, publication.file_sizes())
-            self._publish(save, lambda: publication.publish(index, self._facts(save)))
+            self._publish(save, lambda: publication.publish(index, self._facts(save), time_of(save.token)))
         except BaseException:
             publication.discard()
             raise
@@ -365,7 +368,7 @@ class Coordinator:
         self._node.refuse_revoked(save.token)
         with self._publishing:
             token, time = self._published.get(path, ("", 0.0))
-            if token > save.token or _newest_at(save.path, but=time) >= time_of(save.token):
+            if token > save.token or _newest_at(save.path, time, save.head.save_id) >= time_of(save.token):
                 raise SaveFailed(f"a newer save has been published at {path}, and is not replaced by an older one")
             summary = publish()
             save.published_at = summary.time
@@ -682,9 +685,14 @@ def _plain(error: Exception | None) -> Exception | None:
     return SaveFailed(f"{type(error).__name__}: {shown(str(error))}")
 
 
-def _newest_at(path: Where, but: float) -> float:
-    """Return the recorded time of the checkpoint at a path; 0 if there is none, or if it is ``but``."""
+def _newest_at(path: Where, but: float, save_id: str) -> float:
+    """Return the recorded time of the checkpoint at a path.
+
+    Returns 0 if there is none, if its time is ``but``, or if it is of the save itself: a keeper may die after it has
+    published a save and before it has recorded that.
+    """
     with suppress(CheckpointError):
         summary = read_summary(path)
-        return 0.0 if summary is None or summary.time == but else summary.time
+        if summary is not None and summary.time != but and summary.save_id != save_id:
+            return summary.time
     return 0.0

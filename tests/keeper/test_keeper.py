@@ -33,7 +33,7 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.keeper import spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator
-from dcp_plugin.keeper.local_checkpoints import new_token
+from dcp_plugin.keeper.local_checkpoints import new_token, time_of
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Spool
 from dcp_plugin.keeper.wire import Channel
@@ -408,6 +408,21 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
     coordinator.begin()
     end = _ended(node, token)
     assert end.published and not end.local and "goes straight to its path" in said[0]
+    assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
+    assert dcp.inspect(tmp_path / "run/a").time == time_of(token), "a later save that is drained before it stays newer"
+
+
+def test_a_save_whose_keeper_died_after_it_had_published_it_is_published_by_the_next(
+    handed_over: _HandedOver, tmp_path: Path
+) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", None)
+    handed_over.alone()
+    for_next = handed_over.copied(tmp_path / "for the next keeper")
+    for handed in (handed_over, for_next):
+        coordinator, node, _ = _coordinator(handed.spool)
+        coordinator.begin()
+        end = _ended(node, token)
+        assert end.published and end.error is None
     assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
 
 
