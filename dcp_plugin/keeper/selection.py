@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 
@@ -201,7 +202,16 @@ class NearestFiles:
             if self._at_path is None:
                 assert self._below is not None, "the path is a place"
                 self._at_path = self._below()
-        return self._at_path.open(name)
+        files = self._at_path
+        try:
+            return files.open(name)
+        except FileNotFoundError:
+            # A data file has the token of its reservation in its name at the path, and that of the save on the nodes.
+            before, _, token = name.rpartition("-")
+            same = [other for other in files.names() if token and other.startswith(f"{before}-") and "/" not in other]
+            if len(same) != 1 or not token.endswith(DATA_SUFFIX):
+                raise
+            return files.open(same[0])
 
     def leads_elsewhere(self, name: str) -> bool:
         return False
