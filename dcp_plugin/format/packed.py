@@ -50,20 +50,10 @@ def token_in(name: str) -> str:
     return (match["folder"] or match["data"]) if match else ""
 
 
-def renamed(names: Iterable[str], token: str) -> dict[str, str]:
-    """Return the names of data files with the token of their save in them, by their present names."""
-    new: dict[str, str] = {}
-    taken = {name for name in names if token_in(name) == token}
-    for name in names:
-        match = _DATA_NAME.fullmatch(name)
-        rank, number = (int(match[1]), int(match[2])) if match else (0, 0)
-        candidate = name
-        while name not in taken and (candidate == name or candidate in taken):
-            candidate = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
-            number += 1
-        taken.add(candidate)
-        new[name] = candidate
-    return new
+def position_of(name: str) -> tuple[int, int] | None:
+    """Return the rank and the number of a data file, with any token in its name; None for another file."""
+    match = _DATA_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def folders(names: Iterable[str]) -> set[str]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.format.packed import position_of
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 
@@ -168,6 +168,8 @@ class NearestFiles:
         if self.is_at_path:
             self._places.append(Place(DURABLE, self._sizes.keys(), self._open_at_path))
         self._at_path: Readable | None = None
+        self._names_at_path: dict[str, str] = {}
+        """Names of data files on the nodes -> at the path, once that is open."""
         self._lock = threading.Lock()
         self._failed: dict[str, list[Place]] = {}
         """By file: the places that are not asked for it again."""
@@ -202,16 +204,14 @@ class NearestFiles:
             if self._at_path is None:
                 assert self._below is not None, "the path is a place"
                 self._at_path = self._below()
-        files = self._at_path
-        try:
-            return files.open(name)
-        except FileNotFoundError:
-            # A data file has the token of its reservation in its name at the path, and that of the save on the nodes.
-            before, _, token = name.rpartition("-")
-            same = [other for other in files.names() if token and other.startswith(f"{before}-") and "/" not in other]
-            if len(same) != 1 or not token.endswith(DATA_SUFFIX):
-                raise
-            return files.open(same[0])
+                # A data file has the token of its reservation in its name there, and that of the save on the nodes.
+                names_at_path = {position_of(at_path): at_path for at_path in self._at_path.names()}
+                self._names_at_path = {
+                    ours: names_at_path.get(position, ours)
+                    for ours in self._sizes
+                    if (position := position_of(ours)) is not None
+                }
+        return self._at_path.open(self._names_at_path.get(name, name))
 
     def leads_elsewhere(self, name: str) -> bool:
         return False

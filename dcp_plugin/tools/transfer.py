@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -239,6 +239,21 @@ class CopyState:
             self.progress(min(done, self.total), self.total)
 
 
+def _renamed(names: Iterable[str], token: str) -> dict[str, str]:
+    """Return the names of data files with the token of their save in them, by their present names."""
+    new: dict[str, str] = {}
+    taken = {name for name in names if packed.token_in(name) == token}
+    for name in names:
+        rank, number = packed.position_of(name) or (0, 0)
+        candidate = name
+        while name not in taken and (candidate == name or candidate in taken):
+            candidate = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
+            number += 1
+        taken.add(candidate)
+        new[name] = candidate
+    return new
+
+
 class _Stopped(Exception):
     """Raised in a thread to stop it: another thread has failed."""
 
@@ -258,7 +273,7 @@ class Transfer:
         """True if files have their final names from the beginning, as in a bucket."""
         self._new_names: dict[str, str] = {}
         if self.keeps_names and self.source.summary is not None:
-            self._new_names = packed.renamed(list(self.source.index.files), self.source.token)
+            self._new_names = _renamed(list(self.source.index.files), self.source.token)
 
     def name_there(self, name: str) -> str:
         """Return the name of a file at the target."""

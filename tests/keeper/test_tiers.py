@@ -102,6 +102,15 @@ def load(path: Path, local_dir: Path, **settings: Any) -> tuple[dict[str, Any], 
     return state, report
 
 
+def test_a_file_that_the_node_lacks_is_read_by_the_name_that_it_has_at_the_path(saved: Path, tmp_path: Path) -> None:
+    for number, file in enumerate(sorted(saved.glob("*.distcp"))):  # the path has the token of its own reservation
+        (folder_of(tmp_path / "local", saved) / file.name).unlink()
+        file.rename(saved / f"__0_{number}-0123456789abcdef.distcp")
+    state, report = load(saved, tmp_path / "local")
+    same(state, state_of(1))
+    assert report.sources["durable"] > 64 * 1024 * 4
+
+
 def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved)
     assert dcp.latest(saved.parent) is None
