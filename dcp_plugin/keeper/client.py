@@ -36,7 +36,8 @@ from dcp_plugin.storage.published import newest_time
 logger = logging.getLogger("dcp_plugin")
 
 _START_SECONDS = 120.0
-"""In which a keeper has to answer: it imports torch, maybe from a slow file system, beside a training that starts."""
+"""Seconds in which a new keeper has to answer: it imports torch beside a training that starts, which takes long on a
+slow file system."""
 _POLL = 30.0
 _ANSWER = 60.0
 _FORGET = 60.0

@@ -259,22 +259,24 @@ class Coordinator:
 
         heard = time.monotonic()
 
+        def is_passed_over() -> bool:
+            """Return whether the ranks write the save instead: only a training that lives can."""
+            return peer.node in self._silent and self._attended()
+
         def ask() -> Any:
             nonlocal heard
             with connect(peer.address, save.go.key, 10.0) as channel:
-                is_passed_over = peer.node in self._silent and self._attended()
-                channel.timeout(_SILENT if is_passed_over else min(_UNANSWERED, save.job.config.timeout))
+                channel.timeout(_SILENT if is_passed_over() else min(_UNANSWERED, save.job.config.timeout))
                 channel.send((what, (save.token, *args)))
                 while (answer := channel.receive())[0] == BUSY:
                     heard = time.monotonic()
                 return answer
 
         def patience() -> float:
-            if peer.node not in self._members:
+            if peer.node not in self._members or is_passed_over():
                 return 0.0
-            if not self._attended():  # no rank can write the save instead, and none waits for it
-                return self._patience(save)
-            return 0.0 if peer.node in self._silent else self._patience(save) - (time.monotonic() - heard)
+            waited = time.monotonic() - heard if self._attended() else 0.0  # without a training, nobody waits
+            return self._patience(save) - waited
 
         name = f"{save.path} on {peer.host} (rank {peer.rank})"
         try:

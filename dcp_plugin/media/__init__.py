@@ -391,7 +391,7 @@ class Medium(Protocol):
         """
 
     def revoke(self, path: Where, token: str) -> None:
-        """Make sure that a save to ``path`` of another process, which has this token, is never published."""
+        """Prevent that another process publishes its save to ``path``, which has this token."""
 
     def open(self, path: Where, pin: bool = False) -> Readable:
         """Return the files of a checkpoint or of a save in flight. This reads nothing.

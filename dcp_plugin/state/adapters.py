@@ -125,7 +125,7 @@ class StateAdapter(ABC):
         """Check the values that are no tensors, before any tensor is overwritten. By default any value is accepted.
 
         Args:
-            strict: Whether missing keys will be an error.
+            strict: True if missing keys will be an error.
 
         Raises:
             CheckpointMismatch: A value does not fit.
@@ -137,7 +137,7 @@ class StateAdapter(ABC):
 
         Args:
             read: Function that fills deferred targets, after they have memory.
-            strict: Whether missing keys will be an error.
+            strict: True if missing keys will be an error.
 
         Returns:
             For a module, the keys that its own code reports as missing and unexpected.
