@@ -180,7 +180,8 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
             raise PermissionError(errno.EACCES, f"{address} is of another job")
     except ConnectionResetError:
         connection.close()
-        raise PermissionError(errno.EACCES, f"{address} does not know this job") from None
+        reason = f"{address} closed the handshake: its keeper has just ended, or is of another job"
+        raise PermissionError(errno.EACCES, reason) from None
     except BaseException:
         connection.close()
         raise
