@@ -48,8 +48,8 @@ class Call:
     def save(cls, path: Where, step: int | None) -> Call:
         """Make the call for a save. Ranks may name the same path through different links."""
         paths = dict.fromkeys(map(str, (resolved(path), path)))
-        what = f"saves {path}" + ("" if step is None else f" (step {step})")
-        return cls("call save", what, [f"save {path_text} {step}" for path_text in paths])
+        description = f"saves {path}" + ("" if step is None else f" (step {step})")
+        return cls("call save", description, [f"save {path_text} {step}" for path_text in paths])
 
     @classmethod
     def load(cls, path: object) -> Call:

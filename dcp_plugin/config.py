@@ -364,14 +364,14 @@ class CheckpointConfig:
         return replace(config or cls(), **overrides)
 
     @classmethod
-    def refuse_unknown(cls, given: Iterable[str], besides: tuple[str, ...] = ()) -> None:
+    def refuse_unknown(cls, names: Iterable[str], besides: tuple[str, ...] = ()) -> None:
         """Refuse names that are not fields.
 
         Raises:
             TypeError: A name is not a field. The message suggests the nearest field.
         """
         settings = [*besides, *(item.name for item in fields(cls))]
-        near = {name: difflib.get_close_matches(name, settings, n=1) for name in given if name not in settings}
+        near = {name: difflib.get_close_matches(name, settings, n=1) for name in names if name not in settings}
         if unknown := [
             f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name) for name, close in near.items()
         ]:
@@ -382,17 +382,19 @@ class CheckpointConfig:
         names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude", "has_keeper", "replicas")
         return {name: getattr(self, name) for name in (*names, "save_interval")}
 
-    def that_waits(self, who: str) -> CheckpointConfig:
-        """Return this configuration, for an integration in which ``who`` deletes and records checkpoints after each
-        save.
+    def that_waits(self, integration: str) -> CheckpointConfig:
+        """Return this configuration, for an integration that deletes and records checkpoints after each save.
+
+        Args:
+            integration: Name of the integration, for the message.
 
         Raises:
             ValueError: ``when_busy`` skips or queues saves.
         """
         if self.when_busy != "wait":
             raise ValueError(
-                f"when_busy={self.when_busy!r} is for the plain API and Fabric. Here {who} decides after each save "
-                f"which checkpoints to delete, and would take a skipped save for the newest checkpoint."
+                f"when_busy={self.when_busy!r} is for the plain API and Fabric. Here {integration} decides after each "
+                f"save which checkpoints to delete, and would take a skipped save for the newest checkpoint."
             )
         return self
 

@@ -159,7 +159,7 @@ _NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMET
 damaged index may name files that cannot exist (``ENAMETOOLONG``)."""
 
 
-def unreadable(what: str, error: OSError) -> CheckpointError:
+def unreadable(failure: str, error: OSError) -> CheckpointError:
     """Return the error to raise if a file of a checkpoint cannot be read.
 
     A file that is absent or not a regular file is damage. A missing bucket means that there is no checkpoint. Any other
@@ -169,27 +169,27 @@ def unreadable(what: str, error: OSError) -> CheckpointError:
     kind: type[CheckpointError] = CheckpointCorrupt if is_damage else CheckpointUnreadable
     if error.errno == errno.ENODEV:
         kind = CheckpointNotFound
-    return kind(f"{what}: {error.strerror or error}")
+    return kind(f"{failure}: {error.strerror or error}")
 
 
 @contextmanager
-def damage_in(where: object) -> Iterator[None]:
+def damage_in(label: object) -> Iterator[None]:
     """Raise any exception of the block, which reads a checkpoint, as :class:`CheckpointCorrupt` or a similar error.
 
     Args:
-        where: Name of the checkpoint or its file, for the message.
+        label: Name of the checkpoint or its file, for the message.
     """
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise unreadable(f"{where} cannot be read", error) from error
+        raise unreadable(f"{label} cannot be read", error) from error
     except MemoryError as error:
-        raise CheckpointCorrupt(f"{where} needs more memory than is available, or is damaged") from error
+        raise CheckpointCorrupt(f"{label} needs more memory than is available, or is damaged") from error
     except Exception as error:
         raise CheckpointCorrupt(
-            f"{where} is damaged or truncated: {type(error).__name__}: {str(error)[:_MOST_TEXT]}"
+            f"{label} is damaged or truncated: {type(error).__name__}: {str(error)[:_MOST_TEXT]}"
         ) from error
 
 

@@ -245,11 +245,11 @@ def _normal(scheme: str, location: str, url: str) -> str:
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
 
 
-def as_local(path: PathLike, what: str, instead: str) -> str:
+def as_local(path: PathLike, name: str, instead: str) -> str:
     """Return the text of a path, which must be on a file system.
 
     Args:
-        what: Name of the file or directory, for the message.
+        name: Name of the file or directory, for the message.
         instead: Advice for the message.
 
     Raises:
@@ -257,13 +257,13 @@ def as_local(path: PathLike, what: str, instead: str) -> str:
     """
     text = text_of(path)
     if is_url(text):
-        raise ValueError(f"{what} must be on a file system, but {text} is a URL. {instead}")
+        raise ValueError(f"{name} must be on a file system, but {text} is a URL. {instead}")
     return text
 
 
-def local_path(path: PathLike, what: str, instead: str) -> Path:
+def local_path(path: PathLike, name: str, instead: str) -> Path:
     """Return the absolute path with links kept. Arguments and errors are those of :func:`as_local`."""
-    return Path(os.path.abspath(as_local(path, what, instead)))
+    return Path(os.path.abspath(as_local(path, name, instead)))
 
 
 def resolved(path: Where) -> Where:

@@ -101,8 +101,8 @@ class StartOptions:
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
-            where = as_path(root, self.storage_options)
-            newest = find_newest(where, tools, self.init_from, without, self.local)
+            root_path = as_path(root, self.storage_options)
+            newest = find_newest(root_path, tools, self.init_from, without, self.local)
             if newest.path is None and self.resume == "must":
                 reasons = f" Passed over: {newest.reasons()}." if newest.reasons() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")

@@ -129,20 +129,20 @@ def _rank() -> int:
 
 
 def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
-    where = resolved(path)  # a link such as last.ckpt may get another target
-    uri = uri_of(where)
-    metadata = _facts(where)
+    checkpoint_path = resolved(path)  # a link such as last.ckpt may get another target
+    uri = uri_of(checkpoint_path)
+    metadata = _facts(checkpoint_path)
     numbers = metadata["metrics"] if metrics is None else metrics
     metadata["metrics"] = {name: x if isfinite(x) else str(x) for name, x in numbers.items()}  # JSON has no inf and nan
     digest = hashlib.sha256(f"{uri}\n{metadata['fingerprint']}\n{metadata['saved']}".encode()).hexdigest()
-    name = where.name or uri.partition("://")[2]
+    name = checkpoint_path.name or uri.partition("://")[2]
     return _Entry(uri, name, digest, metadata["bytes"], metadata["step"], {"uri": uri, **metadata}, aliases)
 
 
-def _facts(where: Where) -> dict[str, Any]:
-    summary = read_summary(where)
+def _facts(checkpoint_path: Where) -> dict[str, Any]:
+    summary = read_summary(checkpoint_path)
     if summary is None:
-        with ShardedReader(where, complete=False) as reader:
+        with ShardedReader(checkpoint_path, complete=False) as reader:
             opened, fingerprint = reader.opened, reader.fingerprint
         return {
             "step": None,

@@ -216,12 +216,9 @@ class Attachment(BaseAttachment):
         project = self._project()
         training = Training.of(accelerator)
         attendance = self._kept.attendance
-        if project is not None:
-            path, folder = project.current_path, project.root
-        else:
-            path = self._given(output_dir)
-            folder = path = resolved(path) if is_link(path) else path  # a save to a link writes to its target
+        path = self._path_to_save(project, output_dir)
         # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
+        folder = path if project is None else project.root
         alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
         if alone and not accelerator.is_main_process:
             accelerator.project_configuration.iteration += 1
@@ -498,6 +495,13 @@ class Attachment(BaseAttachment):
 
     def _project(self) -> Project | None:
         return Project.of(self._accelerator, self.config.storage_options)
+
+    def _path_to_save(self, project: Project | None, output_dir: PathLike | None) -> Where:
+        """Return the path that a save of this rank would write to. If ``output_dir`` is a link, return the target."""
+        if project is not None:
+            return project.current_path
+        path = self._given(output_dir)
+        return resolved(path) if is_link(path) else path
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""

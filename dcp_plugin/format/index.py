@@ -161,7 +161,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.version: str | None = CURRENT_DCP_VERSION
         """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
         self.smallest_block = smallest_block
-        self.where = ""
+        self.label = ""
         """Name of the checkpoint in messages."""
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -285,7 +285,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
-        both.left_out, both.extra_files, both.where = self.left_out, self.extra_files, self.where
+        both.left_out, both.extra_files, both.label = self.left_out, self.extra_files, self.label
         both.empty = [*self.empty, *other.empty]
         return both
 
@@ -357,30 +357,30 @@ class CheckpointIndex(Mapping[str, Entry]):
         if nbytes.sum() > allowance(held):
             largest = self.table.keys[int(np.argmax(self.table.nbytes))]
             raise UnsafeCheckpoint(
-                f"{self.where}: the tensors take {nbytes.sum() / 2**30:.1f} GiB of memory, and "
+                f"{self.label}: the tensors take {nbytes.sum() / 2**30:.1f} GiB of memory, and "
                 f"{some(list(self.files))} hold {held} bytes; the largest tensor is {largest}. If you trust the "
                 f"checkpoint, load it into tensors that you allocate (dcp_plugin.load), or select fewer keys."
             )
 
-    def validate(self, where: str, shares_bytes: bool = False) -> None:
+    def validate(self, label: str, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
 
         Args:
-            where: Name of the checkpoint in messages.
+            label: Name of the checkpoint in messages.
             shares_bytes: Items may overlap, because they are views of the same storages.
 
         Raises:
             CheckpointCorrupt: A check failed; the message names file and key.
         """
-        columns, self.where = self.columns, where
+        columns, self.label = self.columns, label
         for name in (*self.files, *self.extra_files):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-                raise CheckpointCorrupt(f"{where}: the index names {name!r}, which is outside the checkpoint")
+                raise CheckpointCorrupt(f"{label}: the index names {name!r}, which is outside the checkpoint")
         file = columns["file"]
         if len(file) == 0:
             return
         if file.min() < 0 or file.max() >= len(self.files):
-            raise CheckpointCorrupt(f"{where}: an item is in a file that the index does not list")
+            raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
         sizes = np.array(list(self.files.values()), np.int64)
         outside, miscounted = np.empty(len(file), bool), np.empty(len(file), bool)
         for first in range(0, len(file), ROWS_IN_CACHE):
@@ -403,8 +403,8 @@ class CheckpointIndex(Mapping[str, Entry]):
             if bad.any():
                 chunk = int(np.argmax(bad))
                 key = self.table.keys[int(np.searchsorted(columns["chunk_ends"], chunk, side="right"))]
-                raise CheckpointCorrupt(f"{where}: {key} in {list(self.files)[file[chunk]]} {fault}")
-        _check_boxes(self.table, columns["place"], where)
+                raise CheckpointCorrupt(f"{label}: {key} in {list(self.files)[file[chunk]]} {fault}")
+        _check_boxes(self.table, columns["place"], label)
 
 
 def _overlapping(columns: dict[str, Column]) -> Column:

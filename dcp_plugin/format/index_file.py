@@ -78,20 +78,20 @@ def encode_alike(index: CheckpointIndex) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
+def decode(data: bytes, sha256: str, label: str) -> CheckpointIndex:
     """Return the index in a file with this fingerprint, if the file does not contradict itself.
 
     Args:
-        where: Name of the file in messages.
+        label: Name of the file in messages.
 
     Raises:
         CheckpointCorrupt: The file has another fingerprint, is no index, or contradicts itself.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-hash") as pool:
         digest = pool.submit(fingerprint, data)  # while this thread checks the columns
-        other = CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
+        other = CheckpointCorrupt(f"{label} is not the index that was saved (its SHA-256 differs)")
         try:
-            index = _decoded(data, where)
+            index = _decoded(data, label)
         except CheckpointCorrupt:
             if digest.result() == sha256:
                 raise

@@ -285,7 +285,7 @@ def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMet
     }
 
 
-def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> bytes:
+def with_renamed_files(data: bytes, names: Mapping[str, str], label: str) -> bytes:
     """Return a ``.metadata`` made by :func:`encode`, with other names of data files.
 
     Each name occurs once, as a definition; all other places refer to that definition.
@@ -299,7 +299,7 @@ def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> byt
         before = _plain(old) + b"r"
         if data.count(before) != 1:
             raise CheckpointMismatch(
-                f"the data files of {where} cannot be renamed for a bucket: an early version of dcp_plugin saved the "
+                f"the data files of {label} cannot be renamed for a bucket: an early version of dcp_plugin saved the "
                 f"checkpoint, or a key has the name of a data file. Load the checkpoint and save it again."
             )
         data = data.replace(before, _plain(new) + b"r")

@@ -141,21 +141,21 @@ def index_of(metadata: StockMetadata, files: Files, folder: str = "") -> Checkpo
     return index
 
 
-def decode(data: bytes, where: str) -> StockMetadata:
+def decode(data: bytes, label: str) -> StockMetadata:
     """Read ``.metadata``.
 
     Args:
-        where: Name of the file in messages.
+        label: Name of the file in messages.
 
     Raises:
         UnsafeCheckpoint: The file refers to anything but DCP's metadata.
         CheckpointCorrupt: The file is no metadata, or contradicts itself.
     """
     try:
-        with damage_in(where):
+        with damage_in(label):
             return _checked(_load(data))
     except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{where} {error}") from None
+        raise UnsafeCheckpoint(f"{label} {error}") from None
 
 
 def _load(data: bytes) -> Any:

@@ -41,11 +41,11 @@ class NewerFormat(CheckpointUnreadable):
     """Error for a checkpoint that a newer version of this package saved in a format that this version does not read."""
 
     @classmethod
-    def of(cls, where: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
-        """Return the error for a file ``where`` of format ``version``, if ``readable`` is the newest format known."""
+    def of(cls, label: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
+        """Return the error for a file ``label`` of format ``version``, if ``readable`` is the newest format known."""
         written = f" of dcp-plugin {saved_by}" if isinstance(saved_by, str) else ""
         return cls(
-            f"{where} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads up to "
+            f"{label} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads up to "
             f"{readable}. Nothing is damaged. Upgrade: pip install --upgrade dcp-plugin."
         )
 
@@ -134,8 +134,8 @@ class Summary:
         return data
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> Summary:
-        """Return the summary in a file, which messages call ``where``.
+    def decode(cls, data: bytes, label: str) -> Summary:
+        """Return the summary in a file, which messages call ``label``.
 
         Raises:
             CheckpointCorrupt: The file is no summary.
@@ -146,7 +146,7 @@ class Summary:
             _check_hash(data, entries, cls.__dataclass_fields__)
             if entries["format"] == "dcp_plugin" and entries["format_version"] > FORMAT_VERSION:
                 saved_by = entries.get("versions", {}).get("dcp_plugin")
-                raise NewerFormat.of(where, entries["format_version"], FORMAT_VERSION, saved_by)
+                raise NewerFormat.of(label, entries["format_version"], FORMAT_VERSION, saved_by)
             own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
             summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
             # These conversions raise for values of other types.
@@ -166,23 +166,23 @@ class Summary:
             if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+            raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
         return summary
 
 
-def plain_metrics(given: Mapping[str, Any]) -> dict[str, float]:
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as plain numbers by name, as a summary holds them.
 
     Args:
-        given: Numbers, or objects that hold one: a tensor or an array of one element.
+        metrics: Numbers, or objects that hold one: a tensor or an array of one element.
 
     Raises:
         SaveFailed: A value is no number, and the message names it; or there are too many, or a name is too long.
     """
-    if len(given) > MOST_METRICS:
-        raise SaveFailed(f"{len(given)} metrics are given, but a checkpoint takes at most {MOST_METRICS}")
+    if len(metrics) > MOST_METRICS:
+        raise SaveFailed(f"{len(metrics)} metrics are given, but a checkpoint takes at most {MOST_METRICS}")
     metrics = {}
-    for name, value in given.items():
+    for name, value in metrics.items():
         if not isinstance(name, str) or len(name) > _LONGEST_METRIC:
             raise SaveFailed(f"a metric's name must be text of at most {_LONGEST_METRIC} characters, not {name!r:.300}")
         try:
@@ -233,22 +233,22 @@ def fingerprint(index_bytes: bytes) -> str:
     return hashlib.sha256(index_bytes).hexdigest()
 
 
-def sizes_listed(index: bytes, where: str) -> dict[str, int]:
+def sizes_listed(index: bytes, label: str) -> dict[str, int]:
     """Return the data files in the header of an index, and their sizes in bytes, without checking the rest.
 
     Args:
-        where: The name of the file in messages.
+        label: The name of the file in messages.
 
     Raises:
         CheckpointCorrupt, NewerFormat: The file has no such header, or one of another version.
     """
-    with damage_in(where):
+    with damage_in(label):
         about = json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]
-        check_index_version(about, where)
+        check_index_version(about, label)
         return {str(name): int(size) for name, size in json.loads(about["files"]).items()}
 
 
-def check_index_version(about: Mapping[str, str], where: str) -> None:
+def check_index_version(about: Mapping[str, str], label: str) -> None:
     """Check the metadata in the header of an index.
 
     Raises:
@@ -256,10 +256,10 @@ def check_index_version(about: Mapping[str, str], where: str) -> None:
         NewerFormat: The metadata are of a later version.
     """
     if about.get("format") == "dcp_plugin" and int(about["format_version"]) > INDEX_VERSION:
-        raise NewerFormat.of(where, int(about["format_version"]), INDEX_VERSION)
+        raise NewerFormat.of(label, int(about["format_version"]), INDEX_VERSION)
     if about.get("format") != "dcp_plugin" or int(about["format_version"]) != INDEX_VERSION:
         raise CheckpointCorrupt(
-            f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
+            f"{label} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
             f"dcp_plugin reads version {INDEX_VERSION}. Delete the file and dcp_plugin.json to read the checkpoint as "
             f"a stock one."
         )

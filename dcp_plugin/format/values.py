@@ -133,20 +133,20 @@ def is_storable(value: Any) -> bool:
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def is_plain(value: Any, known: dict[int, bool] | None = None) -> bool:
+def is_plain(value: Any, results: dict[int, bool] | None = None) -> bool:
     """Return whether a value is a number or text, or a list or tuple of these, so that ``repr`` describes all of it.
 
     Args:
-        known: Results for lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
+        results: Results for lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
     """
     kind = type(value)
     if kind is not tuple and kind is not list:
         return kind in _PLAIN
-    known = {} if known is None else known
-    if id(value) not in known:
-        known[id(value)] = False  # for a list that contains itself
-        known[id(value)] = all(map(is_plain, value, repeat(known)))
-    return known[id(value)]
+    results = {} if results is None else results
+    if id(value) not in results:
+        results[id(value)] = False  # for a list that contains itself
+        results[id(value)] = all(map(is_plain, value, repeat(results)))
+    return results[id(value)]
 
 
 _encoded: dict[str, bytes] = {}

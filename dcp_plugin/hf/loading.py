@@ -115,19 +115,19 @@ def from_pretrained(
     changes = {} if storage_options is None else {"storage_options": storage_options}
     checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
     options = checkpointer.config.storage_options
-    given = Settings(
+    settings = Settings(
         model_class, config, dtype, base, options, adapter_config, generation_config, trust_remote_code, kwargs
     )
     try:
-        where = as_path(path, options)
+        checkpoint_path = as_path(path, options)
 
         def compared() -> ModelPlan:
             # transformers ties shared weights after it has sharded a model
-            with ShardedReader(where, base=checkpointer.config.base, files=files) as reader:
-                return plan_model(given, reader, prefix, strict, tied=mesh_manager is None)
+            with ShardedReader(checkpoint_path, base=checkpointer.config.base, files=files) as reader:
+                return plan_model(settings, reader, prefix, strict, tied=mesh_manager is None)
 
-        with checkpointer.shown(where) as files:
-            plan = checkpointer.ranks.agree(f"compare {where} with the model", compared)
+        with checkpointer.shown(checkpoint_path) as files:
+            plan = checkpointer.ranks.agree(f"compare {checkpoint_path} with the model", compared)
         module = plan.module
         if mesh_manager is not None:
             _transformers.distribute(plan.model, distributed_config, mesh_manager)

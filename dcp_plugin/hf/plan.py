@@ -200,7 +200,7 @@ class ModelPlan:
         )
 
 
-def plan_model(given: Settings, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
+def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
     """Build a model and compare it with a checkpoint. No communication.
 
     Args:
@@ -212,7 +212,7 @@ def plan_model(given: Settings, reader: ShardedReader, prefix: str | None, stric
         CheckpointMismatch: They do not fit.
     """
     index, path = reader.index, reader.path
-    settings = given.completed(path, reader.files)
+    settings = requested.completed(path, reader.files)
     dtype = settings.parameter_dtype()
     model = _build(settings, dtype, tied)
     if dtype is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
@@ -277,12 +277,14 @@ def _plan_with_adapters(
         return _compare(settings, model, module, parts, strict)
 
 
-def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
-    if given is None:
+def _prefix(requested: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
+    if requested is None:
         return find_model_prefix(keys, index, path, name)
-    prefix = f"{given}." if given and not given.endswith(".") else given
+    prefix = f"{requested}." if requested and not requested.endswith(".") else requested
     if not any(prefix + key in index for key in keys):
-        raise CheckpointMismatch(f"{path} has no key of {name} behind prefix={given!r}; without it, it is looked for.")
+        raise CheckpointMismatch(
+            f"{path} has no key of {name} behind prefix={requested!r}; without it, it is looked for."
+        )
     return ModelPrefix(prefix)
 
 
@@ -307,12 +309,14 @@ def _compare(
         if extra:
             lines.append(f"{len(extra)} keys are only in the checkpoint: {some(extra, 6)}")
         differences = "; ".join(lines)
-        kind, where = type(model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
+        kind, source_name = type(model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
         if lines and strict:
             advice = "strict=False initialises what is missing, and leaves out what is unexpected"
-            problems.append(f"{where} does not fit {kind}: {differences}. {advice}.")
+            problems.append(f"{source_name} does not fit {kind}: {differences}. {advice}.")
         elif lines:
-            warnings.warn(f"{where} and {kind} differ: {differences}. Initialised: what is missing.", stacklevel=2)
+            warnings.warn(
+                f"{source_name} and {kind} differ: {differences}. Initialised: what is missing.", stacklevel=2
+            )
         missing += absent
         sources.append(replace(source, unexpected=extra))
     if problems:

@@ -173,8 +173,8 @@ _WRITE_NO_WEIGHTS = (
 
 def between_steps(package: Package) -> list[str]:
     """Return the names of the callback hooks in which weights may be written."""
-    others = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
-    return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in others]
+    outside_steps = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
+    return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in outside_steps]
 
 
 class OthersHooks:
@@ -222,8 +222,8 @@ class OthersHooks:
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Implement a hook of the callback that Lightning calls first: wait for the lazy copy if another hook of this name
     may write weights."""
-    others = io_of(trainer).others
-    if others is not None and name in others.names:
+    other_hooks = io_of(trainer).others
+    if other_hooks is not None and name in other_hooks.names:
         wait_until_copied()
 
 

@@ -324,9 +324,9 @@ class DCPCheckpointIO(Saver):
             gigabytes, linked = summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9
         per_second = max(0.0, gigabytes - linked) / event.seconds if event.seconds else 0.0
         unchanged = f", {_in_words(linked)} of it linked," if linked else ""
-        where = "" if event.tier == "durable" else " in local_dir"
+        tier = "" if event.tier == "durable" else " in local_dir"
         rank_zero_info(
-            f"Saved {event.path}{where}: {_in_words(gigabytes)}{unchanged} in {event.seconds:.2f} s "
+            f"Saved {event.path}{tier}: {_in_words(gigabytes)}{unchanged} in {event.seconds:.2f} s "
             f"({_in_words(per_second)}/s). The training waited {event.blocked_seconds:.2f} s."
         )
         if self.on_saved is not None:
@@ -408,12 +408,12 @@ class DCPCheckpointIO(Saver):
     ) -> Checkpoint:
         """Return the full dictionary, in host memory. A file is a checkpoint of Lightning's own."""
         weights_only = self.weights_only if weights_only is None else weights_only
-        where = self.where(path)
-        if self.post_commit.is_under_way(where):
+        checkpoint_path = self.where(path)
+        if self.post_commit.is_under_way(checkpoint_path):
             self.wait()
-        if is_regular_file(where):
-            return layout.read(where, weights_only, map_location or "cpu")
-        return read_full(where, self._alone(), weights_only)
+        if is_regular_file(checkpoint_path):
+            return layout.read(checkpoint_path, weights_only, map_location or "cpu")
+        return read_full(checkpoint_path, self._alone(), weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; if a save is in flight, after that save is published.
@@ -422,11 +422,11 @@ class DCPCheckpointIO(Saver):
         both checkpoints could be missing after a crash.
         """
         self._warn_if_not_promoted()
-        where = self.where(path)
+        checkpoint_path = self.where(path)
         if not self.config.has_local_tier:
-            self.post_commit.with_files(lambda: retention.remove(where))
+            self.post_commit.with_files(lambda: retention.remove(checkpoint_path))
         else:
-            self.post_commit.remove_in_training(where, lambda: self._remove_everywhere(where))
+            self.post_commit.remove_in_training(checkpoint_path, lambda: self._remove_everywhere(checkpoint_path))
 
     def _remove_everywhere(self, path: Where) -> None:
         try:

@@ -299,16 +299,18 @@ def load_from_checkpoint(
         >>> load_from_checkpoint(BoringModel, "boring.ckpt").layer.out_features
         2
     """
-    where, loadable, package = as_path(path, storage_options), cast(Any, cls), _package_of(cls)
-    if is_regular_file(where):
+    checkpoint_path, loadable, package = as_path(path, storage_options), cast(Any, cls), _package_of(cls)
+    if is_regular_file(checkpoint_path):
         options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
-        return cast(Loadable, loadable.load_from_checkpoint(where, weights_only=weights_only, **options))
+        return cast(Loadable, loadable.load_from_checkpoint(checkpoint_path, weights_only=weights_only, **options))
     is_module = issubclass(cls, package.pytorch.LightningModule)
-    checkpoint = _read(where, package, loadable if is_module else None, weights_only)
+    checkpoint = _read(checkpoint_path, package, loadable if is_module else None, weights_only)
     _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
-    _refuse_unknown_instantiator(where, checkpoint, loadable, package)
+    _refuse_unknown_instantiator(checkpoint_path, checkpoint, loadable, package)
     if is_module and "state_dict" not in checkpoint:
-        raise CheckpointMismatch(f"{where} has no model; it has {', '.join(sorted(keys_by_name(where)))}.")
+        raise CheckpointMismatch(
+            f"{checkpoint_path} has no model; it has {', '.join(sorted(keys_by_name(checkpoint_path)))}."
+        )
     loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
     return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
 

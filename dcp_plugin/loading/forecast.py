@@ -66,11 +66,11 @@ def plan_load(
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: The checkpoint cannot be opened.
         CheckpointMismatch: A sub-module is not in the state. The result lists all other misfits.
     """
-    where = as_path(path)
-    loading = Loading(Ranks(), CheckpointConfig(), where, partial, strict)
+    checkpoint_path = as_path(path)
+    loading = Loading(Ranks(), CheckpointConfig(), checkpoint_path, partial, strict)
     match, index = loading.forecast(state), loading.opened.index
     items = [_planned(key, match, index) for key in (*match.targets, *match.deferred)]
-    return PlannedLoad(where, items, match.report, misfit(where, match.problems), match.warnings)
+    return PlannedLoad(checkpoint_path, items, match.report, misfit(checkpoint_path, match.problems), match.warnings)
 
 
 def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:

@@ -311,8 +311,8 @@ class KeyMaps:
             places = ((key, self._rename.by_pattern(join(adapter.name, key))) for key in names)
             special = {key: place for key, place in places if place is not None}
             if prefix is not None:
-                here, there = prefix
-                rules = _longest_first({"": f"{source}.", here: f"{source}.{there}"})
+                here, stored_prefix = prefix
+                rules = _longest_first({"": f"{source}.", here: f"{source}.{stored_prefix}"})
             if adapter.kind == "module":
                 self._followed[adapter.module] = (adapter.name, rules)
         return KeyMap(adapter.kind, source, rules, special, names)

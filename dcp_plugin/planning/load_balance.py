@@ -72,8 +72,8 @@ class BoxPart:
             return self._rows(dim, 0, cut), self._rows(dim, cut, count)
         cut = min(at // row, count - 1)
         (middle,) = self._rows(dim, cut, cut + 1)
-        left, right = middle.divide(at - cut * row)
-        return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
+        before, after = middle.divide(at - cut * row)
+        return self._rows(dim, 0, cut) + before, after + self._rows(dim, cut + 1, count)
 
     def at_most(self, max_bytes: int) -> Iterator[BoxPart]:
         """Yield this part in parts of at most ``max_bytes``. A single element is never divided."""
@@ -198,8 +198,8 @@ def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints)
 def _divide(parts: list[BoxPart], at: int) -> tuple[list[BoxPart], list[BoxPart]]:
     for number, part in enumerate(parts):
         if at < part.nbytes:
-            left, right = part.divide(max(at, 0))
-            return parts[:number] + left, right + parts[number + 1 :]
+            before, after = part.divide(max(at, 0))
+            return parts[:number] + before, after + parts[number + 1 :]
         at -= part.nbytes
     return parts, []
 

@@ -88,8 +88,8 @@ class BroadcastRead:
         where: Name of the checkpoint in messages.
     """
 
-    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, where: str) -> None:
-        self._ranks, self._planner, self._least, self._host, self._where = ranks, planner, least, host, where
+    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, label: str) -> None:
+        self._ranks, self._planner, self._least, self._host, self._label = ranks, planner, least, host, label
         self._mine: list[ReadItem] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -102,10 +102,10 @@ class BroadcastRead:
         shared = self._meet(plan)
         assigned = (read.item for _, reads in shared for read in reads if read.reader == self._ranks.rank)
         part = replace(plan, items=[*self._mine, *assigned])
-        self._ranks.agree(f"read {self._where}", lambda: read(part))
+        self._ranks.agree(f"read {self._label}", lambda: read(part))
         for group, reads in shared:
             for window in _windows(reads):
-                self._pass_window(f"pass on what was read of {self._where}", window, group)
+                self._pass_window(f"pass on what was read of {self._label}", window, group)
 
     def _meet(self, plan: LoadPlan) -> list[_Shared]:
         """Return the reads that this rank shares with others. Collective."""
@@ -121,7 +121,7 @@ class BroadcastRead:
             return self._host, list(map(_digest, classes))
 
         shared = []
-        groups_of_classes = self._ranks.combine(f"share the reading of {self._where}", wants, self._groups)
+        groups_of_classes = self._ranks.combine(f"share the reading of {self._label}", wants, self._groups)
         for reads, groups in zip(classes, groups_of_classes, strict=True):
             group = next((group for group in groups if self._ranks.rank in group), None)
             if group is None:

@@ -397,9 +397,9 @@ class HostCopy:
         """
         attempt, self._begun = self._begun, Attempt(None)
 
-        def copy(begun: tuple[GatheredState, Snapshot]) -> StagedState:
+        def copy(in_progress: tuple[GatheredState, Snapshot]) -> StagedState:
             began = time.monotonic()
-            gathered, snapshot = begun
+            gathered, snapshot = in_progress
             try:
                 return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
             finally:

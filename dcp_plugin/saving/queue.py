@@ -169,11 +169,11 @@ class SaveHandle:
             while True:
                 yield self._callbacks.popleft()
 
-    def refuse_in_callback(self, what: str) -> None:
+    def refuse_in_callback(self, action: str) -> None:
         """Raise CheckpointError if this is called in a callback of the save in flight."""
         if events.is_in_subscriber() and not self.done():
             raise CheckpointError(
-                f"cannot {what} while {self.path} is being saved: this is a subscriber of events, and a save waits "
+                f"cannot {action} while {self.path} is being saved: this is a subscriber of events, and a save waits "
                 f"for its subscribers. Do it in the training thread, or in another thread."
             )
 
@@ -282,7 +282,7 @@ class SaveQueue:
             handle.wait_recoverable()
 
     @contextmanager
-    def call(self, what: str) -> Iterator[None]:
+    def call(self, action: str) -> Iterator[None]:
         """Reserve the checkpointer for the calling thread.
 
         Raises:
@@ -291,18 +291,18 @@ class SaveQueue:
         """
         if self.is_inherited:
             raise CheckpointError(
-                f"cannot {what}: this Checkpointer belongs to process {self._process}, from which this process was "
+                f"cannot {action}: this Checkpointer belongs to process {self._process}, from which this process was "
                 "forked. Make a Checkpointer in this process."
             )
         if not self._calling.acquire(blocking=False):
             raise CheckpointError(
-                f"cannot {what}: another thread is in a call of the same Checkpointer. Only one thread at a time may "
+                f"cannot {action}: another thread is in a call of the same Checkpointer. Only one thread at a time may "
                 f"save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with its "
                 f"handle."
             )
         try:
             for handle in self.in_flight:
-                handle.refuse_in_callback(what)
+                handle.refuse_in_callback(action)
             yield
         finally:
             self._calling.release()

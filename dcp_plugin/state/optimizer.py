@@ -282,29 +282,29 @@ Named = dict[str, dict[str, Any]]
 """Slots, or hyper-parameters, by the FQN of their parameter and their name."""
 
 
-def sort_by_name(flat: Mapping[str, Any], known: Collection[str] = ()) -> tuple[Named, Named]:
+def sort_by_name(flat: Mapping[str, Any], fqns: Collection[str] = ()) -> tuple[Named, Named]:
     """Return the slots and the hyper-parameters among stored keys, without the state of no parameter.
 
     Args:
-        known: As in :func:`split_key`.
+        fqns: As in :func:`split_key`.
     """
     sorted_by_kind: dict[str, Named] = {"state": defaultdict(dict), GROUPS: defaultdict(dict)}
     for key, value in flat.items():
-        kind, fqn, name = split_key(key, known)
+        kind, fqn, name = split_key(key, fqns)
         if kind in sorted_by_kind:
             sorted_by_kind[kind][fqn][name] = value
     return dict(sorted_by_kind["state"]), dict(sorted_by_kind[GROUPS])
 
 
-def split_key(key: str, known: Collection[str] = ()) -> tuple[str, str, str]:
+def split_key(key: str, fqns: Collection[str] = ()) -> tuple[str, str, str]:
     """Return ``("state" | "param_groups", FQN, slot or field)`` of a stored key.
 
     Args:
-        known: FQNs. Only the slots of these may have dots in their names.
+        fqns: FQNs. Only the slots of these may have dots in their names.
     """
     kind, _, remainder = key.partition(".")
     parts = remainder.split(".")
-    count = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in known), len(parts) - 1)
+    count = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in fqns), len(parts) - 1)
     return kind, ".".join(parts[:count]), ".".join(parts[count:])
 
 

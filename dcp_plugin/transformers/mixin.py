@@ -277,19 +277,19 @@ class TrainerAdapter(BaseAttachment):
             return self._resume_from(chosen)
         path = self.where(chosen)
         with self.checkpointer.shown(path) as files:
-            found = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
-            return self._resume_from(found, files)
+            checkpoint = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
+            return self._resume_from(checkpoint, files)
 
-    def _resume_from(self, found: Found, files: SourceFiles | None = None) -> str | None:
-        self.found = None if found.stock else found
-        if not found.stock and not found.has_trainer_state:  # a new training, with loaded weights
+    def _resume_from(self, checkpoint: Found, files: SourceFiles | None = None) -> str | None:
+        self.found = None if checkpoint.stock else checkpoint
+        if not checkpoint.stock and not checkpoint.has_trainer_state:  # a new training, with loaded weights
             return None
 
         def directory() -> str:
-            copy = local_copy(self.where(found.path), lambda name: name == TRAINER_STATE_NAME, files)
+            copy = local_copy(self.where(checkpoint.path), lambda name: name == TRAINER_STATE_NAME, files)
             return os.fspath(self._small_files.enter_context(copy))
 
-        return self.checkpointer.ranks.agree(f"read {found.path}", directory)
+        return self.checkpointer.ranks.agree(f"read {checkpoint.path}", directory)
 
     def finish(self, close: bool = False) -> None:
         """Wait for the save in flight. If it succeeded and ``push_to_hub`` is set, push its checkpoint to the hub."""
@@ -469,12 +469,12 @@ class TrainerAdapter(BaseAttachment):
         best, config = self._trainer.state.best_model_checkpoint, self.config
         assert best is not None
         with self.checkpointer.shown(best) as files:
-            found = self.checkpointer.ranks.from_zero(
+            checkpoint = self.checkpointer.ranks.from_zero(
                 "open the best checkpoint", lambda: checkpoints.examine(best, config, files)
             )
-            if not found.stock:
-                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, found.path)
-        return not found.stock
+            if not checkpoint.stock:
+                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, checkpoint.path)
+        return not checkpoint.stock
 
     def get_batches(self, get: Callable[[], Any]) -> Any:
         """Return the result of ``get``, and warn if it draws random numbers before the streams are restored.
@@ -495,31 +495,31 @@ class TrainerAdapter(BaseAttachment):
             )
         return batches
 
-    def _warn_of_differences(self, found: Found, streams: SavedStreams) -> None:
+    def _warn_of_differences(self, checkpoint: Found, streams: SavedStreams) -> None:
         trainer, differences = self._trainer, []
-        if not found.has_trainer_state:
+        if not checkpoint.has_trainer_state:
             differences.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
-        elif f"{EXTRA}.{SCHEDULER}" not in found.names:
+        elif f"{EXTRA}.{SCHEDULER}" not in checkpoint.names:
             differences.append("it has no schedule, which starts anew")
-        if OPTIM not in found.names:
+        if OPTIM not in checkpoint.names:
             differences.append("it has no optimizer, whose state starts anew")
         samples, world_size = trainer.get_total_train_batch_size(trainer.args), trainer.args.world_size
-        if found.samples_per_step not in (None, samples):
+        if checkpoint.samples_per_step not in (None, samples):
             differences.append(
-                f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
-                "in the data is that of as many steps, so samples of this epoch are repeated or missed"
+                f"it was made with {checkpoint.samples_per_step} samples per step and this run has {samples}: the "
+                "position in the data is that of as many steps, so samples of this epoch are repeated or missed"
             )
-        if found.has_trainer_state and streams.about_new_ranks:
+        if checkpoint.has_trainer_state and streams.about_new_ranks:
             differences.append(f"it has {streams.about_new_ranks}")
-        elif found.has_trainer_state and not streams.saved_on and self.config.rng:
+        elif checkpoint.has_trainer_state and not streams.saved_on and self.config.rng:
             differences.append("it has no random states")
-        elif found.world_size not in (None, world_size):
+        elif checkpoint.world_size not in (None, world_size):
             differences.append(
-                f"it was made on {found.world_size} ranks, not {world_size}, so random numbers go on differently"
+                f"it was made on {checkpoint.world_size} ranks, not {world_size}, so random numbers go on differently"
             )
         if differences:
-            loaded = "model and optimizer are" if OPTIM in found.names else "the model is"
-            warnings.warn(f"{found.path}: {loaded} loaded exactly, but {'; '.join(differences)}.", stacklevel=2)
+            loaded = "model and optimizer are" if OPTIM in checkpoint.names else "the model is"
+            warnings.warn(f"{checkpoint.path}: {loaded} loaded exactly, but {'; '.join(differences)}.", stacklevel=2)
 
 
 def _copy_what_is_new(source: str, target: str) -> None:

@@ -99,8 +99,8 @@ class Contents:
         self.kinds.update(other.kinds)
         self.shares_bytes |= other.shares_bytes
 
-    def index(self, where: str) -> CheckpointIndex:
-        """Return the index, validated against the sizes of the files. ``where`` is the checkpoint's name in messages.
+    def index(self, label: str) -> CheckpointIndex:
+        """Return the index, validated against the sizes of the files. ``label`` is the checkpoint's name in messages.
 
         Raises:
             CheckpointCorrupt: A tensor is outside its file, or at an offset that its format forbids.
@@ -109,7 +109,7 @@ class Contents:
         table, places = self._table(chunks), self._places(chunks)
         index = CheckpointIndex.of(table, places, self.files)
         try:
-            index.validate(where, shares_bytes=self.shares_bytes)
+            index.validate(label, shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
         index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}

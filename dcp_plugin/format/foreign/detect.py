@@ -193,8 +193,8 @@ def _renamed(contents: Contents, old: str, new: str) -> Contents:
     return contents
 
 
-def not_found(where: str, reason: str) -> CheckpointNotFound:
-    return CheckpointNotFound(f"{where} is not a checkpoint: {reason}.")
+def not_found(label: str, reason: str) -> CheckpointNotFound:
+    return CheckpointNotFound(f"{label} is not a checkpoint: {reason}.")
 
 
 def lightning_names(names: Iterable[str]) -> dict[str, str]:
