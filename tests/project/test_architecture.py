@@ -276,3 +276,9 @@ def test_no_stage_of_a_save_calls_an_earlier_one(tmp_path: Path) -> None:
     assert {callee for _, callee in edges} >= {"saving", "planning", "storage"}
     backwards = [edge for edge in edges if STAGES.index(edge[0]) > STAGES.index(edge[1])]
     assert backwards == []
+
+
+def test_no_environment_is_tracked() -> None:
+    """``.venv`` may be a link in a worktree. Once committed, a merge replaces the environment of a checkout by it."""
+    listed = subprocess.run(["git", "-C", ROOT.parent, "ls-files", ".venv"], capture_output=True, text=True)
+    assert listed.stdout == ""
