@@ -268,6 +268,16 @@ def test_opening_takes_three_requests_and_a_listing_one_for_each_row(bucket: Buc
     assert len(proxy.requests) <= 3
 
 
+def test_a_save_asks_nothing_twice(bucket: Bucket, proxy: Proxy) -> None:
+    checkpointer = dcp.Checkpointer()
+    checkpointer.save(_state(1), f"{bucket.url}/run/step-1")  # asks the store for conditional requests, once
+    proxy.forget()
+    checkpointer.save(_state(2), f"{bucket.url}/run/step-2")
+    listings = [request for request in proxy.requests if "list-type" in request.query]
+    assert len(listings) == 3, "what is at the path, the records beside it, and the data files of all ranks"
+    assert len(proxy.requests) <= 14, [str(request) for request in proxy.requests]
+
+
 def test_the_newest_of_a_thousand_is_found_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     files = fsspec.filesystem("memory")
     _save("memory://run/0", 1)

@@ -537,16 +537,22 @@ class _Records:
         unknown = [item for item in items if (item.key, item.tag) not in self._noted]
         if unknown:
             with ThreadPoolExecutor(min(STREAMS, len(unknown)), thread_name_prefix="dcp-records") as pool:
-                read = pool.map(lambda item: json_in(self._client, item), unknown)
+                read = pool.map(self._noted_in, unknown)
                 self._noted |= {(item.key, item.tag): noted for item, noted in zip(unknown, read, strict=True)}
         records = []
         for item in items:
             if (noted := self._noted[item.key, item.tag]) is not None:
                 target = lease.target_in(noted)
                 path = self._workspace.parent / target if target else None
-                token = _name_below(self._workspace, item.key).removesuffix(".json")
-                records.append(_Record(token, item, noted, path))
+                records.append(_Record(self._token_of(item), item, noted, path))
         return records
+
+    def _noted_in(self, item: ObjectInfo) -> dict[str, Any] | None:
+        held = _held.get(self._token_of(item))
+        return json_in(self._client, item) if held is None else json.loads(held.contents)
+
+    def _token_of(self, item: ObjectInfo) -> str:
+        return _name_below(self._workspace, item.key).removesuffix(".json")
 
     def alive(self) -> set[str]:
         """Return the tokens of saves in flight, and of those whose objects are being copied."""
@@ -557,10 +563,13 @@ class _Records:
         return alive
 
 
-def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None) -> None:
+def sweep(client: Client, workspace: ObjectPath) -> None:
     """Delete the objects of dead saves. The next sweep repeats a step that fails."""
-    records = records or _Records(client, workspace)
-    present = records.read()
+    records = _Records(client, workspace)
+    _sweep_dead(client, workspace, records, records.read())
+
+
+def _sweep_dead(client: Client, workspace: ObjectPath, records: _Records, present: list[_Record]) -> None:
     now = _newest(present)
     dead = [record for record in present if record.is_dead(now)]
     for first in range(0, len(dead), _SWEPT_TOGETHER):
@@ -616,8 +625,9 @@ def _failures_logged(path: ObjectPath | None) -> Iterator[None]:
 
 def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> None:
     """Call :func:`sweep`; in a thread if the workspace has so many records that the save would wait for it."""
-    if len(records.read()) <= _SWEPT_AT_ONCE:
-        sweep(client, workspace, records)
+    present = records.read()
+    if len(present) <= _SWEPT_AT_ONCE:
+        _sweep_dead(client, workspace, records, present)
     elif workspace not in _swept_in_threads:
         _swept_in_threads.add(workspace)
         threading.Thread(target=_sweep_in_thread, args=(client, workspace), name="dcp-sweep", daemon=True).start()
