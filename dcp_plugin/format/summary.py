@@ -181,18 +181,18 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if len(metrics) > MOST_METRICS:
         raise SaveFailed(f"{len(metrics)} metrics are given, but a checkpoint takes at most {MOST_METRICS}")
-    metrics = {}
+    numbers = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or len(name) > _LONGEST_METRIC:
             raise SaveFailed(f"a metric's name must be text of at most {_LONGEST_METRIC} characters, not {name!r:.300}")
         try:
-            metrics[name] = float(value if hasattr(value, "__float__") else value.__index__())
+            numbers[name] = float(value if hasattr(value, "__float__") else value.__index__())
         except Exception as error:
             raise SaveFailed(
                 f"the metric {name!r} is a {type(value).__name__}, not a number ({error}). Give numbers, or tensors "
                 f"of one element."
             ) from error
-    return metrics
+    return numbers
 
 
 def decode_metrics(entries: object) -> dict[str, float]:
