@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +25,9 @@ import torch
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of, time_of
+from dcp_plugin.keeper.requests import KeeperLost, Requests
 from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool, described
-from dcp_plugin.keeper.wire import Channel, KeeperLost, connect, new_key
+from dcp_plugin.keeper.wire import new_key
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
@@ -80,7 +81,7 @@ class KeeperClient:
         """Seconds in which a keeper that is there has to answer."""
         self._closing = False
         self._last_news = 0
-        self._attached: Channel | None = None
+        self._attached: Requests | None = None
         self._info: dict[str, Any] | None = None
         self._is_attached = threading.Event()
         self._failure: NoSharedMemory | None = None
@@ -146,17 +147,16 @@ class KeeperClient:
         deaths = 0
         while not self._closing:
             try:
-                self._attached = self._open()
-                self._attached.timeout(self._patience)
+                keeper = self._attached = self._open()
                 reached = (self._job.name, self._job.key) if self._job.nodes > 1 else None
-                self._info = self._ask(self._attached, "attach", self._config.keeper_linger, reached)
+                self._info = keeper.ask(self._patience, "attach", self._config.keeper_linger, reached).get()
                 if self._info is None:
                     raise ConnectionAbortedError("it has just ended")
                 while not self._closing:
                     self._failure = None
                     self._is_attached.set()
-                    self._attached.timeout(_POLL + self._patience)
-                    for number, text in self._ask(self._attached, "news", self._last_news, _POLL):
+                    news = keeper.ask(_POLL + self._patience, "news", self._last_news, _POLL)
+                    for number, text in news.get():
                         self._last_news = number
                         if self.rank == 0 or self._job.nodes > 1:
                             logger.warning("keeper of rank %d: %s", self.rank, text)
@@ -164,7 +164,7 @@ class KeeperClient:
                 self._failure = error
                 self._is_attached.set()
                 return
-            except (TimeoutError, BlockingIOError):
+            except TimeoutError:
                 self.pass_over(self.lost())
                 time.sleep(1.0)
             except Exception as error:
@@ -200,18 +200,23 @@ class KeeperClient:
     def _is_closing(self) -> bool:
         return self._closing
 
-    def _open(self) -> Channel:
-        """A connection to the keeper, which is started if there is none.
+    def _requests(self) -> Requests:
+        return Requests(self.spool.socket, connect_seconds=self._patience)
+
+    def _open(self) -> Requests:
+        """Connect to the keeper, which is started if there is none.
 
         Raises:
             NoSharedMemory: It does not come.
         """
         deadline = time.monotonic() + _START_SECONDS
         started: subprocess.Popen[bytes] | None = None
+        keeper = self._requests()
         while True:
             try:
-                return connect(self.spool.socket, b"", self._patience)
-            except (TimeoutError, BlockingIOError):
+                keeper.connect()
+                return keeper
+            except TimeoutError:
                 raise
             except OSError as error:
                 if self._closing:
@@ -223,14 +228,6 @@ class KeeperClient:
                 if started is None or (started.poll() is not None and not self.spool.is_kept()):
                     started = start_keeper(self.spool, self._config.keeper_linger)
                 time.sleep(0.02)
-
-    @staticmethod
-    def _ask(channel: Channel, what: str, *args: Any) -> Any:
-        channel.send((what, args))
-        answer, value = channel.receive()
-        if answer == "error":
-            raise value
-        return value
 
     def _call(self, what: str, *args: Any, wait: float = 0.0) -> Any:
         """Ask the keeper over a connection of its own; again if it dies meanwhile.
@@ -246,10 +243,9 @@ class KeeperClient:
         while True:
             self._ready()
             try:
-                with connect(self.spool.socket, b"", self._patience) as channel:
-                    channel.timeout(self._patience + wait)
-                    return self._ask(channel, what, *args)
-            except (TimeoutError, BlockingIOError) as error:
+                with closing(self._requests()) as keeper:
+                    return keeper.ask(self._patience + wait, what, *args).get()
+            except TimeoutError as error:
                 raise self.lost() from error
             except OSError as error:
                 if self._closing:
@@ -450,13 +446,12 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
     left = [f"{len(unfinished)} saves that were handed over before are not written"] if unfinished else []
     while time.monotonic() < start:
         try:
-            with connect(spool.socket, b"", patience) as channel:
-                channel.timeout(2 * patience)
+            with closing(Requests(spool.socket, connect_seconds=patience)) as keeper:
                 while True:
-                    left = cast(list[str], KeeperClient._ask(channel, "settle", patience))
+                    left = cast(list[str], keeper.ask(2 * patience, "settle", patience).get())
                     if not left or time.monotonic() > deadline:
                         return left
-        except (TimeoutError, BlockingIOError):
+        except TimeoutError:
             return [f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}", *left]
         except OSError:
             if not spool.folder.exists():  # it has ended meanwhile

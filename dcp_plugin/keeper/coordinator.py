@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,10 +31,11 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.keeper.local_checkpoints import Record, make_run, path_of, shown, time_of
 from dcp_plugin.keeper.node import Node, retried
+from dcp_plugin.keeper.requests import KeeperLost, Requests
 from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
-from dcp_plugin.keeper.wire import BUSY, KeeperLost, connect
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
+from dcp_plugin.ranks import Attempt
 from dcp_plugin.runs import figures, retention
 from dcp_plugin.storage.published import read_summary
 from dcp_plugin.storage.writer import Facts, Publication, compose
@@ -263,14 +264,14 @@ class Coordinator:
             """Return whether the ranks write the save instead: only a training that lives can."""
             return peer.node in self._silent and self._attended()
 
-        def ask() -> Any:
+        def ask() -> Attempt[Any]:
             nonlocal heard
-            with connect(peer.address, save.go.key, 10.0) as channel:
-                channel.timeout(_SILENT if is_passed_over() else min(_UNANSWERED, save.job.config.timeout))
-                channel.send((what, (save.token, *args)))
-                while (answer := channel.receive())[0] == BUSY:
-                    heard = time.monotonic()
-                return answer
+            seconds = _SILENT if is_passed_over() else min(_UNANSWERED, save.job.config.timeout)
+            with closing(Requests(peer.address, save.go.key)) as keeper:
+                try:
+                    return keeper.ask(seconds, what, save.token, *args)
+                finally:
+                    heard = max(heard, keeper.heard)
 
         def patience() -> float:
             if peer.node not in self._members or is_passed_over():
@@ -280,16 +281,14 @@ class Coordinator:
 
         name = f"{save.path} on {peer.host} (rank {peer.rank})"
         try:
-            answer, value = retried(ask, patience, self._say, f"to {what} {name}")
+            answer = retried(ask, patience, self._say, f"to {what} {name}")
         except OSError as error:
             if peer.node not in self._silent:
                 self._silent.add(peer.node)
                 self._say(f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})")
             raise KeeperLost(f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})") from error
         self._silent.discard(peer.node)
-        if answer == "error":
-            raise value
-        return value
+        return answer.get()
 
     def _patience(self, save: Save) -> float:
         timeout = save.job.config.timeout

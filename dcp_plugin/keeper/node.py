@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from typing import Any
 from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
+from dcp_plugin.keeper.requests import Requests
 from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
-from dcp_plugin.keeper.wire import Address, Channel, connect
+from dcp_plugin.keeper.wire import Address, Channel
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.media.disk.files import LocalFiles, identity_of
@@ -40,7 +41,6 @@ logger.addFilter(PrintableRecords())
 _PIECE = 8 << 20
 _AHEAD = 2
 """Pieces of a file that are on their way to a path at a time."""
-_CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 60.0
 """How long a neighbour may take to accept or to answer for a piece of a file."""
 
@@ -273,24 +273,22 @@ class Node:
         folder = self.steps(self.job(token, rank)).folder_of(token)
         with self._once(token, "replicate"):
             for address in to:
-                with connect(address, key, _CONNECT_SECONDS) as channel:
-                    channel.timeout(_SEND_SECONDS)
+                with closing(Requests(address, key)) as neighbour:
                     for name in names:
-                        self._send(channel, address, folder, token, name)
+                        self._send(neighbour, address, folder, token, name)
 
-    def _send(self, channel: Channel, address: Address, folder: Path, token: str, name: str) -> None:
+    def _send(self, neighbour: Requests, address: Address, folder: Path, token: str, name: str) -> None:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
             identity = address, identity_of(found)
-            channel.send(("put", (token, name, found.st_size, self._sent.get(identity))))
-            answer, needed = channel.receive()
-            if answer == "ok" and needed:
+            same_as = self._sent.get(identity)
+            is_needed = neighbour.ask(_SEND_SECONDS, "put", token, name, found.st_size, same_as).get()
+            if is_needed:
+                channel = neighbour.connect()
                 for offset in range(0, found.st_size, _PIECE):
                     channel.send_file(descriptor, offset, min(_PIECE, found.st_size - offset))
-                answer, needed = channel.receive()
-            if answer == "error":
-                raise needed
+                neighbour.reply(channel).get()
             if name.endswith(DATA_SUFFIX):
                 self._sent[identity] = token, name
         finally:

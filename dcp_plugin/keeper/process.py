@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -30,8 +30,10 @@ from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.local_checkpoints import shown
 from dcp_plugin.keeper.node import Node
+from dcp_plugin.keeper.requests import BEAT, BUSY, Requests
 from dcp_plugin.keeper.spool import End, Go, Peer, Spool
-from dcp_plugin.keeper.wire import BEAT, BUSY, Address, Channel, Server, connect, own_address
+from dcp_plugin.keeper.wire import Address, Channel, Server, own_address
+from dcp_plugin.ranks import Attempt
 
 logger = logging.getLogger("dcp_plugin.keeper")
 
@@ -266,8 +268,7 @@ class Keeper:
             return True
         if coordinator is None or self._tcp is None or coordinator.address == self._tcp.address:
             return False
-        answer, value = _ask_keeper(coordinator.address, key, "drain_newest", (token,))
-        return answer == "ok" and bool(value)
+        return bool(_ask_keeper(coordinator.address, key, "drain_newest", token).value)
 
     def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str, go: Go | None) -> None:
         self.coordinator.forget(path)
@@ -276,8 +277,8 @@ class Keeper:
             return
         for peer in [node[0] for node in go.nodes()[1:]]:
             try:
-                _ask_keeper(peer.address, go.key, "forget", ("", path, root, peer.local_dir))
-            except OSError as error:
+                _ask_keeper(peer.address, go.key, "forget", "", path, root, peer.local_dir).get()
+            except (OSError, CheckpointError) as error:
                 self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
     def _on_settle(self, channel: Channel, seconds: float) -> list[str]:
@@ -328,14 +329,10 @@ class Keeper:
             return "error", _as_failure(error)
 
 
-def _ask_keeper(address: Address, key: bytes, *request: Any) -> Any:
-    """Return the answer of another keeper. Raises OSError: it does not answer."""
-    with connect(address, key, _NEIGHBOUR) as channel:
-        channel.timeout(_NEIGHBOUR)
-        channel.send(request)
-        while (answer := channel.receive())[0] == BUSY:
-            pass
-        return answer
+def _ask_keeper(address: Address, key: bytes, what: str, *args: Any) -> Attempt[Any]:
+    """Return the reply of another keeper. Raises OSError: it does not answer."""
+    with closing(Requests(address, key)) as keeper:
+        return keeper.ask(_NEIGHBOUR, what, *args)
 
 
 def _as_failure(error: Exception) -> CheckpointError:

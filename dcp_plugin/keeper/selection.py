@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dcp_plugin.format.packed import position_of
-from dcp_plugin.keeper.wire import Address, Channel, connect
+from dcp_plugin.keeper.requests import Requests
+from dcp_plugin.keeper.wire import Address
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 
 logger = logging.getLogger("dcp_plugin")
@@ -57,28 +58,16 @@ class RemoteFile:
     """
 
     def __init__(self, address: Address, key: bytes, token: str, name: str) -> None:
-        self._address, self._key, self._token, self._name = address, key, token, name
-        self._channel: Channel | None = None
+        self._rank, self._token, self._name = Requests(address, key, _CONNECT_SECONDS), token, name
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        try:
-            if self._channel is None:
-                self._channel = connect(self._address, self._key, _CONNECT_SECONDS)
-                self._channel.timeout(_READ_SECONDS)
-            self._channel.send((self._token, self._name, offset, sum(map(len, memory))))
-            code, answer = self._channel.receive()
-            if code:
-                raise OSError(code, answer, self._name)
-            self._channel.receive_into(first_bytes(memory, answer))
-        except OSError:
-            self.close()
-            raise
-        return int(answer)
+        most = sum(map(len, memory))
+        count: int = self._rank.ask(_READ_SECONDS, "read", self._token, self._name, offset, most).get()
+        self._rank.connect().receive_into(first_bytes(memory, count))
+        return count
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._rank.close()
 
 
 class NearestFile(RangedFile):
@@ -93,9 +82,6 @@ class NearestFile(RangedFile):
     def place(self) -> Place | None:
         """The place of the last read."""
         return self._nearest.place
-
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return self._nearest.read_at(memory, offset)
 
 
 class _Nearest(RawRanges):
@@ -137,7 +123,7 @@ class _Nearest(RawRanges):
         super().close()
 
 
-class NearestFiles:
+class NearestFiles(Readable):
     """A :class:`~dcp_plugin.media.Readable` over several places.
 
     Args:
@@ -149,9 +135,6 @@ class NearestFiles:
         passed_over: The first of :attr:`problems`.
     """
 
-    streams = 0
-    gap = 8 << 10
-
     def __init__(
         self,
         where: str,
@@ -161,7 +144,7 @@ class NearestFiles:
         below: Callable[[], Readable] | None,
         passed_over: Sequence[str],
     ) -> None:
-        self.where, self._sizes, self._written, self._below = where, dict(sizes), written, below
+        self._where, self._sizes, self._written, self._below = where, dict(sizes), written, below
         self._places = [*places]
         self.is_at_path = below is not None
         """True if the path has the complete checkpoint as well."""
@@ -178,6 +161,10 @@ class NearestFiles:
         self.problems = list(passed_over)
         """Parts that are unreliable, and places that failed, with the reason."""
 
+    @property
+    def where(self) -> str:
+        return self._where
+
     def names(self) -> list[str]:
         return sorted({name[: name.find("/") + 1] or name for name in self._sizes})
 
@@ -187,7 +174,7 @@ class NearestFiles:
 
     def size(self, name: str) -> int:
         if name not in self._sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.where}/{name}")
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._where}/{name}")
         return self._sizes[name]
 
     def modified(self, name: str) -> float:
@@ -213,15 +200,6 @@ class NearestFiles:
                 }
         return self._at_path.open(self._names_at_path.get(name, name))
 
-    def leads_elsewhere(self, name: str) -> bool:
-        return False
-
-    def keep(self, names: Iterable[str]) -> None:
-        pass
-
-    def moved(self) -> bool:
-        return False
-
     def close(self) -> None:
         files, self._at_path = self._at_path, None  # a load that begins anew opens them again
         if files is not None:
@@ -240,7 +218,7 @@ class NearestFiles:
             for place in self._places:
                 if name in place.files and place not in failed:
                     return place
-        raise OSError(errno.EIO, f"no place has it ({size:,} bytes)", f"{self.where}/{name}")
+        raise OSError(errno.EIO, f"no place has it ({size:,} bytes)", f"{self._where}/{name}")
 
     def give_up(self, name: str, place: Place, why: str) -> bool:
         """Do not ask a place for a file again; return whether another place is left."""
@@ -249,7 +227,7 @@ class NearestFiles:
             if place not in failed:
                 failed.append(place)
                 self.problems.append(f"{name} of {place.name}: {why}")
-                logger.warning("%s: %s cannot be read from %s: %s", self.where, name, place.name, why)
+                logger.warning("%s: %s cannot be read from %s: %s", self._where, name, place.name, why)
             return any(name in other.files and other not in failed for other in self._places)
 
     def count(self, place: Place, count: int) -> None:

@@ -71,8 +71,8 @@ try:
 except ImportError:  # not on Linux: whoever wants a keeper is told
     fcntl = None  # type: ignore[assignment]
 
-FORMAT_VERSION = 2
-"""The version of a journal, and of the messages between a rank and its keeper. A change to a message, or to a class in
+FORMAT_VERSION = 3
+"""The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class in
 a pickle (:class:`RankJob`, :class:`Go`, :class:`Part`, :class:`End` and all that they hold), raises it."""
 _WITHOUT_NUMBER = 1
 """The version of a journal that has no number."""

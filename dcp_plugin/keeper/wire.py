@@ -27,8 +27,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dcp_plugin.errors import SaveFailed
-
 _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
@@ -39,16 +37,6 @@ take no descriptors from the ranks of the own node."""
 _PAUSE = 0.05
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After about 30 seconds of a dead link, what waits on it fails."""
-
-BUSY = "busy"
-"""In place of an answer: the keeper works on the request."""
-BEAT = 2.0
-"""Seconds between two of these."""
-
-
-class KeeperLost(SaveFailed):
-    """A keeper has missed its deadline. It may be stopped, and go on at any time."""
-
 
 Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
@@ -157,7 +145,8 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
         timeout: Seconds until both ends have authenticated.
 
     Raises:
-        OSError: Nobody is there, or not the one who knows the key, or another user.
+        TimeoutError: The other end is there, and does not answer.
+        OSError: No process listens, or it does not know the key, or is another user's.
     """
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -165,6 +154,9 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
         try:
             connection.connect(address)
             _refuse_other_user(connection)
+        except BlockingIOError as error:  # more connections wait than the kernel queues
+            connection.close()
+            raise TimeoutError(errno.ETIMEDOUT, "the other end accepts no connection") from error
         except BaseException:
             connection.close()
             raise
@@ -341,7 +333,7 @@ def serve_files(channel: Channel, find: Callable[[str, str], Path | None]) -> No
     channel.timeout(None)
     try:
         while True:
-            folder, name, offset, count = channel.receive()
+            _, (folder, name, offset, count) = channel.receive()
             try:
                 if (folder, name) not in descriptors:
                     path = find(folder, name)
@@ -351,9 +343,9 @@ def serve_files(channel: Channel, find: Callable[[str, str], Path | None]) -> No
                 file = descriptors[folder, name]
                 count = max(0, min(count, os.fstat(file).st_size - offset))
             except OSError as error:
-                channel.send((error.errno or errno.EIO, str(error.strerror or error)))
+                channel.send(("error", OSError(error.errno or errno.EIO, str(error.strerror or error), name)))
                 continue
-            channel.send((0, count))
+            channel.send(("ok", count))
             channel.send_file(file, offset, count)
     except ConnectionResetError:
         pass

@@ -28,8 +28,8 @@ from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of
 from dcp_plugin.keeper.node import copy_tree
+from dcp_plugin.keeper.requests import KeeperLost
 from dcp_plugin.keeper.spool import End, Head, Items, RankJob
-from dcp_plugin.keeper.wire import KeeperLost
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order

@@ -408,13 +408,14 @@ def test_ranges_of_files_come_as_they_are_and_end_where_the_file_does(served: tu
     whole = bytes(range(256)) * 4096
     with wire.connect(server.address, key, 10) as channel:
         for offset, count in ((0, len(whole)), (5, 1000), (len(whole) - 10, 100), (len(whole), 5)):
-            channel.send(("", "file", offset, count))
-            code, told = channel.receive()
+            channel.send(("read", ("", "file", offset, count)))
+            answer, told = channel.receive()
             memory = memoryview(bytearray(told))
             channel.receive_into([memory[: told // 2], memory[told // 2 :]])
-            assert (code, bytes(memory)) == (0, whole[offset : offset + count])
-        channel.send(("", "other", 0, 5))
-        assert channel.receive()[0] != 0
+            assert (answer, bytes(memory)) == ("ok", whole[offset : offset + count])
+        channel.send(("read", ("", "other", 0, 5)))
+        answer, error = channel.receive()
+        assert answer == "error" and isinstance(error, FileNotFoundError)
 
 
 def test_who_does_not_know_the_key_is_told_nothing(served: tuple[wire.Server, bytes]) -> None:
@@ -435,8 +436,8 @@ def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: t
     try:
         silent += [socket.create_connection(server.address, 10) for _ in range(1100)]  # type: ignore[arg-type]
         with wire.connect(server.address, key, 10) as channel:
-            channel.send(("", "file", 0, 5))
-            assert channel.receive() == (0, 5)
+            channel.send(("read", ("", "file", 0, 5)))
+            assert channel.receive() == ("ok", 5)
         for one in silent[:1000]:
             while one.recv(100):  # until the server has ended it
                 pass
