@@ -244,7 +244,8 @@ class KeeperClient:
             self._ready()
             try:
                 with closing(self._requests()) as keeper:
-                    return keeper.ask(self._patience + wait, what, *args).get()
+                    reply = keeper.ask(self._patience + wait, what, *args)
+                break
             except TimeoutError as error:
                 raise self.lost() from error
             except OSError as error:
@@ -253,6 +254,10 @@ class KeeperClient:
                 if time.monotonic() > deadline:
                     raise self.lost() from error
                 time.sleep(0.1)
+        if isinstance(reply.failure, OSError):  # of the keeper's own work, unlike those above
+            reason = f"{type(reply.failure).__name__}: {reply.failure}"
+            raise SaveFailed(f"the keeper on {socket.gethostname()} cannot do that: {reason}") from reply.failure
+        return reply.get()
 
     def _ready(self) -> None:
         """Wait until the keeper is there.
@@ -310,7 +315,7 @@ class KeeperClient:
             self._take_back(token)
             raise
         if self.rank == 0:
-            threading.Thread(target=self._poke, args=(token,), name="dcp-keeper", daemon=True).start()
+            threading.Thread(target=self._poke, name="dcp-keeper", daemon=True).start()
 
     def _take_back(self, token: str) -> None:
         self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
@@ -339,9 +344,9 @@ class KeeperClient:
         except (OSError, CheckpointError) as error:
             logger.warning("%s: the save of a keeper that does not answer cannot be revoked: %s", path, error)
 
-    def _poke(self, token: str) -> None:
+    def _poke(self) -> None:
         with suppress(OSError, SaveFailed):
-            self._call("go", token)  # a keeper that starts now finds it by itself
+            self._call("begin")  # a keeper that starts now finds it by itself
 
     def wait(self, token: str, stage: str, timeout: float | None = None) -> End | bool:
         """As :meth:`dcp_plugin.keeper.node.Node.wait`; without ``timeout`` until the training stops waiting.

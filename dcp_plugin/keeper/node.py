@@ -420,10 +420,6 @@ class Node:
                     for part in parts:
                         steps.remove(part.record.token)
 
-    def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
-        """Delete the files and records of this node for saves to a path."""
-        LocalCheckpoints(Path(local_dir), root).forget(as_path(path))
-
 
 _MOST_ENDS = 64
 

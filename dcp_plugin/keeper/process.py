@@ -8,7 +8,6 @@ ends it as well. Whatever it leaves undone is said in ``keeper.log``, and taken 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
@@ -28,11 +27,13 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
-from dcp_plugin.keeper.local_checkpoints import shown
+from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, shown
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.requests import BEAT, BUSY, Requests
+from dcp_plugin.keeper.requests import Requests
+from dcp_plugin.keeper.server import Server
 from dcp_plugin.keeper.spool import End, Go, Peer, Spool
-from dcp_plugin.keeper.wire import Address, Channel, Server, own_address
+from dcp_plugin.keeper.wire import Address, Channel, own_address
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Attempt
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -45,8 +46,8 @@ _MOST_LOG = 1 << 20
 _MOST_KEYS = 8
 _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
-_ASKED = {"write", "free", "take", "replicate", "complete", "drain", "end", "forget", "reopen", "drain_newest"}
-"""What other keepers may ask a :class:`~dcp_plugin.keeper.node.Node` for."""
+_OF_LEADERS = ("write", "free", "take", "replicate", "complete", "drain", "end", "reopen")
+"""What the keeper that leads a save asks a :class:`~dcp_plugin.keeper.node.Node` for."""
 
 
 @dataclass
@@ -87,6 +88,18 @@ class Keeper:
         _log_to(spool.folder / "keeper.log")
         self.node = Node(spool)
         self.coordinator = Coordinator(self.node, lambda: bool(self._clients), self.say)
+        self._calls: dict[str, Callable[..., Any]] = {
+            "attach": self._attach,
+            "begin": self.coordinator.begin,
+            "wait": self.node.wait,
+            "copies": lambda token: self.node.known(token).copies,
+            "drain_newest": self._drain_newest,
+            "forget": self._forget,
+            "settle": self._settle,
+            **{what: self._of_leader(getattr(self.node, what)) for what in _OF_LEADERS},
+        }
+        """What ranks of this node, and other keepers, may ask for."""
+        self._streams: dict[str, Callable[..., None]] = {"news": self._send_news, "put": self.node.put}
 
     def say(self, text: str) -> None:
         """Tell the ranks, and the log."""
@@ -106,7 +119,7 @@ class Keeper:
         for gone in self.spool.folder.parent.glob(".*.gone"):  # of one that was killed while it deleted them
             shutil.rmtree(gone, ignore_errors=True)
         self._listen_as_before()
-        server = Server(self.spool.socket, {}, self._serve_rank)
+        server = Server(self.spool.socket, {}, self._calls, self._streams)
         while not self._is_over():
             time.sleep(_TICK)
         server.close()
@@ -187,20 +200,20 @@ class Keeper:
             self._left[token] = left
         return self._left[token]
 
-    # Ranks of this node
+    # Requests
 
-    def _serve_rank(self, channel: Channel) -> None:
-        channel.timeout(None)
-        while True:
-            what, args = channel.receive()
-            try:
-                answer: Any = ("ok", getattr(self, f"_on_{what}")(channel, *args))
-            except Exception as error:
-                answer = ("error", _as_failure(error))
-            channel.send(answer)
+    def _of_leader(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that the leader of a save lives when it asks for some work."""
 
-    def _on_attach(self, channel: Channel, linger: float, job: tuple[str, bytes] | None) -> dict[str, Any] | None:
-        """Serve a rank until the connection ends. None: this keeper has just ended.
+        def call(token: str, *args: Any) -> Any:
+            if token in self._left:
+                self._left[token].heard = time.monotonic()
+            return work(token, *args)
+
+        return call
+
+    def _attach(self, linger: float, job: tuple[str, bytes] | None) -> dict[str, Any] | None:
+        """Take a rank as a client. None: this keeper has just ended.
 
         Args:
             job: The name and the key of a training that has several nodes.
@@ -239,12 +252,14 @@ class Keeper:
         for address in (before, (own_address(), 0)):
             if address is not None:
                 with suppress(OSError):
-                    server = Server(address, self._keys, self._serve_keeper)
+                    server = Server(address, self._keys, self._calls, self._streams)
                     self.spool.put("keeper.address", json.dumps(server.address).encode())
                     return server
         raise SaveFailed(f"the keeper on {socket.gethostname()} cannot listen for other nodes")
 
-    def _on_news(self, channel: Channel, since: int, seconds: float) -> list[tuple[int, str]]:
+    def _send_news(self, channel: Channel, since: int, seconds: float) -> None:
+        """Reply with the news after number ``since``, once there are any, or with none after some seconds."""
+
         def fresh() -> list[tuple[int, str]]:
             return [one for one in self._news if one[0] > since]
 
@@ -252,36 +267,30 @@ class Keeper:
         with self._has_news:
             while not fresh() and not channel.is_closed() and time.monotonic() < deadline:
                 self._has_news.wait(_TICK)
-            return fresh()
+            news = fresh()
+        channel.send(("ok", news))
 
-    def _on_go(self, channel: Channel, token: str) -> None:
-        self.coordinator.begin()
-
-    def _on_wait(self, channel: Channel, token: str, stage: str, seconds: float) -> Any:
-        return self.node.wait(token, stage, seconds)
-
-    def _on_copies(self, channel: Channel, token: str) -> int:
-        return self.node.known(token).copies
-
-    def _on_drain_newest(self, channel: Channel, token: str, coordinator: Peer | None, key: bytes) -> bool:
+    def _drain_newest(self, token: str, coordinator: Peer | None, key: bytes) -> bool:
+        """Bring a save to its path, here or by the keeper that leads it; return whether it is there or will be."""
         if self.coordinator.drain_newest(token):
             return True
         if coordinator is None or self._tcp is None or coordinator.address == self._tcp.address:
             return False
-        return bool(_ask_keeper(coordinator.address, key, "drain_newest", token).value)
+        return bool(_ask_keeper(coordinator.address, key, "drain_newest", token, None, b"").value)
 
-    def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str, go: Go | None) -> None:
+    def _forget(self, path: str, root: Where, local_dir: str, go: Go | None) -> None:
+        """Delete the files and records for saves to a path, of this node, and of the other nodes of a save."""
         self.coordinator.forget(path)
-        self.node.forget("", path, root, local_dir)
+        LocalCheckpoints(Path(local_dir), root).forget(as_path(path))
         if go is None:
             return
         for peer in [node[0] for node in go.nodes()[1:]]:
             try:
-                _ask_keeper(peer.address, go.key, "forget", "", path, root, peer.local_dir).get()
+                _ask_keeper(peer.address, go.key, "forget", path, root, peer.local_dir, None).get()
             except (OSError, CheckpointError) as error:
                 self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
-    def _on_settle(self, channel: Channel, seconds: float) -> list[str]:
+    def _settle(self, seconds: float) -> list[str]:
         """Wait until nothing that was handed over is on its way to where a restart would look for it.
 
         Returns:
@@ -298,51 +307,11 @@ class Keeper:
     def _unsettled(self) -> list[str]:
         return [token for token in self.node.in_flight() if not self.node.known(token).local]
 
-    # Other keepers
-
-    def _serve_keeper(self, channel: Channel) -> None:
-        channel.timeout(None)
-        while True:
-            what, args = channel.receive()
-            if args and args[0] in self._left:
-                self._left[args[0]].heard = time.monotonic()
-            if what == "put":
-                self.node.put(channel, *args)
-                continue
-            with ThreadPoolExecutor(1, thread_name_prefix="keeper-asked") as worker:
-                asked = worker.submit(self._answer, what, args)
-                while not wait([asked], BEAT).done:
-                    channel.send((BUSY, None))
-                channel.send(asked.result())
-
-    def _answer(self, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-        """Return the answer to a request of another keeper."""
-        try:
-            if what not in _ASKED:
-                raise SaveFailed(f"a keeper does not {what}")
-            asked = self.coordinator if what == "drain_newest" else self.node
-            return "ok", getattr(asked, what)(*args)
-        except OSError as error:  # which may pass
-            text, name = error.strerror or str(error), shown(str(error.filename))
-            return "error", OSError(error.errno or errno.EIO, text, name)
-        except Exception as error:
-            return "error", _as_failure(error)
-
 
 def _ask_keeper(address: Address, key: bytes, what: str, *args: Any) -> Attempt[Any]:
     """Return the reply of another keeper. Raises OSError: it does not answer."""
     with closing(Requests(address, key)) as keeper:
         return keeper.ask(_NEIGHBOUR, what, *args)
-
-
-def _as_failure(error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    if not isinstance(error, OSError):
-        logger.error("a request has failed", exc_info=error)
-    return SaveFailed(
-        f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {shown(str(error))}"
-    )
 
 
 def _log_to(path: Path) -> None:

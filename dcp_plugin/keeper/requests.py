@@ -6,10 +6,14 @@ its connection, its deadlines and its reply here.
 
 from __future__ import annotations
 
+import errno
+import logging
+import socket
 import time
 from typing import Any
 
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.keeper.local_checkpoints import shown
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.ranks import Attempt
 
@@ -17,6 +21,9 @@ BUSY = "busy"
 """In place of a reply: the keeper works on the request."""
 BEAT = 2.0
 """Seconds between two of these."""
+
+
+logger = logging.getLogger("dcp_plugin.keeper")
 
 
 class KeeperLost(SaveFailed):
@@ -70,3 +77,16 @@ class Requests:
         """Close the connection: later requests fail."""
         if self._channel is not None:
             self._channel.close()
+
+
+def sendable(error: Exception) -> Exception:
+    """Return an exception for another process: of a class that it knows, and without paths through descriptors."""
+    if isinstance(error, CheckpointError):
+        return type(error)(shown(str(error)))
+    if isinstance(error, OSError):
+        name = None if error.filename is None else shown(str(error.filename))
+        return OSError(error.errno or errno.EIO, error.strerror or str(error), name)
+    logger.error("a request has failed", exc_info=error)
+    return SaveFailed(
+        f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {shown(str(error))}"
+    )

@@ -51,7 +51,7 @@ class Place:
 
 
 class RemoteFile:
-    """A file that a rank of another node serves (:func:`~dcp_plugin.keeper.wire.serve_files`), over its own connection.
+    """A file that a rank of another node sends in ranges, over its own connection.
 
     Args:
         token: The save that the file belongs to.

@@ -31,7 +31,8 @@ from dcp_plugin.keeper.local_checkpoints import (
     run_of,
 )
 from dcp_plugin.keeper.selection import OWN, NearestFiles, Place, RemoteFile
-from dcp_plugin.keeper.wire import Address, Server, new_key, own_address, serve_files
+from dcp_plugin.keeper.server import Server, send_range
+from dcp_plugin.keeper.wire import Address, Channel, new_key, own_address
 from dcp_plugin.media import Readable
 from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import Where, as_path, resolved
@@ -106,7 +107,7 @@ class Inventory:
         checkpoints, problems = checkpoints_below(self._local_dir, resolved(self._root))
         self._own = {checkpoint.record.token: checkpoint for checkpoint in checkpoints}
         if self._own and self._ranks.size > 1:
-            self._server = Server((own_address(), 0), {0: self._key}, lambda channel: serve_files(channel, self._find))
+            self._server = Server((own_address(), 0), {0: self._key}, {}, {"read": self._send})
         address = self._server.address if self._server else None
         host = socket.gethostname()
         parts = [
@@ -115,10 +116,11 @@ class Inventory:
         ]
         return parts, problems
 
-    def _find(self, token: str, name: str) -> Path | None:
-        """Return the path of a file that another rank asks for, if the record of the save names the file."""
+    def _send(self, channel: Channel, token: str, name: str, offset: int, count: int) -> None:
+        """Send a range of a file to another rank, if the record of the save names the file."""
         checkpoint = self._own.get(token)
-        return checkpoint.folder / name if checkpoint is not None and name in checkpoint.record.files else None
+        is_named = checkpoint is not None and name in checkpoint.record.files
+        send_range(channel, checkpoint.folder / name if checkpoint and is_named else None, offset, count)
 
     def _decide(
         self, inventories: list[tuple[list[_Part], list[str]]], of_one_node: bool

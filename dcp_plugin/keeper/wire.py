@@ -19,11 +19,9 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,10 +29,6 @@ _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
 _HANDSHAKE_SECONDS = 20.0
-_MOST_UNPROVEN = 64
-"""Connections that have not authenticated yet. One more ends the oldest of them, so that silent connections of others
-take no descriptors from the ranks of the own node."""
-_PAUSE = 0.05
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After about 30 seconds of a dead link, what waits on it fails."""
 
@@ -66,12 +60,9 @@ class Channel:
         """How long each of the following waits may take."""
         self._socket.settimeout(seconds)
 
-    def send(self, message: Any, data: memoryview | bytes = b"") -> None:
-        """Send a message, and bytes that follow it."""
+    def send(self, message: Any) -> None:
         body = pickle.dumps(message)
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
-        if len(data):
-            self._socket.sendall(data)
 
     def receive(self) -> Any:
         """The next message."""
@@ -125,7 +116,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        _shut(self._socket)
+        shut(self._socket)
         self._socket.close()
 
     def __enter__(self) -> Channel:
@@ -138,7 +129,7 @@ class Channel:
 
 
 def connect(address: Address, key: bytes, timeout: float) -> Channel:
-    """Connect to a :class:`Server`.
+    """Connect to a :class:`~dcp_plugin.keeper.server.Server`.
 
     Args:
         key: Of the job; not asked for on a Unix socket.
@@ -180,6 +171,31 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
     return Channel(connection)
 
 
+def accept(connection: socket.socket, keys: Sequence[bytes]) -> Channel:
+    """Return the connection of a process that :func:`connect` has made, when that has proved itself.
+
+    Args:
+        keys: The keys of the jobs that may connect over TCP.
+
+    Raises:
+        OSError: It has not, or is another user's.
+    """
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    if connection.family == socket.AF_UNIX:
+        _refuse_other_user(connection)
+        return Channel(connection)
+    _tune(connection)
+    mine = secrets.token_bytes(_NUMBER)
+    connection.sendall(mine)
+    answer = _read(connection, 8 + 2 * _NUMBER, time.monotonic() + _HANDSHAKE_SECONDS)
+    name, theirs, proof = answer[:8], answer[8 : 8 + _NUMBER], answer[8 + _NUMBER :]
+    key = next((key for key in keys if _name_of(key) == name), None)
+    if key is None or not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
+        raise PermissionError(errno.EACCES, "another job")
+    connection.sendall(_proof(key, b"server", mine, theirs))
+    return Channel(connection)
+
+
 def _proof(key: bytes, who: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.new(key, who + server + client, hashlib.sha256).digest()
 
@@ -210,94 +226,7 @@ def _refuse_other_user(connection: socket.socket) -> None:
         raise PermissionError(errno.EACCES, "the other end of the socket is another user's")
 
 
-class Server:
-    """Answers connections, a thread for each, until it is closed.
-
-    Args:
-        address: The path of a Unix socket to make, or a host and a port; port 0 is any that is free.
-        keys: The keys of the jobs that may connect over TCP; may be added to.
-        serve: Called with each connection that has proved itself. What it raises ends that connection.
-    """
-
-    def __init__(self, address: Address, keys: Mapping[Any, bytes], serve: Callable[[Channel], None]) -> None:
-        self._keys, self._serve = keys, serve
-        self._open: set[socket.socket] = set()
-        self._unproven: dict[socket.socket, None] = {}
-        """Oldest first."""
-        self._closed = False
-        if isinstance(address, str):
-            self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            with suppress(FileNotFoundError):
-                os.unlink(address)
-            self._listening.bind(address)
-            os.chmod(address, 0o600)
-            self._made = os.stat(address)
-            self._listening.listen(128)
-            self.address: Address = address
-        else:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._listening = socket.create_server(address, family=family, backlog=128)
-            self.address = (address[0], self._listening.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="dcp-serve", daemon=True)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-                self._unproven[connection] = None
-                for oldest in list(self._unproven)[:-_MOST_UNPROVEN]:
-                    _shut(oldest)
-                    self._unproven.pop(oldest, None)
-                threading.Thread(target=self._answer, args=(connection,), name="dcp-serve", daemon=True).start()
-            except (OSError, RuntimeError):  # no more descriptors, no more threads: that passes
-                if self._closed:
-                    return
-                time.sleep(_PAUSE)
-
-    def _answer(self, connection: socket.socket) -> None:
-        self._open.add(connection)
-        try:
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            if connection.family == socket.AF_UNIX:
-                _refuse_other_user(connection)
-            else:
-                self._check(connection)
-            self._unproven.pop(connection, None)
-            self._serve(Channel(connection))
-        except (OSError, pickle.UnpicklingError):
-            pass
-        finally:
-            self._open.discard(connection)
-            self._unproven.pop(connection, None)
-            connection.close()
-
-    def _check(self, connection: socket.socket) -> None:
-        _tune(connection)
-        mine = secrets.token_bytes(_NUMBER)
-        connection.sendall(mine)
-        said = _read(connection, 8 + 2 * _NUMBER, time.monotonic() + _HANDSHAKE_SECONDS)
-        name, theirs, proof = said[:8], said[8 : 8 + _NUMBER], said[8 + _NUMBER :]
-        key = next((one for one in tuple(self._keys.values()) if _name_of(one) == name), None)
-        if key is None or not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
-            raise PermissionError(errno.EACCES, "another job")
-        connection.sendall(_proof(key, b"server", mine, theirs))
-
-    def close(self) -> None:
-        """Stop listening, and end all connections."""
-        self._closed = True
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for connection in tuple(self._open):
-            _shut(connection)
-        if isinstance(self.address, str):
-            with suppress(OSError):  # unless another server has taken its place
-                if os.path.samestat(os.stat(self.address), self._made):
-                    os.unlink(self.address)
-
-
-def _shut(connection: socket.socket) -> None:
+def shut(connection: socket.socket) -> None:
     """Wake the thread that waits in a connection: it ends."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -321,34 +250,3 @@ def own_address(towards: str | None = None) -> str:
             if not found.startswith("127.") and found != "::1":
                 return found
     return "127.0.0.1"
-
-
-def serve_files(channel: Channel, find: Callable[[str, str], Path | None]) -> None:
-    """Answer requests for ranges of files until the other end closes.
-
-    Args:
-        find: The file of a name in a folder that the other end names; None if there is none.
-    """
-    descriptors: dict[tuple[str, str], int] = {}
-    channel.timeout(None)
-    try:
-        while True:
-            _, (folder, name, offset, count) = channel.receive()
-            try:
-                if (folder, name) not in descriptors:
-                    path = find(folder, name)
-                    if path is None:
-                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-                    descriptors[folder, name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                file = descriptors[folder, name]
-                count = max(0, min(count, os.fstat(file).st_size - offset))
-            except OSError as error:
-                channel.send(("error", OSError(error.errno or errno.EIO, str(error.strerror or error), name)))
-                continue
-            channel.send(("ok", count))
-            channel.send_file(file, offset, count)
-    except ConnectionResetError:
-        pass
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)

@@ -39,6 +39,7 @@ from dcp_plugin.keeper.local_checkpoints import (
     path_of,
 )
 from dcp_plugin.keeper.selection import DURABLE, OWN
+from dcp_plugin.keeper.server import Server, send_range
 from dcp_plugin.keeper.source import NodesSource
 from dcp_plugin.storage import writer
 from dcp_plugin.storage.published import read_summary
@@ -394,31 +395,34 @@ def test_what_lacks_a_nodes_part_is_passed_over_on_all_ranks(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[wire.Server, bytes]]:
+def served(tmp_path: Path) -> Iterator[tuple[Server, bytes]]:
     key = wire.new_key()
     (tmp_path / "file").write_bytes(bytes(range(256)) * 4096)
-    find = lambda folder, name: tmp_path / name if name == "file" else None  # noqa: E731
-    server = wire.Server(("127.0.0.1", 0), {0: key}, lambda channel: wire.serve_files(channel, find))
+
+    def read(channel: wire.Channel, name: str, offset: int, count: int) -> None:
+        send_range(channel, tmp_path / name if name == "file" else None, offset, count)
+
+    server = Server(("127.0.0.1", 0), {0: key}, {}, {"read": read})
     yield server, key
     server.close()
 
 
-def test_ranges_of_files_come_as_they_are_and_end_where_the_file_does(served: tuple[wire.Server, bytes]) -> None:
+def test_ranges_of_files_come_as_they_are_and_end_where_the_file_does(served: tuple[Server, bytes]) -> None:
     server, key = served
     whole = bytes(range(256)) * 4096
     with wire.connect(server.address, key, 10) as channel:
         for offset, count in ((0, len(whole)), (5, 1000), (len(whole) - 10, 100), (len(whole), 5)):
-            channel.send(("read", ("", "file", offset, count)))
+            channel.send(("read", ("file", offset, count)))
             answer, told = channel.receive()
             memory = memoryview(bytearray(told))
             channel.receive_into([memory[: told // 2], memory[told // 2 :]])
             assert (answer, bytes(memory)) == ("ok", whole[offset : offset + count])
-        channel.send(("read", ("", "other", 0, 5)))
+        channel.send(("read", ("other", 0, 5)))
         answer, error = channel.receive()
         assert answer == "error" and isinstance(error, FileNotFoundError)
 
 
-def test_who_does_not_know_the_key_is_told_nothing(served: tuple[wire.Server, bytes]) -> None:
+def test_who_does_not_know_the_key_is_told_nothing(served: tuple[Server, bytes]) -> None:
     server, _ = served
     with pytest.raises(PermissionError):
         wire.connect(server.address, wire.new_key(), 10)
@@ -428,7 +432,7 @@ def test_who_does_not_know_the_key_is_told_nothing(served: tuple[wire.Server, by
         assert len(challenge) == 32 and raw.recv(64) == b""
 
 
-def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: tuple[wire.Server, bytes]) -> None:
+def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: tuple[Server, bytes]) -> None:
     server, key = served
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
@@ -436,7 +440,7 @@ def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: t
     try:
         silent += [socket.create_connection(server.address, 10) for _ in range(1100)]  # type: ignore[arg-type]
         with wire.connect(server.address, key, 10) as channel:
-            channel.send(("read", ("", "file", 0, 5)))
+            channel.send(("read", ("file", 0, 5)))
             assert channel.receive() == ("ok", 5)
         for one in silent[:1000]:
             while one.recv(100):  # until the server has ended it
@@ -465,10 +469,10 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
 
 
 def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = wire.Server(str(tmp_path / "sock"), {}, lambda channel: channel.send(channel.receive()))
+    server = Server(str(tmp_path / "sock"), {}, {"greet": lambda name: {"hello": name}}, {})
     with wire.connect(str(tmp_path / "sock"), b"", 10) as channel:
-        channel.send({"hello": 1})
-        assert channel.receive() == {"hello": 1}
+        channel.send(("greet", (1,)))
+        assert channel.receive() == ("ok", {"hello": 1})
     assert (tmp_path / "sock").stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError):
@@ -477,7 +481,7 @@ def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monk
     assert not (tmp_path / "sock").exists()
 
 
-def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[wire.Server, bytes]) -> None:
+def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[Server, bytes]) -> None:
     server, key = served
     with wire.connect(server.address, key, 10) as channel:
         channel._socket.sendall(struct.pack("!Q", 1 << 60))
