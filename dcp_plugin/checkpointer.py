@@ -2,7 +2,7 @@
 
 A save is a pipeline of stages (:mod:`~dcp_plugin.saving.job`): gather the state, stage it on the host, plan, write,
 publish. With ``async_save`` the stages after staging run in a thread (:mod:`~dcp_plugin.saving.queue`). The stages of a
-load are in :mod:`~dcp_plugin.loading.load`. Every stage that can fail on one rank ends in an all-or-none collective.
+load are in :mod:`~dcp_plugin.loading.load`. The failure of one rank is raised on all of them, by the next collective.
 """
 
 from __future__ import annotations

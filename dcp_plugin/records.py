@@ -6,7 +6,7 @@ A save, in order; :mod:`dcp_plugin.saving.job` has the stages:
 stage    takes                          returns
 =======  =============================  =========================================================
 gather   :class:`LiveState`             :class:`GatheredState`: this rank's part, in live memory
-stage    :class:`GatheredState`         :class:`StagedState`: memory that nothing changes
+stage    :class:`GatheredState`         :class:`StagedState`: memory and bytes to write
 plan     :class:`StagedState`           :class:`SavePlan`: the items that this rank writes
 write    :class:`SavePlan`              :class:`WrittenPart`: the place of each item
 publish  :class:`WrittenPart` of all    :class:`Published`, on rank 0
@@ -20,7 +20,8 @@ stage    takes                          returns
 open     a path                         :class:`OpenCheckpoint`: the index, and files for reading
 match    :class:`OpenCheckpoint`        :class:`Match`: the key in the checkpoint of each target
 plan     :class:`Match`                 :class:`LoadPlan`: the boxes that this rank reads
-read     :class:`LoadPlan`              filled targets
+values   :class:`LoadPlan`              checked values, before any tensor is overwritten
+tensors  :class:`LoadPlan`              filled targets
 apply    :class:`Match`                 :class:`LoadReport`
 =======  =============================  =========================================================
 
@@ -122,7 +123,11 @@ class GatheredState:
 
 @dataclass(frozen=True)
 class StagedState:
-    """This rank's part of the state as it will be written. No code changes it afterwards."""
+    """This rank's part of the state as it will be written.
+
+    It is a copy on the host (:mod:`dcp_plugin.staging.snapshot`), which nothing changes. A save whose caller waits
+    until it is written needs no copy: its chunks are views of the live memory.
+    """
 
     state: Flat
     """Key -> chunks of a tensor in memory, or the bytes of a value."""

@@ -204,11 +204,8 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         return
     kind = mapping_class(value)
     for key, child in value.items():
-        if isinstance(key, str):
-            if not key:
-                raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
-            yield (kind, key) if kind else key, child
-            continue
+        if isinstance(key, str) and not key:
+            raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
         step = int(key) if isinstance(key, np.integer) else key if _fits_path(key) else str(key)
         yield step if isinstance(step, str) and not kind else (kind or "k", step), child
 

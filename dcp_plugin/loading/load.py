@@ -1,8 +1,9 @@
-"""One load, stage by stage: open, match, plan, read, apply.
+"""One load, stage by stage: open, match, plan, read the values, read the tensors, apply.
 
-Each stage takes the records of earlier stages and returns its own. A load that restarts drops all records. Each stage
-that can fail ends in an all-or-none collective. All checks run before the first byte of a target is overwritten, and a
-single error names all misfits.
+Two records of this module travel with those of :mod:`dcp_plugin.records`: :class:`_Begun` after the checkpoint is open,
+:class:`_Fitted` after match and plan. A load that restarts drops all records. Each stage that can fail ends in an
+all-or-none collective. All checks run before the first byte of a target is overwritten, and a single error names all
+misfits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Stages of one save, from record to record (:mod:`dcp_plugin.records`).
 
-A failure of one rank in the first two stages continues as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
-In these stages the ranks meet twice: to plan, and after all have written, to learn that the checkpoint is published.
-They meet once more for a plan that differs from the last one, as the first plan of a ``Checkpointer`` does, and once to
+Gathering and staging do not meet, except in FSDP1's own code. A failure of one rank in them continues as an
+:class:`~dcp_plugin.ranks.Attempt` until all ranks meet. The ranks of a save meet twice: to plan, and after all have
+written, to learn that the checkpoint is published. They meet once more for a plan that differs from the last one, as
+the first plan of a ``Checkpointer`` does; twice more if values that should be shared differ between ranks; and once to
 agree on the keys that a base has. The writer has made their process group before (:mod:`dcp_plugin.saving.writers`).
 """
 

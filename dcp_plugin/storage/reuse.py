@@ -178,8 +178,6 @@ class Reuse:
         Args:
             locations: Position of each among the examined items -> its location.
         """
-        if not locations:
-            return  # without opening the directory, which lists all objects of the save in a store
         files: dict[str, DataFile] = {}
         opened = medium.open(directory)
         for slot, at in locations.items():

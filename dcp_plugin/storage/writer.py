@@ -44,7 +44,7 @@ logger = logging.getLogger("dcp_plugin")
 
 @dataclass(frozen=True)
 class RankDirectory:
-    """Message of the coordinator to each rank, with its plan: the rank and the directory of this save's files."""
+    """Rank that writes a part, and the directory of the files of all ranks."""
 
     rank: int
     directory: Where
@@ -96,7 +96,7 @@ class PartWriter:
         stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
         places = write_items.write([items[slot].data for slot in new_slots], into, self.path, stable, findings.names)
         nbytes = places.nbytes
-        if reuse is not None:
+        if reuse is not None and stable:  # otherwise a store would list the objects of the save in vain
             reuse.wrote({new_slots[at]: places.location(at) for at in stable}, self.medium, to.directory)
         if findings.linked:
             places = Places.joined([Places.of(list(findings.linked.values())), places])

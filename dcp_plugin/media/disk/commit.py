@@ -6,10 +6,11 @@ and ``dcp_plugin.index`` too). A save never writes into the final directory. Its
 - :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name, and
   ``<token>.json`` that says which checkpoint this will be. The process that saves holds a lock on the latter.
 - All ranks write and sync their files in it, also the extra files of a framework.
-- :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If an earlier checkpoint
-  has the name, one system call exchanges both names, so the old or the new checkpoint can be loaded at every moment.
-  Where that call does not exist, the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns
-  that path. Then the old checkpoint is deleted; files of other programs in it move to the new one.
+- The medium (:meth:`dcp_plugin.media.disk.LocalDisk.publish`) writes and syncs the metadata.
+- :func:`publish` renames the directory to its final name. If an earlier checkpoint has the name, one system call
+  exchanges both names, so the old or the new checkpoint can be loaded at every moment. Where that call does not exist,
+  the old checkpoint moves to ``<token>.aside`` in between, and :func:`locate` returns that path. Then the old
+  checkpoint is deleted; files of other programs in it move to the new one.
 - :func:`discard` ends a save that failed. It can keep the directory of a copy: the next reservation of the same copy
   takes over its record and its directory, as it does after a copy that died.
 
