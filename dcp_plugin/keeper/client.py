@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -24,9 +23,12 @@ import torch
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
-from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of, time_of
+from dcp_plugin.keeper.journal import Journal
+from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of
+from dcp_plugin.keeper.locks import described
+from dcp_plugin.keeper.records import Go, Peer, Progress, RankJob
 from dcp_plugin.keeper.requests import KeeperLost, Requests
-from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool, described
+from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import new_key
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
@@ -42,7 +44,6 @@ slow file system."""
 _POLL = 30.0
 _ANSWER = 60.0
 _FORGET = 60.0
-_OF_A_SAVE = re.compile(r"[0-9a-f]{24}\.")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class KeeperClient:
 
         def enter() -> tuple[str, float]:
             self.spool = Spool.of(self._root, config.local_dir)
-            self.spool.enter()
-            self.spool.put("root", str(self._root).encode())
+            self.spool.enter(self._root)
+            self.journal = Journal(self.spool)
             self._node = node_of(Path(config.local_dir or self.spool.folder))
             return self._node, self._newest_time()
 
@@ -122,7 +123,7 @@ class KeeperClient:
 
     def _newest_time(self) -> float:
         """Return the greatest recorded time in the journal, in ``local_dir``, and on rank 0 at the path as well."""
-        times = [time_of(name) for name in self.spool.names("") if _OF_A_SAVE.match(name)]
+        times = [self.journal.newest_time()]
         if self._config.local_dir is not None:
             saves = LocalCheckpoints(Path(self._config.local_dir), self._root).all()
             times += [save.record.time for save in saves]
@@ -130,7 +131,7 @@ class KeeperClient:
             thread = threading.Thread(target=self._look_at_path, args=(times,), name="dcp-times", daemon=True)
             thread.start()
             thread.join(self._patience)  # the path may hang
-        return max(times, default=0.0)
+        return max(times)
 
     def _look_at_path(self, times: list[float]) -> None:
         with suppress(OSError, CheckpointError):
@@ -292,9 +293,7 @@ class KeeperClient:
             mine = job.get()
             self.refuse_if_passed_over()
             try:
-                if attached is not None:
-                    os.rename(attached, self.spool.folder / f"{token}.{self.rank}.files")
-                self.spool.put(f"{token}.{self.rank}.job", mine.encode())
+                self.journal.hand_over(mine, attached)
             except OSError as error:
                 raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error
             if self._job.nodes > 1:
@@ -304,7 +303,7 @@ class KeeperClient:
 
         def go(peers: list[Peer]) -> Peer:
             self._go = Go(token, peers, self._job.key)
-            self.spool.put(f"{token}.go", self._go.encode())
+            self.journal.go(self._go)
             return peers[0]
 
         try:
@@ -312,13 +311,10 @@ class KeeperClient:
         except RankFailure:  # nobody knows whether rank 0 has got everything, and then it is written
             raise
         except Exception:
-            self._take_back(token)
+            self.journal.take_back(token, self.rank)
             raise
         if self.rank == 0:
             threading.Thread(target=self._poke, name="dcp-keeper", daemon=True).start()
-
-    def _take_back(self, token: str) -> None:
-        self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
 
     def revoke(self, token: str, path: Where) -> Path:
         """Withdraw a save from the keepers: none of them publishes it any more.
@@ -328,19 +324,18 @@ class KeeperClient:
         Returns:
             The directory with the files of this rank beside the tensors.
         """
-        self.spool.put(f"{token}.revoked", b"")
-        self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job")
+        self.journal.revoke(token, self.rank)
         thread = threading.Thread(target=self._void, args=(token, path), name="dcp-revoke", daemon=True)
         thread.start()
         thread.join(self._patience)
-        return self.spool.folder / f"{token}.{self.rank}.files"
+        return self.journal.files_of(token, self.rank)
 
     def _void(self, token: str, path: Where) -> None:
         try:
             if self._config.local_dir is not None:
                 LocalCheckpoints(Path(self._config.local_dir), self._root).remove(token)
-            if self.rank == 0 and (reserved := self.spool.get(f"{token}.reserved")) is not None:
-                medium_of(path).revoke(path, reserved.decode())
+            if self.rank == 0 and (reserved := self.journal.reservation(token)) is not None:
+                medium_of(path).revoke(path, reserved)
         except (OSError, CheckpointError) as error:
             logger.warning("%s: the save of a keeper that does not answer cannot be revoked: %s", path, error)
 
@@ -348,8 +343,8 @@ class KeeperClient:
         with suppress(OSError, SaveFailed):
             self._call("begin")  # a keeper that starts now finds it by itself
 
-    def wait(self, token: str, stage: str, timeout: float | None = None) -> End | bool:
-        """As :meth:`dcp_plugin.keeper.node.Node.wait`; without ``timeout`` until the training stops waiting.
+    def wait(self, token: str, stage: str, timeout: float | None = None) -> Progress:
+        """As :meth:`dcp_plugin.keeper.journal.Journal.wait`; without ``timeout`` until the training stops waiting.
 
         Raises:
             SaveFailed: The keeper does not answer.
@@ -359,21 +354,17 @@ class KeeperClient:
             if timeout is None and self.queue.closes_at is not None:
                 left = max(0.0, self.queue.closes_at - time.monotonic())
             step = min(_POLL, self._config.timeout / 2, *(() if left is None else (left,)))
-            found = cast(End | bool, self._call("wait", token, stage, step, wait=step))
+            progress: Progress = self._call("wait", token, stage, step, wait=step)
             if left is not None:
                 left -= step  # and not the seconds in which a keeper was started in place of one that died
-            if found is not False or (left is not None and left <= 0):
-                return found
+            if progress.has_reached(stage) or (left is not None and left <= 0):
+                return progress
 
     def drain(self, token: str) -> bool:
         """Bring a save that ended locally to its path; whether it is there or will be."""
         return cast(
             bool, self._call("drain_newest", token, self._coordinator, self._job.key, wait=self._config.timeout)
         )
-
-    def copies(self, token: str) -> int:
-        """Return how many other nodes hold a copy of each node's part of a save that is complete locally."""
-        return cast(int, self._call("copies", token))
 
     def forget(self, path: Where) -> None:
         """Delete what this node has of the saves to a path; on rank 0, what all nodes have."""
@@ -442,7 +433,7 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
         spool.refuse_other_format()
     except NoSharedMemory as error:
         return [str(error)]
-    unfinished = [name[:-3] for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
+    unfinished = Journal(spool).unfinished()
     if not unfinished and not spool.is_kept():
         return []
     start_keeper(spool, config.keeper_linger)

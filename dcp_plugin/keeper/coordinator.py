@@ -12,7 +12,6 @@ copy; a store that is down has the newest saves wait, as many as ``local_keep``,
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.keeper.local_checkpoints import Record, make_run, path_of, shown, time_of
 from dcp_plugin.keeper.node import Node, retried
+from dcp_plugin.keeper.records import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.keeper.requests import KeeperLost, Requests
-from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt
@@ -156,7 +155,8 @@ class Coordinator:
         """The nodes whose keepers have missed their deadlines, until they answer again."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        self._published = self._node.published()
+        self._journal = node.journal
+        self._published = self._journal.published()
         """By path: the newest save that was published there."""
         self._writing = Line("write", self._write)
         self._replicating = Line("replicate", self._replicate)
@@ -165,7 +165,7 @@ class Coordinator:
     def begin(self) -> None:
         """Take what all ranks have handed over since the last call, in the order in which they have."""
         with self._lock:
-            tokens = [name.removesuffix(".go") for name in self._node.spool.names(".go")]
+            tokens = self._journal.ready()
             fresh = [token for token in tokens if token not in self._known]
             self._known = set(tokens)
             for token in fresh:
@@ -174,22 +174,18 @@ class Coordinator:
                 except Exception as error:  # nothing that is in a file may keep the keeper from the others
                     logger.exception("%s cannot be begun", token)
                     failure = SaveFailed(f"what was handed over cannot be read ({type(error).__name__}: {error})")
-                    self._node.end(token, self._node.ranks_of(token), End(False, False, failure))
-                    self._node.spool.drop(f"{token}.go", f"{token}.0.job")
+                    self._node.end(token, self._journal.ranks_of(token), End(False, False, failure))
 
     def _begin(self, token: str) -> None:
-        spool = self._node.spool
-        go: Go = pickle.loads(spool.get(f"{token}.go") or b"")
-        save = Save(go, self._node.job(token, 0), time.monotonic(), go.nodes())
-        end = self._node.known(token).end
+        go = self._journal.go_of(token)
+        save = Save(go, self._journal.job(token, 0), time.monotonic(), go.nodes())
+        end = self._journal.progress(token).end
         if token > self._newest_token:  # they are numbered by the time
             self._newest_token, self._members = token, {peer.node for peer in go.peers}
         if end is None:
-            tries = int(spool.get(f"{token}.tries") or 0)
-            spool.put(f"{token}.tries", str(tries + 1).encode())
-            save.hopeless = tries >= _MOST_TRIES
+            save.hopeless = self._journal.begin(token) >= _MOST_TRIES
             self._writing.add(save)
-        elif end.local and not end.published and end.error is None:  # the keeper before could have drained it yet
+        elif not end.is_final:  # the keeper before could have drained it yet
             step = self._node.steps(save.job).find(token)
             if step is not None:
                 save.record, save.local, self._newest = step.record, True, save
@@ -207,7 +203,7 @@ class Coordinator:
         with self._lock:
             newest = self._newest
             if newest is None or newest.token != token:
-                end = self._node.known(token).end
+                end = self._journal.progress(token).end
                 return token in self._draining.tokens() or (end is not None and end.published)
             self._newest = None
         try:
@@ -226,7 +222,7 @@ class Coordinator:
             if gone is None or str(path_of(gone.path)) != path:
                 return
             self._newest = None
-        self._drop(gone)
+        self._journal.forget(gone.token)
 
     # Asking the nodes
 
@@ -350,8 +346,8 @@ class Coordinator:
         In this order either the ranks find the note or this finds that the save is revoked.
         """
         directory = publication.reserve(save.head.among_other_files)
-        self._node.spool.put(f"{save.token}.reserved", directory.stem.encode())
-        self._node.refuse_revoked(save.token)
+        self._journal.reserve(save.token, directory)
+        self._journal.refuse_revoked(save.token)
         return directory
 
     def _write_parts(self, save: Save, directory: Where | None) -> None:
@@ -366,7 +362,7 @@ class Coordinator:
         may have written later saves themselves.
         """
         path = str(save.path)
-        self._node.refuse_revoked(save.token)
+        self._journal.refuse_revoked(save.token)
         with self._publishing:
             token, time = self._published.get(path, ("", 0.0))
             if token > save.token or _newest_at(save.path, time, save.head.save_id) >= time_of(save.token):
@@ -479,7 +475,8 @@ class Coordinator:
         only_local = not drained and save.error is None
         with self._lock:
             before, self._newest = self._newest, save if only_local else None
-        self._drop(before)
+        if before is not None:
+            self._journal.forget(before.token)
         if drained:
             self._draining.add(save)
             self._make_room(save)
@@ -517,7 +514,7 @@ class Coordinator:
             return
         self._degrade(save, f"{save.path} is in local_dir, and was not brought to its path: {why}")
         self._end(save, End(published=False, local=True))
-        self._drop(save)
+        self._journal.forget(save.token)
 
     # Drain
 
@@ -632,8 +629,6 @@ class Coordinator:
             logger.warning("not all nodes could be told how the save of %s has ended: %s", save.path, error)
             here = save.nodes[0]
             self._node.end(save.token, self._ranks(here), self._told(save, here, end), path)
-        if end.published or not end.local or end.error is not None:
-            self._drop(save)
 
     @staticmethod
     def _note(save: Save, end: End) -> None:
@@ -670,11 +665,6 @@ class Coordinator:
         """With what the ranks of a node have written."""
         written = {peer.rank: save.parts[peer.rank].written for peer in node if peer.rank in save.parts}
         return replace(end, bytes={rank: (part.nbytes, part.bytes_reused) for rank, part in written.items()})
-
-    def _drop(self, save: Save | None) -> None:
-        """Nobody needs to know any more how it was handed over."""
-        if save is not None:
-            self._node.spool.drop(f"{save.token}.go", f"{save.token}.0.job")
 
 
 def _plain(error: Exception | None) -> Exception | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pickle
 import shutil
 import threading
 import time
@@ -22,9 +21,10 @@ from typing import Any
 
 from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
+from dcp_plugin.keeper.records import End, Part, RankJob, reached
 from dcp_plugin.keeper.requests import Requests
-from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
 from dcp_plugin.keeper.wire import Address, Channel
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
@@ -48,16 +48,6 @@ _SEND_SECONDS = 60.0
 FileIdentity = tuple[int, int, int, int]
 
 
-@dataclass
-class _Known:
-    """State of the save with one token on this node."""
-
-    written: bool = False
-    local: bool = False
-    copies: int = 0
-    end: End | None = None
-
-
 class RateLimiter:
     """Lets so many bytes per second pass; None: any number."""
 
@@ -76,11 +66,10 @@ class RateLimiter:
 class Node:
     """The work of one keeper for its node."""
 
-    spool: Spool
+    journal: Journal
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
     """By rank, and whether of the local tier."""
-    _known: dict[str, _Known] = field(default_factory=dict)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
     """By local data file: the same in the last durable checkpoint."""
@@ -89,80 +78,9 @@ class Node:
     _kept: dict[Path, LocalCheckpoints] = field(default_factory=dict)
     """By folder: where saves of this keeper are, if they are to go on to the durable storage, too."""
 
-    # What ranks hand over, and what they wait for
-
-    def job(self, token: str, rank: int) -> RankJob:
-        """Raises SaveFailed if the rank has handed nothing over."""
-        data = self.spool.get(f"{token}.{rank}.job")
-        if data is None:
-            raise SaveFailed(f"rank {rank} has not handed over its part of the save {token}")
-        job: RankJob = pickle.loads(data)
-        return job
-
-    def refuse_revoked(self, token: str) -> None:
-        """Raise SaveFailed if the ranks write the save themselves, since a keeper has missed its deadline."""
-        if self.spool.get(f"{token}.revoked") is not None:
-            raise SaveFailed(f"the save {token} was revoked: the ranks have not waited for it any longer")
-
-    def known(self, token: str) -> _Known:
-        with self._changed:
-            if token not in self._known:
-                self._known[token] = one = _Known()
-                if (data := self.spool.get(f"{token}.end")) is not None:
-                    one.end = pickle.loads(data)
-                    one.written = one.local = True
-                    one.copies = one.end.copies
-            return self._known[token]
-
-    def wait(self, token: str, stage: str, seconds: float) -> End | bool:
-        """Wait until a save has come to a stage (``"written"``, ``"local"``, ``"end"``) or has ended.
-
-        Returns:
-            How it has ended; True if it has come to the stage; False if neither within so many seconds.
-        """
-        one = self.known(token)
-        if one.end is None and not self.ranks_of(token):
-            raise SaveFailed(f"nothing is known of the save {token} any more: what was handed over is gone")
-        with self._changed:
-            self._changed.wait_for(lambda: one.end is not None or bool(getattr(one, stage)), seconds)
-            return one.end if one.end is not None else bool(getattr(one, stage))
-
-    def reopen(self, token: str) -> None:
-        """A save that had ended locally goes on to its path."""
-        with self._changed:
-            self._known[token] = _Known(written=True, local=True)
-        self.spool.drop(f"{token}.end")
-
-    def _tell(self, token: str, **stages: Any) -> None:
-        one = self.known(token)
-        with self._changed:
-            for name, value in stages.items():
-                setattr(one, name, value)
-            self._changed.notify_all()
-
-    def in_flight(self) -> list[str]:
-        """The saves of which this node has something to do, or waits to be told."""
-        tokens = sorted({name.split(".")[0] for name in self.spool.names(".job")})
-        return [token for token in tokens if self.known(token).end is None]
-
-    def ranks_of(self, token: str) -> list[int]:
-        """The ranks of this node that have handed over their part of a save."""
-        names = [name.split(".") for name in self.spool.names(".job")]
-        return [int(rank) for one, rank, _ in names if one == token]
-
     def _once(self, token: str, what: str) -> threading.Lock:
-        with self._changed:
+        with self._lock:
             return self._busy.setdefault((token, what), threading.Lock())
-
-    def published(self) -> dict[str, tuple[str, float]]:
-        """Return by path the token and the recorded time of the newest save there, of those whose end is known."""
-        newest: dict[str, tuple[str, float]] = {}
-        for name in self.spool.names(".end"):
-            with suppress(Exception):  # of another version
-                end: End = pickle.loads(self.spool.get(name) or b"")
-                if end.published:
-                    newest[end.path] = name.removesuffix(".end"), end.time
-        return newest
 
     # What the coordinator asks for
 
@@ -183,18 +101,14 @@ class Node:
     def free(self, token: str) -> None:
         """All nodes have written their parts where they stay: the host copies here are not needed any more, and may
         have other bytes from now on."""
-        self.spool.put(f"{token}.free", b"")
-        self._tell(token, written=True)
+        self.journal.free(token)
 
     def _write(self, token: str, rank: int, directory: Where | None) -> Part:
-        name = f"{token}.{rank}.part"
-        if (data := self.spool.get(name)) is not None:
-            noted, part = pickle.loads(data)
-            if noted == str(directory or ""):
-                return part  # type: ignore[no-any-return]
-        self.refuse_revoked(token)
-        job, began = self.job(token, rank), time.monotonic()
-        if self.spool.get(f"{token}.free") is not None:
+        if (written_before := self.journal.part(token, rank, directory)) is not None:
+            return written_before
+        self.journal.refuse_revoked(token)
+        job, began = self.journal.job(token, rank), time.monotonic()
+        if self.journal.is_free(token):
             raise SaveFailed(f"{job.path} cannot be written once more: its host copy is in use for another save")
         if directory is not None:
             directory = reached(directory, job.options)
@@ -209,12 +123,12 @@ class Node:
         reuse = self._reuse_of(job, local=directory is None)
         writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
         try:
-            items = list(job.items.decoded(self.spool))
+            items = list(job.items.decoded(self.journal.spool))
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
         written = writer.write(items, to, job.frozen)
         spent = replace(job.spent, write_seconds=time.monotonic() - began)
-        beside = self.spool.folder / f"{token}.{rank}.files"
+        beside = self.journal.files_of(token, rank)
         attached: dict[str, str] = {}
         if beside.is_dir():
             add_files(medium, to.directory, lambda target: copy_tree(beside, target))
@@ -222,7 +136,7 @@ class Node:
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
         part = Part(replace(written, spent=spent), files, attached, sizes, time.monotonic() - began)
-        self.spool.put(name, pickle.dumps((str(directory or ""), part)))
+        self.journal.add_part(token, rank, directory, part)
         return part
 
     def _reuse_of(self, job: RankJob, local: bool) -> Reuse | None:
@@ -249,8 +163,8 @@ class Node:
         Raises:
             OSError: The disk refuses.
         """
-        self.refuse_revoked(token)
-        job = self.job(token, ranks[0])
+        self.journal.refuse_revoked(token)
+        job = self.journal.job(token, ranks[0])
         steps = self.steps(job)
         folder = steps.make(token)
         if job.config.durable_every is not None:
@@ -270,7 +184,7 @@ class Node:
         Raises:
             OSError: One cannot be reached, or has no room.
         """
-        folder = self.steps(self.job(token, rank)).folder_of(token)
+        folder = self.steps(self.journal.job(token, rank)).folder_of(token)
         with self._once(token, "replicate"):
             for address in to:
                 with closing(Requests(address, key)) as neighbour:
@@ -296,8 +210,8 @@ class Node:
 
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
         """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
-        ranks = self.ranks_of(token)
-        steps = self.steps(self.job(token, ranks[0])) if ranks else None
+        ranks = self.journal.ranks_of(token)
+        steps = self.steps(self.journal.job(token, ranks[0])) if ranks else None
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
         if steps is None or not steps.folder_of(token).is_dir() or outside:
             channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
@@ -333,19 +247,16 @@ class Node:
             copies: How many other nodes have a copy of each node's part.
             run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, as far as it is known by now.
         """
-        job = self.job(token, ranks[0])
+        job = self.journal.job(token, ranks[0])
         steps = self.steps(job)
         if (step := steps.find(token)) is None:
             raise SaveFailed(f"what this node had of {job.path} is gone")
         step.mark_complete(run)
         gone = steps.keep(job.config.local_keep, {*needed, token})
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
-        steps.collect_garbage(lambda: {*needed, *self.in_flight()})
-        for name in self.spool.names(".job"):  # of those that have ended locally, and could have been drained yet
-            older = name.split(".")[0]
-            if older < token and older not in needed and self.known(older).end is not None:
-                self.spool.drop(name, f"{name.removesuffix('.job')}.part")
-        self._tell(token, written=True, local=True, copies=copies)
+        steps.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
+        self.journal.forget_before(token, needed)
+        self.journal.reach(token, written=True, local=True, copies=copies)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
         """Copy files of this node's part to the durable storage; link those that are there already.
@@ -358,7 +269,7 @@ class Node:
             OSError, SaveFailed: The storage refuses.
         """
         with self._once(token, "drain"):  # one that was asked for again may be under way still
-            self._drain(self.job(token, rank), names, directory, renamed)
+            self._drain(self.journal.job(token, rank), names, directory, renamed)
 
     def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
         token, directory = job.token, reached(directory, job.options)
@@ -387,7 +298,7 @@ class Node:
         if rest := [name for name in names if name not in data]:
             add_files(medium, directory, lambda target: _copy_files(folder, rest, target))
         medium.flush(directory)
-        with self._changed:
+        with self._lock:
             self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
 
     def end(self, token: str, ranks: Sequence[int], end: End, path: Where | None = None) -> None:
@@ -396,32 +307,24 @@ class Node:
             for rank in ranks:
                 if (reuse := self._reuse.get((rank, False))) is not None:
                     reuse.published(path)
-        self.spool.put(f"{token}.end", pickle.dumps(end))
-        self._tell(token, end=end, written=True, local=end.local)
-        for rank in ranks:
-            self.spool.drop(f"{token}.{rank}.files")
-            if end.published or not end.local or end.error is not None:  # else it may be brought to its path yet
-                self.spool.drop(f"{token}.{rank}.part", *([f"{token}.{rank}.job"] if rank else []))
-        self.spool.drop(*(f"{token}.{name}" for name in ("free", "tries", "reserved", "revoked")))
-        with self._changed:
+        self.journal.end(token, end)
+        with self._lock:
             for what in [what for what in self._busy if what[0] == token]:
                 del self._busy[what]
-        for old in self.spool.names(".end")[:-_MOST_ENDS]:
-            self.spool.drop(old)
-            self._known.pop(old.removesuffix(".end"), None)
+
+    def reopen(self, token: str) -> None:
+        """Let a save that had ended locally go on to its path."""
+        self.journal.reopen(token)
 
     def leave_memory(self) -> None:
         """The training has ended as it should: what is in memory and durable has no use any more."""
         for steps in self._kept.values():
             with suppress(OSError):
                 parts = steps.all() if steps.is_in_memory() else []
-                end = self.known(parts[-1].record.token).end if parts else None
+                end = self.journal.progress(parts[-1].record.token).end if parts else None
                 if end is not None and end.published:
                     for part in parts:
                         steps.remove(part.record.token)
-
-
-_MOST_ENDS = 64
 
 
 def _data_files(to: RankDirectory) -> Iterator[str]:

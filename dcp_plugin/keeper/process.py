@@ -8,10 +8,8 @@ ends it as well. Whatever it leaves undone is said in ``keeper.log``, and taken 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -27,11 +25,14 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, shown
+from dcp_plugin.keeper.locks import is_keeper
 from dcp_plugin.keeper.node import Node
+from dcp_plugin.keeper.records import End, Go, Peer
 from dcp_plugin.keeper.requests import Requests
 from dcp_plugin.keeper.server import Server
-from dcp_plugin.keeper.spool import End, Go, Peer, Spool
+from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Address, Channel, own_address
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Attempt
@@ -63,12 +64,12 @@ class _Left:
 
 class Keeper:
     """Args:
-    spool: Locked.
+    held: The descriptor of its lock, see :func:`~dcp_plugin.keeper.locks.become_keeper`.
     linger: Seconds, see ``keeper_linger``.
     """
 
-    def __init__(self, spool: Spool, linger: float) -> None:
-        self.spool, self._linger = spool, linger
+    def __init__(self, spool: Spool, held: int, linger: float) -> None:
+        self.spool, self._held, self._linger = spool, held, linger
         self._clients: list[str] = []
         self._alone_since = time.monotonic()
         self._has_crashed = True
@@ -84,15 +85,14 @@ class Keeper:
         self._tcp: Server | None = None
         self._left: dict[str, _Left] = {}
         self._gone: Path | None = None
-        self._lock_file = os.stat(spool.folder / "keeper.lock")
         _log_to(spool.folder / "keeper.log")
-        self.node = Node(spool)
+        self._journal = Journal(spool)
+        self.node = Node(self._journal)
         self.coordinator = Coordinator(self.node, lambda: bool(self._clients), self.say)
         self._calls: dict[str, Callable[..., Any]] = {
             "attach": self._attach,
             "begin": self.coordinator.begin,
-            "wait": self.node.wait,
-            "copies": lambda token: self.node.known(token).copies,
+            "wait": self._journal.wait,
             "drain_newest": self._drain_newest,
             "forget": self._forget,
             "settle": self._settle,
@@ -136,17 +136,17 @@ class Keeper:
         self._to_end = True
 
     def _is_over(self) -> bool:
-        try:
-            if not os.path.samestat(os.stat(self.spool.folder / "keeper.lock"), self._lock_file):
-                return self._is_deleted()
-        except FileNotFoundError:
-            return self._is_deleted()
+        if not is_keeper(
+            self.spool.folder, self._held
+        ):  # no process can reach this keeper, and the ranks start another
+            logger.error("%s was deleted", self.spool.folder)
+            return True
         try:
             self._look_around()
         except Exception:  # a disk that is full, for one: it must not end what others wait for
             logger.exception("a look around has failed")
         alone = time.monotonic() - self._alone_since
-        if self._clients or self.coordinator.busy or self.node.in_flight():
+        if self._clients or self.coordinator.busy or self._journal.in_flight():
             return False
         if self._has_crashed and not self._to_end and alone <= self._linger:
             return False
@@ -158,11 +158,6 @@ class Keeper:
             self._ended = self._gone is not None
             return self._ended
 
-    def _is_deleted(self) -> bool:
-        """Somebody has deleted the spool. Nobody can reach this keeper any more; the ranks will start another."""
-        logger.error("%s was deleted", self.spool.folder)
-        return True
-
     def _look_around(self) -> None:
         self._clients, has_death = self.spool.clients()
         if self._clients:
@@ -170,7 +165,7 @@ class Keeper:
             self._has_crashed = False
         self._has_crashed |= has_death
         self.coordinator.begin()
-        in_flight = self.node.in_flight()
+        in_flight = self._journal.in_flight()
         self._give_up_left(in_flight)
         self.spool.drop_host_copies({self._of(token).client for token in in_flight})
 
@@ -185,15 +180,14 @@ class Keeper:
             elif left.leads or time.monotonic() - left.heard > left.limit:
                 logger.warning("%s is given up: the training has died before all ranks had handed it over", token)
                 error = SaveFailed("the training has died before all ranks had handed it over")
-                local = self.node.known(token).local
-                self.node.end(token, self.node.ranks_of(token), End(False, local, error))
-                self.spool.drop(f"{token}.0.job")
+                local = self._journal.progress(token).local
+                self.node.end(token, self._journal.ranks_of(token), End(False, local, error))
 
     def _of(self, token: str) -> _Left:
         if token not in self._left:
             try:
-                job = self.node.job(token, self.node.ranks_of(token)[0])
-                limit = _NEVER_CALLED + (job.config.timeout if self.spool.get(f"{token}.free") is not None else 0.0)
+                job = self._journal.job(token, self._journal.ranks_of(token)[0])
+                limit = _NEVER_CALLED + (job.config.timeout if self._journal.is_free(token) else 0.0)
                 left = _Left(job.client, job.beside_rank_zero, limit, time.monotonic())
             except Exception:  # it cannot be read, or has just ended
                 left = _Left("", False, 0.0, time.monotonic())
@@ -234,26 +228,24 @@ class Keeper:
             self._keys[job] = key
             for old in list(self._keys)[:-_MOST_KEYS]:
                 del self._keys[old]
-            self.spool.put("keeper.keys", pickle.dumps(self._keys))
+            self._journal.set_keys(self._keys)
 
     def _listen_as_before(self) -> None:
         """In place of a keeper that died, for others that lead what it had in flight."""
         try:
-            if self.node.in_flight() and (noted := self.spool.get("keeper.keys")) is not None:
-                self._keys.update(pickle.loads(noted))
+            if self._journal.in_flight() and (keys := self._journal.keys()):
+                self._keys.update(keys)
                 self._tcp = self._listen()
         except Exception:
             logger.exception("other keepers cannot reach this one")
 
     def _listen(self) -> Server:
         """At the address of the keeper before, if there was one: other keepers may be about to ask it."""
-        noted = self.spool.get("keeper.address")
-        before: Address | None = tuple(json.loads(noted)) if noted else None
-        for address in (before, (own_address(), 0)):
+        for address in (self._journal.address(), (own_address(), 0)):
             if address is not None:
                 with suppress(OSError):
                     server = Server(address, self._keys, self._calls, self._streams)
-                    self.spool.put("keeper.address", json.dumps(server.address).encode())
+                    self._journal.set_address(server.address)
                     return server
         raise SaveFailed(f"the keeper on {socket.gethostname()} cannot listen for other nodes")
 
@@ -297,15 +289,15 @@ class Keeper:
             Which saves are not there, in words.
         """
         deadline = time.monotonic() + seconds
-        self._settling |= set(self.node.in_flight())
+        self._settling |= set(self._journal.in_flight())
         while (left := self._unsettled()) and time.monotonic() < deadline:
-            self.node.wait(left[0], "local", min(1.0, max(0.0, deadline - time.monotonic())))
-        ends = [end for token in self._settling if (end := self.node.known(token).end) is not None]
+            self._journal.wait(left[0], "local", min(1.0, max(0.0, deadline - time.monotonic())))
+        ends = [end for token in self._settling if (end := self._journal.progress(token).end) is not None]
         lost = [f"a save that was handed over before has failed: {end.error}" for end in ends if end.has_failed]
         return lost + [f"{len(left)} saves that were handed over before are not written yet"] * bool(left)
 
     def _unsettled(self) -> list[str]:
-        return [token for token in self.node.in_flight() if not self.node.known(token).local]
+        return [token for token in self._journal.in_flight() if not self._journal.progress(token).local]
 
 
 def _ask_keeper(address: Address, key: bytes, what: str, *args: Any) -> Attempt[Any]:

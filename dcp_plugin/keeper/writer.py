@@ -28,8 +28,8 @@ from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of
 from dcp_plugin.keeper.node import copy_tree
+from dcp_plugin.keeper.records import End, Head, Items, RankJob
 from dcp_plugin.keeper.requests import KeeperLost
-from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
@@ -422,7 +422,7 @@ class KeptSaves:
     def _end_of(self, token: str, request: SaveRequest, local: float | None) -> End:
         """Raises SaveFailed: it has not ended when the training stops waiting, or the keeper does not answer."""
         try:
-            if isinstance(end := self.client.wait(token, "end"), End):
+            if (end := self.client.wait(token, "end").end) is not None:
                 return end
             why = f"the keeper has not published it within {self._config.timeout:.0f} s, and goes on"
         except (KeeperLost, NoSharedMemory) as error:
@@ -438,16 +438,17 @@ class KeptSaves:
 
         def wait() -> tuple[int, str]:
             try:
-                found = self.client.wait(save.token, "written", self._config.timeout)
+                progress = self.client.wait(save.token, "written", self._config.timeout)
             except SaveFailed as error:
                 if not isinstance(error, (KeeperLost, NoSharedMemory)):
                     return 0, ""  # :meth:`_end_of` raises it again
                 self.client.pass_over(error)
                 return 2, str(error)
-            if found is False:
+            if not progress.written:
                 return 1, f"the keeper of rank {self.client.rank} has not written it in {self._config.timeout:.0f} s"
-            if isinstance(found, End) and isinstance(found.error, KeeperLost) and not found.published:
-                return 2, str(found.error)
+            end = progress.end
+            if end is not None and isinstance(end.error, KeeperLost) and not end.published:
+                return 2, str(end.error)
             return 0, ""
 
         step = f"see that keepers have written {request.path}"
@@ -496,14 +497,14 @@ class KeptSaves:
             save.pool.memory.free()
 
     def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
-        found = self.client.wait(token, "local")
-        if not found or (isinstance(found, End) and not found.local):
-            why = (found.error or found.degraded) if isinstance(found, End) else "the keeper has not completed it yet"
+        progress = self.client.wait(token, "local")
+        if not progress.local:
+            end = progress.end
+            why = "the keeper has not completed it yet" if end is None else end.error or end.degraded
             handle.set_local(SaveFailed(f"{request.path} is not complete in local_dir: {why}"))
             return None
         seconds = time.monotonic() - request.began
-        copies = self.client.copies(token)
-        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, copies))
+        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, progress.copies))
         handle.set_local()
         return seconds
 
@@ -544,8 +545,8 @@ class KeptSaves:
         token, handle = self._newest
         if handle.finished is None or handle.finished.tier == "durable" or not self.client.drain(token):
             return
-        end = self.client.wait(token, "end")
-        if not isinstance(end, End):
+        end = self.client.wait(token, "end").end
+        if end is None:
             raise SaveFailed(f"{handle.path} is in local_dir alone: the keeper has not brought it to its path yet")
         if end.error is not None and not end.published:
             raise end.error

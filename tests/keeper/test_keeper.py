@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -30,12 +29,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.keeper import spool
+from dcp_plugin.keeper import locks, spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import new_token, time_of
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.spool import End, Go, Spool
+from dcp_plugin.keeper.records import End
+from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Channel
 from tests import launch, programs
 from tests.compare import same_bytes
@@ -137,7 +138,7 @@ def test_a_stopped_holder_of_the_lock_is_named_and_the_save_goes_on_without_a_ke
 ) -> None:
     memory = Path(tempfile.mkdtemp(dir=spool._MEMORY))
     monkeypatch.setattr(spool, "_MEMORY", memory)
-    monkeypatch.setattr(spool, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "_LOCK_SECONDS", 0.1)
     lock = spool.base_directory() / ".door" / "lock"
     lock.parent.mkdir()
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE)
@@ -289,7 +290,8 @@ class _HandedOver:
     def as_saved_to(self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None) -> str:
         """Put it into the spool as another save."""
         token = token or new_token(time.time())
-        job = Node(self.spool).job(self.token, 0)
+        journal = Journal(self.spool)
+        job = journal.job(self.token, 0)
         local = None if local_dir is None else str(local_dir)
         config = replace(job.config, local_dir=local, writer="process", timeout=5.0)
         items = job.items
@@ -298,13 +300,12 @@ class _HandedOver:
             given = [torch.full((1000,), fill) if isinstance(data, torch.Tensor) else data for data in known]
             items = replace(items, slab=np.full_like(items.slab, -1), others=dict(enumerate(given)))
         job = replace(job, token=token, path=path, config=config, items=items)
-        go: Go = pickle.loads((self.spool.folder / f"{self.token}.go").read_bytes())
-        self.spool.put(f"{token}.0.job", job.encode())
-        self.spool.put(f"{token}.go", replace(go, token=token).encode())
+        journal.hand_over(job, None)
+        journal.go(replace(journal.go_of(self.token), token=token))
         return token
 
     def alone(self) -> None:
-        self.spool.drop(f"{self.token}.go", f"{self.token}.0.job")
+        Journal(self.spool).forget(self.token)
 
 
 def test_a_keeper_writes_tensors_of_any_class(tmp_path: Path) -> None:
@@ -374,12 +375,12 @@ def test_a_training_goes_on_through_deaths_and_ends_of_its_keeper(training: tupl
 
 
 def _coordinator(spool: Spool) -> tuple[Coordinator, Node, list[str]]:
-    node, said = Node(spool), list[str]()
+    node, said = Node(Journal(spool)), list[str]()
     return Coordinator(node, lambda: True, said.append), node, said
 
 
 def _ended(node: Node, token: str) -> End:
-    end = node.wait(token, "end", HANG)
+    end = node.journal.wait(token, "end", HANG).end
     assert isinstance(end, End), f"{token} has not ended"
     return end
 
@@ -388,12 +389,12 @@ def test_a_host_copy_is_free_only_when_the_save_is_never_written_from_it_again(
     handed_over: _HandedOver, tmp_path: Path
 ) -> None:
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
-    node = Node(handed_over.spool)
+    node = Node(Journal(handed_over.spool))
     node.write(token, [0], None)
-    assert node.wait(token, "written", 0.0) is False
+    assert not node.journal.wait(token, "written", 0.0).written
     node.free(token)
-    assert node.wait(token, "written", 0.0) is True
-    Node(handed_over.spool).write(token, [0], None)  # another keeper, which finds it written
+    assert node.journal.wait(token, "written", 0.0).written
+    Node(Journal(handed_over.spool)).write(token, [0], None)  # another keeper, which finds it written
     with pytest.raises(SaveFailed, match="in use for another save"):
         node.write(token, [0], tmp_path)
 
@@ -404,7 +405,7 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
     handed_over.alone()
     coordinator, node, said = _coordinator(handed_over.spool)
-    (node.steps(node.job(token, 0)).make(token) / "dcp_plugin.index").mkdir()  # as if there were no room for it
+    (node.steps(node.journal.job(token, 0)).make(token) / "dcp_plugin.index").mkdir()  # as if there were no room for it
     coordinator.begin()
     end = _ended(node, token)
     assert end.published and not end.local and "goes straight to its path" in said[0]
@@ -474,11 +475,11 @@ def test_a_file_that_took_the_place_of_a_drained_one_is_not_taken_for_it(
     local = tmp_path / "local"
     first = handed_over.as_saved_to(tmp_path / "run/a", local, fill=1.0)
     second = handed_over.as_saved_to(tmp_path / "run/b", local, fill=2.0)
-    node = Node(handed_over.spool)
+    node = Node(Journal(handed_over.spool))
     folders = []
     for token in (first, second):
         files = node.write(token, [0], None)[0].files
-        folders.append((node.steps(node.job(token, 0)).folder_of(token), next(iter(files))))
+        folders.append((node.steps(node.journal.job(token, 0)).folder_of(token), next(iter(files))))
     (old, old_name), (new, new_name) = folders
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -499,9 +500,9 @@ def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedO
     coordinator.begin()
     end = _ended(node, handed_over.token)
     assert isinstance(end.error, SaveFailed) and not end.published
-    assert node.in_flight() == []
+    assert node.journal.in_flight() == []
     with pytest.raises(SaveFailed, match="nothing is known"):
-        node.wait("f" * 24, "end", HANG)
+        node.journal.wait("f" * 24, "end", HANG)
 
 
 def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> None:
@@ -513,8 +514,8 @@ def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> 
 
 def test_a_neighbour_can_put_nothing_beside_the_folder_of_a_save(handed_over: _HandedOver, tmp_path: Path) -> None:
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
-    node = Node(handed_over.spool)
-    node.steps(node.job(token, 0)).make(token)
+    node = Node(Journal(handed_over.spool))
+    node.steps(node.journal.job(token, 0)).make(token)
     ours, theirs = map(Channel, socket.socketpair())
     with ours, theirs:
         for name in ("../x", "/tmp/x", "..", "a/../../x"):
@@ -540,7 +541,7 @@ def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _Han
     handed_over.alone()
     coordinator, node, _ = _coordinator(handed_over.spool)
     coordinator.begin()
-    assert node.wait(token, "local", HANG)
-    folder = node.steps(node.job(token, 0)).folder_of(token)
+    assert node.journal.wait(token, "local", HANG).local
+    folder = node.steps(node.journal.job(token, 0)).folder_of(token)
     assert torch.equal(_weights(folder), handed_over.state["weights"])
     assert _ended(node, token).published

@@ -1,0 +1,244 @@
+"""What ranks hand over to keepers, and what becomes of it: the records in a journal, and in the messages of keepers.
+
+A change to a class here raises :data:`~dcp_plugin.keeper.spool.FORMAT_VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.format.columns import Column, KeyColumns
+from dcp_plugin.format.values import WholeItem
+from dcp_plugin.keeper.spool import Spool
+from dcp_plugin.keeper.wire import Address
+from dcp_plugin.paths import ObjectPath, StoreOptions, Where
+from dcp_plugin.planning.global_plan import Share
+from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.save import RankPlan
+from dcp_plugin.records import NewItem, Spent, WrittenPart
+from dcp_plugin.storage.stock_save import items_of
+from dcp_plugin.storage.writer import Facts
+from dcp_plugin.types import EncodedValue, Flat, Shape, ShardedValue
+
+
+@dataclass(frozen=True)
+class _EncodedItem(WholeItem):
+    """A tensor that ``torch.save`` has written, since its class need not be known to the keeper."""
+
+    data: bytes = b""
+
+    @classmethod
+    def of_item(cls, item: WholeItem) -> _EncodedItem:
+        data = item.encode()
+        return cls(torch.empty(0), len(data), data)
+
+    def encode(self) -> bytes:
+        return self.data
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a rank writes, without the bytes that are in shared memory: a few columns for any number of items."""
+
+    share: Share
+    inventory: LocalInventory
+    """What the items are follows from these two, as in :func:`dcp_plugin.storage.stock_save.items_of`."""
+    slabs: list[str]
+    slab: Column
+    """By item, the number of the slab where its bytes are, one after the other; -1 if they are in ``others``."""
+    offset: Column
+    """By item, where in the slab they begin."""
+    others: dict[int, Any]
+    """By number of the item: the bytes of a value, a tensor that is elsewhere, or one that ``torch.save`` has
+    written."""
+
+    @classmethod
+    def of(cls, plan: RankPlan, state: Flat, spool: Spool) -> Items:
+        names, items = [slab.name for slab in spool.slabs], plan.items(state)
+        slab, offset = np.full(len(items), -1, np.int32), np.zeros(len(items), np.int64)
+        others: dict[int, Any] = {}
+        for number, (key, held, _, sizes) in enumerate(items):
+            data: Any = held
+            place = None
+            if isinstance(data, WholeItem):
+                data = _EncodedItem.of_item(data)
+            elif isinstance(data, torch.Tensor):
+                if type(data) is not torch.Tensor:  # its class need not be known to the keeper
+                    data = data.as_subclass(torch.Tensor)
+                if data.numel() and data.is_contiguous() and _is_box(data, state[key], sizes):
+                    place = spool.place_of(data)
+            if place is None:
+                others[number] = data
+            else:
+                slab[number], offset[number] = place
+        return cls(plan.share, plan.inventory, names, slab, offset, others)
+
+    def decoded(self, spool: Spool) -> Iterator[NewItem]:
+        """The items, in the keeper. Raises OSError if a host copy is gone."""
+        slabs = {number: spool.map(self.slabs[number]) for number in set(self.slab.tolist()) - {-1}}
+        places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
+        for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
+            data: Any = self.others.get(number)
+            if slab >= 0:
+                assert item.tensor_data is not None, "values are not in slabs"
+                dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+                data = slabs[slab][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            box = (tuple(said.chunk.offsets), tuple(said.chunk.sizes)) if (said := item.tensor_data) else ()
+            yield NewItem(item.index.fqn, data, *box)
+
+
+def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Shape) -> bool:
+    """Whether a tensor is what the plan says of it."""
+    return isinstance(value, ShardedValue) and value.dtype == tensor.dtype and sizes == tuple(tensor.shape)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What rank 0 adds: all that is needed to make the checkpoint of what the ranks write."""
+
+    table: KeyColumns
+    """The items of all ranks."""
+    order: Column
+    """The items of all ranks, in the order of ranks, in the order of the table."""
+    left_out: dict[str, str]
+    empty: list[str]
+    facts: Facts
+    save_id: str
+    among_other_files: bool
+    """Whether the path may be a directory with other things in it, which stay."""
+    run: str
+    """Stands for the run, among figures."""
+    durable: bool
+    """Whether it goes on to its path whatever ``durable_every`` says."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """Part of a save that one rank hands over."""
+
+    token: str
+    rank: int
+    path: Where
+    step: int | None
+    config: CheckpointConfig
+    items: Items
+    frozen: frozenset[str]
+    """Keys of tensors that the training does not mean to change."""
+    loaded: str | None
+    """A checkpoint that was loaded since the last save: what the next one may link from."""
+    options: dict[str, Any] | None
+    """How the store of the path is reached: a pickle of the others has nothing of it."""
+    client: str = ""
+    """Of the spool: who has staged it."""
+    began: float = 0.0
+    """When the call began: seconds of this node's monotonic clock."""
+    spent: Spent = field(default_factory=Spent)
+    """Until it was handed over."""
+    beside_rank_zero: bool = True
+    """Whether rank 0 is on this node, and with it who leads the save."""
+    head: Head | None = None
+
+    @property
+    def where(self) -> Where:
+        """The path, with how it is reached."""
+        return reached(self.path, self.options)
+
+
+def reached(path: Where, options: dict[str, Any] | None) -> Where:
+    return ObjectPath(str(path), StoreOptions(options or {})) if isinstance(path, ObjectPath) else path
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Address of the keeper of a rank."""
+
+    rank: int
+    node: str
+    host: str
+    address: Address
+    local_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Go:
+    """All ranks have handed a save over."""
+
+    token: str
+    peers: list[Peer]
+    key: bytes
+    """Of the job: what its keepers prove to each other that they know."""
+
+    def nodes(self) -> list[list[Peer]]:
+        """The ranks of each node, in the order of the first of them."""
+        by_node: dict[str, list[Peer]] = {}
+        for peer in self.peers:
+            by_node.setdefault(peer.node, []).append(peer)
+        return list(by_node.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files that one rank has written for a save."""
+
+    written: WrittenPart
+    files: dict[str, int]
+    """Data file -> its size in bytes."""
+    attached: dict[str, str]
+    """Comparisons of extra files, see :func:`dcp_plugin.storage.published.comparisons_below`."""
+    attached_sizes: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    """End of a save."""
+
+    published: bool
+    """True if the checkpoint is at its path."""
+    local: bool
+    """True if the save is complete in ``local_dir``."""
+    error: Exception | None = None
+    seconds: float = 0.0
+    """Seconds since the save was handed over."""
+    path: str = ""
+    bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank: bytes written, and bytes linked instead."""
+    time: float = 0.0
+    """The recorded time of the checkpoint at its path, in seconds since the epoch; 0 if it is not there."""
+    copies: int = 0
+    degraded: str = ""
+    """Both as in :class:`~dcp_plugin.events.SaveFinished`."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if neither the path nor ``local_dir`` has the save."""
+        return self.error is not None and not self.published and not self.local
+
+    @property
+    def is_final(self) -> bool:
+        """False if the save is complete in ``local_dir`` alone, and may be brought to its path yet."""
+        return self.published or not self.local or self.error is not None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Stages that a save has reached on one node."""
+
+    written: bool = False
+    """True if the host copies of the node may get other bytes."""
+    local: bool = False
+    """True if the save is complete in ``local_dir``."""
+    copies: int = 0
+    """Other nodes that hold a copy of each node's part."""
+    end: End | None = None
+
+    def has_reached(self, stage: str) -> bool:
+        """Return whether the save has reached a stage (the name of a field), or has ended."""
+        return self.end is not None or bool(getattr(self, stage))
