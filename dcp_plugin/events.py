@@ -2,8 +2,9 @@
 
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
 so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. A subscriber
-that raises before the checkpoint is published makes the save fail; later errors are logged. The progress line on rank 0
-is itself a subscriber.
+that raises before the checkpoint is published makes the save fail; later errors are logged. Subscribers themselves are
+the progress line on rank 0, the file of JSON lines (:func:`append_to`) and the figures of a run
+(:mod:`dcp_plugin.runs.figures`).
 """
 
 from __future__ import annotations
@@ -163,15 +164,17 @@ def emit(event: Event, json_lines: str | None = None) -> None:
     """Call all subscribers, even if one raises, and then raise the first error.
 
     Args:
-        json_lines: The file to which rank 0 appends the end of a save, or the interval proposed after it.
+        json_lines: The file of the checkpointer's log, whose subscriber :func:`append_to` is called last.
     """
-    call_each(tuple(_subscribers), event)
-    if json_lines is None or not isinstance(event, SaveFinished | SaveAborted | IntervalProposed):
-        return
-    if getattr(event, "rank", 0) == 0:
-        path = Path(json_lines)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:  # one write: programs that share the file do not cut each other's lines
+    own = [] if json_lines is None else [lambda ended: append_to(Path(json_lines), ended)]
+    call_each((*_subscribers, *own), event)
+
+
+def append_to(json_lines: Path, event: Event) -> None:
+    """Append the end of a save, or the interval proposed after it, to a file as one line of JSON, on rank 0."""
+    if isinstance(event, SaveFinished | SaveAborted | IntervalProposed) and getattr(event, "rank", 0) == 0:
+        json_lines.parent.mkdir(parents=True, exist_ok=True)
+        with json_lines.open("a") as file:  # one write: programs that share the file do not cut each other's lines
             file.write(json.dumps(as_json(event)) + "\n")
 
 

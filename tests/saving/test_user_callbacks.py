@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_what_is_raised_after_a_save_was_published_does_not_make_it_a_failed_one
         if isinstance(event, events.SaveFinished):
             raise error
 
-    ours = dcp.Checkpointer(async_save=True)
+    ours = dcp.Checkpointer(async_save=True, events=str(tmp_path / "saves.jsonl"))
     unsubscribe = events.subscribe(at_end)
     try:
         handle = ours.save(NEW, tmp_path / "a")
@@ -103,6 +104,8 @@ def test_what_is_raised_after_a_save_was_published_does_not_make_it_a_failed_one
     finally:
         unsubscribe()
     assert dcp.verify(tmp_path / "a").ok and dcp.verify(tmp_path / "b").ok
+    lines = (tmp_path / "saves.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["saved", "saved"]
 
 
 @on_ranks(2)
