@@ -26,8 +26,8 @@ from dcp_plugin.format import SUMMARY, exists
 from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public
-from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order
-from dcp_plugin.runs.scan import Patience, Scan, cannot_read
+from dcp_plugin.runs.foreign import RESUMABLE, Saved
+from dcp_plugin.runs.scan import Patience, Scan, age_of, cannot_read
 from dcp_plugin.sources import source_of
 from dcp_plugin.storage.published import check_complete
 from dcp_plugin.types import CheckpointState
@@ -134,7 +134,7 @@ def list_checkpoints(
     scan = Scan(where, read_all=True)
     states = [*scan.states.values(), *local_below(where, local_dir, storage_options)]
     warn_of_unreadable(scan.unreadable)
-    return sorted(states, key=lambda state: (state.time, state.step or -1))
+    return sorted(states, key=age_of)
 
 
 def local_below(
@@ -249,9 +249,15 @@ def find_newest(
         CheckpointUnreadable: As :func:`latest`.
     """
     patience = Patience()
+    source = None if init_from is None else as_path(init_from)
+
+    def may_count(candidate: CheckpointState | Saved) -> bool:
+        is_source = isinstance(candidate, Saved) and source in (candidate.path, *candidate.path.parents)
+        return candidate.path not in without and not is_source
+
     for _ in range(MOST_LOOKS):
         scan = Scan(as_path(root), others=True, patience=patience)
-        candidates = _candidates(scan, None if init_from is None else as_path(init_from), without, local)
+        candidates = list(filter(may_count, [*scan.checkpoints(), *local]))
         newest, complete = newest_among(candidates, tools, patience)
         if complete and (newest.path is not None or scan.is_current()):  # else the scan may have missed a newer one
             break
@@ -269,14 +275,6 @@ def find_newest(
     return newest
 
 
-def _candidates(
-    scan: Scan, source: Where | None, without: Collection[Where], local: Collection[CheckpointState]
-) -> list[CheckpointState | Saved]:
-    of_others = [saved for saved in scan.of_others if source is None or source not in (saved.path, *saved.path.parents)]
-    ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
-    return [*ours, *in_order(of_others)]
-
-
 def newest_among(
     candidates: Iterable[CheckpointState | Saved],
     tools: Collection[str] = RESUMABLE,
@@ -287,7 +285,7 @@ def newest_among(
     passed_over: list[CheckpointState | Saved] = []
     unreadable: dict[Where, CheckpointUnreadable] = {}
     complete = True
-    for candidate in sorted(candidates, key=_age, reverse=True):
+    for candidate in sorted(candidates, key=age_of, reverse=True):
         try:
             examined = patience.read(functools.partial(_examined, candidate, tools))
         except CheckpointNotFound:  # deleted after the scan; the scan may have missed its successor
@@ -357,13 +355,6 @@ def _examined(candidate: CheckpointState | Saved, tools: Collection[str]) -> Che
     return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
 
 
-def _age(candidate: CheckpointState | Saved) -> tuple[float, int, list[int]]:
-    """Return the sort key of a candidate. A store's times are full seconds; numbers in names of files break ties."""
-    if isinstance(candidate, Saved):
-        return candidate.time, -1, [int(digits) for digits in re.findall(r"\d+", candidate.path.name)]
-    return candidate.time, candidate.step or -1, []
-
-
 def was_published(state: CheckpointState | Saved) -> bool:
     """Return whether ``state`` is a checkpoint that was published, not an interrupted save or an export of weights."""
     if isinstance(state, Saved):
@@ -385,5 +376,5 @@ def checkpoints_below(path: Where) -> list[Where]:
     if medium_of(path).kind(path) != "folder":
         return []
     scan = Scan(path, others=True)
-    below = [*scan.states, *(saved.path for saved in scan.of_others)] if scan.states else []
+    below = [checkpoint.path for checkpoint in scan.checkpoints()] if scan.states else []
     return [] if path in below else sorted(below, key=str)

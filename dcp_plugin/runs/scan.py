@@ -13,6 +13,7 @@ error at the root is raised, and the entries below it that cannot be read are in
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from dcp_plugin.format.summary import Base, NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
 from dcp_plugin.media.packed import time_from_names
 from dcp_plugin.paths import ObjectPath, Where, is_link
-from dcp_plugin.runs.foreign import Saved, saved_as_files, saved_as_folder
+from dcp_plugin.runs.foreign import Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.storage.published import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
 
@@ -121,6 +122,16 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     return CheckpointState(path, not reason, reason, step, written, metrics=metrics, bases=bases)
 
 
+def age_of(checkpoint: CheckpointState | Saved) -> tuple[float, int, list[int]]:
+    """Return the sort key of a checkpoint; the newest has the greatest.
+
+    A store's times are full seconds, so numbers in the names of other tools break ties.
+    """
+    if isinstance(checkpoint, Saved):
+        return checkpoint.time, -1, [int(digits) for digits in re.findall(r"\d+", checkpoint.path.name)]
+    return checkpoint.time, checkpoint.step or -1, []
+
+
 class Scan:
     """Scan of all entries below a directory.
 
@@ -165,6 +176,14 @@ class Scan:
                 self._complete = self._visit(located, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
             except OSError as error:
                 raise cannot_read(root, error) from error
+
+    def checkpoints(self) -> list[CheckpointState | Saved]:
+        """Return the checkpoints of this package and of other tools, complete or not, oldest first."""
+        return sorted([*self.states.values(), *in_order(self.of_others)], key=age_of)
+
+    def complete(self) -> list[CheckpointState | Saved]:
+        """Return the checkpoints without the interrupted and damaged ones of this package, oldest first."""
+        return [found for found in self.checkpoints() if isinstance(found, Saved) or found.committed]
 
     def links(self) -> dict[Path, Path]:
         """Return the symbolic links in the scanned directories, and their targets."""

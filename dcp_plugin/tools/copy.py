@@ -26,6 +26,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
@@ -177,14 +178,12 @@ def _find(source: Where) -> _Found:
             return _Found({source: True})
         raise
     scan = Scan(source, others=True, read_all=True)
-    checkpoints = [(state.time, state.path, False) for state in scan.states.values() if state.committed]
-    checkpoints += [(saved.time, saved.path, True) for saved in scan.of_others]
+    checkpoints = {checkpoint.path: isinstance(checkpoint, Saved) for checkpoint in scan.complete()}
     if not checkpoints:
         raise reason
-    checkpoints.sort(key=lambda row: (row[0], str(row[1])))
     torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
     unreadable = [str(error) for error in scan.unreadable.values()]
-    return _Found({path: of_others for _, path, of_others in checkpoints}, torn, unreadable)
+    return _Found(checkpoints, torn, unreadable)
 
 
 def _refuse_other_file(path: Where) -> None:

@@ -23,7 +23,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream
-from dcp_plugin.types import as_html
+from dcp_plugin.types import CheckpointState, as_html
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
@@ -174,15 +174,13 @@ def _steps_of(run: Where) -> dict[int, Where]:
     with damage_in(run):
         if medium_of(run).kind(run) != "folder":
             raise CheckpointNotFound(f"{run}: no run is there")
-    scan = Scan(run, others=True, read_all=True)
-    checkpoints = [(state.time, state.path, state.step) for state in scan.states.values() if state.committed]
-    checkpoints += [(saved.time, saved.path, None) for saved in scan.of_others]
     steps: dict[int, Where] = {}
-    for _, path, recorded in sorted(checkpoints, key=lambda row: (row[0], str(row[1]))):
-        digits = re.findall(r"\d+", path.name)
+    for checkpoint in Scan(run, others=True, read_all=True).complete():
+        recorded = checkpoint.step if isinstance(checkpoint, CheckpointState) else None
+        digits = re.findall(r"\d+", checkpoint.path.name)
         if recorded is None and not digits:
             continue
-        steps[int(digits[-1]) if recorded is None else recorded] = path
+        steps[int(digits[-1]) if recorded is None else recorded] = checkpoint.path
     if not steps:
         raise CheckpointNotFound(f"{run}: there is no whole checkpoint with a step, at or below")
     return steps

@@ -21,7 +21,7 @@ from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
-from dcp_plugin.runs.foreign import Saved, in_order
+from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
 from dcp_plugin.types import CheckpointState
@@ -127,8 +127,7 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
     """Return the result of :func:`list_runs`, with the scan and the bases."""
     scan = Scan(root, others=True, in_flight=True)
     warn_of_unreadable(scan.unreadable)
-    states = [*scan.states.values(), *local_below(root, local_dir, storage_options)]
-    candidates: list[CheckpointState | Saved] = [*states, *in_order(scan.of_others)]
+    candidates = [*scan.checkpoints(), *local_below(root, local_dir, storage_options)]
     looks = [
         look for look in _at_once(lambda candidate: _look(candidate, scan.medium), candidates, root) if look is not None
     ]

@@ -168,9 +168,10 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     Raises:
         CheckpointNotFound: The directory has no complete checkpoint.
     """
-    candidates: list[Where] = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
+    by_step: list[tuple[int, Where]] = [*sorted(_candidates(Path(root)), reverse=True)]
+    candidates = [path for _, path in by_step]
     newest_local = max(local, key=lambda state: state.step or 0, default=None)
-    steps = [step for step, path in _candidates(Path(root)) if not path.name.endswith(".aside")]
+    steps = [step for step, path in by_step if not path.name.endswith(".aside")]
     if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
         return newest_local.path
     newest_usable, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
