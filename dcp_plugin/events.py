@@ -3,18 +3,17 @@
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
 so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. A subscriber
 that raises before the checkpoint is published makes the save fail; later errors are logged. Subscribers themselves are
-the progress line on rank 0, the file of JSON lines (:func:`append_to`) and the figures of a run
-(:mod:`dcp_plugin.runs.figures`).
+the file of JSON lines (:func:`append_to`), the figures of a run (:mod:`dcp_plugin.runs.figures`) and the progress line
+on rank 0 (:mod:`dcp_plugin.saving.progress`).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -211,61 +210,6 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
 def is_in_subscriber() -> bool:
     """Return whether this thread is running a subscriber or a callback of a save."""
     return getattr(_here, "in_subscriber", False)
-
-
-NOTE_SECONDS = 10.0
-"""Interval between progress lines of an asynchronous save."""
-
-
-@contextmanager
-def progress(path: Where, wanted: bool, in_background: bool = False) -> Iterator[None]:
-    """Show the progress of the save to ``path`` on stderr during the block.
-
-    A blocking save that takes over a second redraws its line every half second. During a background save, the training
-    may draw a progress bar on the same terminal. The save then writes a separate line every ten seconds, through tqdm
-    if it is loaded, so that the bar stays intact. (rich redirects stderr while it draws, which has the same effect.)
-    """
-    if not wanted:
-        yield
-        return
-    began = shown = time.monotonic()
-    drawn = False
-
-    def show(event: Event) -> None:
-        nonlocal shown, drawn
-        if event.path != path:
-            return
-        now = time.monotonic()
-        pause = NOTE_SECONDS if in_background else 0.5 if drawn else 1.0
-        if isinstance(event, BytesWritten) and now - shown >= pause:
-            shown, drawn = now, True
-            rate, mib = event.written / (now - began), 2**20
-            done = f"{event.written / mib:,.0f} of {event.total / mib:,.0f} MiB on rank 0, {rate / mib:,.0f} MiB/s"
-            if in_background:
-                _write_line(f"saving {path.name} in the background: {done}")
-            else:
-                seconds_left = (event.total - event.written) / rate if rate else 0.0
-                sys.stderr.write(f"\rsaving {path.name}: {done}, {seconds_left:.0f} s left ")
-                sys.stderr.flush()
-        elif isinstance(event, SaveFinished) and in_background and drawn:
-            _write_line(f"saved {path.name} in {event.seconds:.0f} s")
-
-    unsubscribe = subscribe(show)
-    try:
-        yield
-    finally:
-        unsubscribe()
-        if drawn and not in_background:
-            sys.stderr.write("\n")
-
-
-def _write_line(line: str) -> None:
-    tqdm = sys.modules.get("tqdm")
-    if tqdm is not None:
-        tqdm.tqdm.write(line, file=sys.stderr)  # erases the bars, writes, and draws them again
-    else:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 _NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -138,7 +138,11 @@ class CallingThread(Writer):
 
     def _progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
         wanted = sys.stderr.isatty() if self._config.progress == "auto" else self._config.progress
-        return events.progress(handle.path, wanted and ranks.rank == 0, in_background=in_background)
+        if not wanted or ranks.rank != 0:
+            return nullcontext()
+        from dcp_plugin.saving import progress  # only few saves show it
+
+        return progress.shown(handle.path, in_background)
 
     def meet(self, begins_save: bool = False) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
