@@ -83,6 +83,10 @@ class StartOptions:
                 "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
             )
 
+    def with_local(self, checkpointer: Checkpointer, root: PathLike) -> StartOptions:
+        """Return the options with the saves at or below ``root`` that only the nodes have. Collective."""
+        return self if self.resume == "never" else replace(self, local=checkpointer.surviving(root))
+
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
         """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
 
@@ -317,8 +321,8 @@ def resume_or_init(
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
-        local = used.surviving(root) if resume != "never" else ()
-        options = StartOptions(resume, init_from, partial, strict, used.config.storage_options, local)
+        options = StartOptions(resume, init_from, partial, strict, used.config.storage_options)
+        options = options.with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
             if resume != "never":

@@ -351,8 +351,8 @@ class Attachment(BaseAttachment):
         folder: Where = Path() if project is not None else self._given(root)
         if project is not None:
             project = project.with_local(self.checkpointer)
-        elif resume != "never":
-            options = replace(options, local=self.checkpointer.surviving(folder))
+        else:
+            options = options.with_local(self.checkpointer, folder)
 
         def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):

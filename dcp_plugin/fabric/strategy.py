@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -159,8 +158,7 @@ class Attachment(BaseAttachment):
         def load_own(path: Where) -> None:
             fabric.load(path, state, strict=strict)
 
-        if resume != "never":
-            options = replace(options, local=self.checkpointer.surviving(root))
+        options = options.with_local(self.checkpointer, root)
         return options.start(
             self.checkpointer,
             unwrapped(fabric, modules_of(state)),
