@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,11 @@ import torch
 
 from tests import launch
 from tests.launch import on_ranks
+from tests.messages import logged
 
 
 def _batches(loader: Any) -> list[list[int]]:
     return [batch[1].tolist() for batch in loader]
-
-
-class _Said(logging.Handler):
-    """What the package has logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-        logging.getLogger("dcp_plugin").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +75,7 @@ def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip_unless_t
     third = epochs(run, 1)
     assert first[0] != second
 
-    other, said = t.start("ddp", seed=4, stateful=False), _Said()
+    other, said = t.start("ddp", seed=4, stateful=False), logged()
     other.accelerator.load_state(str(tmp_path / "ck"))
     rest = iter(other.accelerator.skip_first_batches(other.loader, 5))
     resumed = [next(rest)[1].tolist()]
@@ -98,12 +86,12 @@ def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip_unless_t
             other.accelerator.save_state(str(tmp_path / "again"))
     assert resumed == second[5:]
     assert epochs(other, 1) == third
-    assert not [message for message in said.messages if "skip_first_batches" in message]
+    assert not [message for message in said if "skip_first_batches" in message]
 
-    forgetful, said = t.start("ddp", seed=4, stateful=False), _Said()
+    forgetful, said = t.start("ddp", seed=4, stateful=False), logged()
     forgetful.accelerator.load_state(str(tmp_path / "ck"))
     assert epochs(forgetful, 1) == [second]
-    told = [message for message in said.messages if "skip_first_batches" in message]
+    told = [message for message in said if "skip_first_batches" in message]
     assert len(told) == int(forgetful.accelerator.is_main_process)
     assert all("after batch 5 of an epoch" in text and "skip_first_batches(dataloader, 5)" in text for text in told)
 

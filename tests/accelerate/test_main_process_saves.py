@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -18,22 +17,12 @@ from dcp_plugin.accelerate import attendance
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.messages import logged
 from tests.slowness import RankGate
 
 
-class _Messages(logging.Handler):
-    """Messages of the package from now on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("dcp_plugin").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def about(self, what: str) -> list[str]:
-        return [text for text in self.texts if what in text]
+def _about(what: str, messages: list[str]) -> list[str]:
+    return [text for text in messages if what in text]
 
 
 class _Waits:
@@ -86,7 +75,7 @@ def test_a_save_of_the_main_process_alone_resumes_on_all_ranks(tmp_path: Path, s
         options["writer"] = "process"
     if settings == "into a local directory":
         options |= {"local_dir": str(tmp_path / "local"), "durable_every": 2}
-    run, messages = _start(**options), _Messages()
+    run, messages = _start(**options), logged()
     _Waits(alone=True)
     states = {}
 
@@ -97,22 +86,22 @@ def test_a_save_of_the_main_process_alone_resumes_on_all_ranks(tmp_path: Path, s
 
     run.train(3, at={step: lambda step=step: save(step) for step in (1, 2, 3)})
     run.attached.close()
-    told = messages.about("so rank 0 saves alone")
+    told = _about("so rank 0 saves alone", messages)
     assert len(told) == int(run.accelerator.is_main_process)
     assert all("step-1" in text and "test_main_process_saves.py:" in text for text in told)
 
     dist.barrier()
-    other, messages = _start(seed=5), _Messages()
+    other, messages = _start(seed=5), logged()
     for step, state in states.items():
         assert dcp.verify(tmp_path / f"step-{step}").ok
         other.accelerator.load_state(str(tmp_path / f"step-{step}"))
         assert_same(other.whole_state(), state)
-    assert len(messages.about("random states for 1 of 2 ranks")) == (3 if other.accelerator.is_main_process else 0)
+    assert len(_about("random states for 1 of 2 ranks", messages)) == (3 if other.accelerator.is_main_process else 0)
 
 
 @on_ranks(2)
 def test_a_rank_that_comes_after_the_decision_saves_nothing_and_gets_the_long_wait_again(tmp_path: Path) -> None:
-    run, messages, waits = _start(), _Messages(), _Waits(alone=True)
+    run, messages, waits = _start(), logged(), _Waits(alone=True)
     for step in range(4):
         run.train(1)
         is_late, alone = step == 1, RankGate(f"rank 0 has saved {step}")
@@ -126,9 +115,9 @@ def test_a_rank_that_comes_after_the_decision_saves_nothing_and_gets_the_long_wa
     assert _ranks_of(tmp_path / "latest") == 1
     if run.accelerator.is_main_process:
         assert waits.seconds == [60.0, 1.0, 60.0, 1.0]
-        assert len(messages.about("so rank 0 saves alone")) == 2
+        assert len(_about("so rank 0 saves alone", messages)) == 2
     else:
-        (text,) = messages.texts
+        (text,) = messages
         assert "rank 1 came to the save of" in text and "random streams of this rank" in text
 
 
@@ -223,12 +212,12 @@ def test_a_rank_that_has_made_another_number_of_steps_saves_with_the_others(tmp_
 
 @on_ranks(2)
 def test_rank_0_names_the_path_at_which_another_rank_waits(tmp_path: Path) -> None:
-    run, messages, waits, come = _start(), _Messages(), _Waits(alone=True), RankGate("rank 1 has come")
+    run, messages, waits, come = _start(), logged(), _Waits(alone=True), RankGate("rank 1 has come")
     waits.at_deadline = come
     _after_coming(come.open)
     if run.accelerator.is_main_process:
         run.accelerator.save_state(str(tmp_path / "best"))
-        assert messages.about(f"Another rank waits in a save of {tmp_path / 'last'}: ")
+        assert _about(f"Another rank waits in a save of {tmp_path / 'last'}: ", messages)
     run.accelerator.save_state(str(tmp_path / "last"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from dcp_plugin.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
+from tests.messages import logged
 from tests.object_server import Bucket
 
 SAMPLES = 48
@@ -37,10 +37,7 @@ def _load(
 ) -> dict[str, Any]:
     from tests.accelerate import training as t
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp_plugin").addHandler(handler)
+    said = logged()
     run = t.start(layout, seed=7, samples=SAMPLES, **options)
     run.accelerator.load_state(str((place or root) / name))
     saved = [torch.load(root / f"{name}-{rank}.pt", weights_only=True) for rank in range(saved_on)]

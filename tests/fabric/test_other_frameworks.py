@@ -12,6 +12,7 @@ from tests import launch
 from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
+from tests.messages import logged
 
 
 @on_ranks(2)
@@ -126,20 +127,6 @@ def _save_alone(root: Path) -> None:
     training.save(root / "saved")
 
 
-def _listen() -> list[str]:
-    """What the integrations say from now on."""
-    import logging
-
-    said: list[str] = []
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("dcp_plugin").addHandler(Heard())
-    return said
-
-
 def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
     launch.run(_save_alone, 1, tmp_path)
     launch.run(_load_under_ddp_alone, 1, tmp_path)
@@ -150,7 +137,7 @@ def _load_under_ddp_alone(root: Path) -> None:
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    said = _listen()
+    said = logged()
     fabric = t.fabric_for("single", t.strategy_for("ddp"))
     attach(fabric)
     training = t.Training(fabric, seed=5)
@@ -165,7 +152,7 @@ def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    said = _listen()
+    said = logged()
     fabric = t.fabric_for("ddp")
     attach(fabric)
     training = t.Training(fabric, seed=torch.distributed.get_rank())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dcp_plugin.runs import retention as deletion
 from dcp_plugin.runs import scan
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
+from tests.messages import logged
 from tests.places import names_in
 from tests.users import as_another_user
 
@@ -106,10 +106,7 @@ def test_what_is_passed_over_is_named_in_one_warning(shared: Path, caplog: pytes
 
 
 def _warnings_of(look: Callable[[Path], Any], root: Path) -> str:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp_plugin").addHandler(handler)
+    said = logged()
     assert look(root) is not None
     return "\n".join(said)
 

@@ -18,6 +18,7 @@ import dcp_plugin as dcp
 from tests import launch, programs
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.messages import logged
 from tests.places import names_in
 from tests.programs import LIGHTNING
 
@@ -159,14 +160,11 @@ def _cost(root: Path) -> tuple[list[str], list[dict[str, str]]]:
 
     from tests.lightning import training as t
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    said = logged(rank_zero.log.name)
     saving = t.ModelCheckpoint(root, save_top_k=-1)
     csv_logger = CSVLogger(root.parent / "csv", version=0)
     io = t.DCPCheckpointIO(async_save=True)
     trainer = t.trainer_for("ddp", [saving], plugin=io, logger=csv_logger)
-    rank_zero.log.addHandler(handler)
     rank_zero.log.setLevel(logging.INFO)
     trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
     assert not any(key.startswith("checkpoint/") for key in (*trainer.callback_metrics, *trainer.logged_metrics))

@@ -20,6 +20,7 @@ from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
+from tests.messages import logged
 from tests.object_server import Bucket
 
 LAYOUTS_OF = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
@@ -104,15 +105,13 @@ def _moments(root: Path) -> None:
         trainer.fit(ft.FineTune(seed=5), t.plain_loader("single"), ckpt_path=path)
 
     # "last": nothing yet, then something.
-    said: list[str] = []
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    name = "lightning.pytorch.utilities.rank_zero"
+    said = logged(name)
     for how in ("warm-started", "resumed"):
         io = t.DCPCheckpointIO(init_from=root / "pretrained")
         last = ModelCheckpoint(root / "run", save_last=True, every_n_train_steps=1)
         trainer = t.trainer_for("single", [last], plugin=io, max_steps=2 if how == "warm-started" else 4)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
         fit(trainer, "last")
         assert io.restart is not None and io.restart.how == how
         assert str(io.restart) in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from tests import launch
 from tests.compare import assert_same
 from tests.damage import flip
 from tests.layouts import build, train, whole_state
+from tests.messages import logged
 from tests.places import names_in
 
 CLONE_NEWNS = 0x20000
@@ -395,10 +395,7 @@ def _resume_on_a_read_only_mount(root: Path) -> str:
         or libc.mount(b"none", where, None, read_only, None)
     ):
         return ""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp_plugin").addHandler(handler)
+    said = logged()
     for _ in range(2):
         assert dcp.resume_or_init(_run(2), root).step == 2
     return "\n".join(said)

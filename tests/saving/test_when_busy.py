@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
+from tests.messages import logged
 from tests.places import names_in
 from tests.programs import Program
 from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
@@ -71,8 +71,7 @@ def _skip_where_ranks_differ(root: Path) -> None:
 def _skip(root: Path) -> None:
     model, optimizer = build("fsdp2")
     ours = dcp.Checkpointer(async_save=True, when_busy="skip")
-    told: list[str] = []
-    logging.getLogger("dcp_plugin").addHandler(_Into(told))
+    told = logged()
     gate = Gate()
     with slow_writes(gate if dist.get_rank() == 0 else lambda: None):
         gate.close()
@@ -89,15 +88,6 @@ def _skip(root: Path) -> None:
     assert names_in(root) == ["a", "c"]
     assert ("b is NOT saved" in "".join(told)) == (dist.get_rank() == 0)
     assert_same(_restored(root / "a"), expected)
-
-
-class _Into(logging.Handler):
-    def __init__(self, told: list[str]) -> None:
-        super().__init__()
-        self._told = told
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._told.append(record.getMessage())
 
 
 def _queue(root: Path, staging: str) -> None:

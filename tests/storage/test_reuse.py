@@ -30,6 +30,7 @@ from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves, train
 from tests.forge import change_summary
+from tests.messages import logged
 from tests.places import is_tidy, names_in, stock_reader
 
 LAYER = WIDTH * WIDTH * 4
@@ -425,19 +426,9 @@ def test_every_layout_writes_a_tenth_from_the_second_save_on(
         assert written[2] == written[1]
 
 
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _resume(path: Path, then: Path) -> tuple[list[int], list[str]]:
     model, optimizer = build("fsdp2", seed=1)
-    said = _Said()
-    logging.getLogger("dcp_plugin").addHandler(said)
+    said = logged()
     ours = dcp.Checkpointer()
     ours.load(_state(model, optimizer), path)
     loaded = full_state(model.state_dict())
@@ -449,7 +440,7 @@ def _resume(path: Path, then: Path) -> tuple[list[int], list[str]]:
     other, fresh = build("fsdp2", seed=2)
     dcp.load(_state(other, fresh), then / "2")
     assert_same(full_state(other.state_dict()), loaded)
-    return [event.bytes_reused for event in events], said.messages
+    return [event.bytes_reused for event in events], said
 
 
 def _save_once(path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import dcp_plugin as dcp
 from tests.launch import on_ranks
+from tests.messages import logged
 
 KINDS = {
     "sync": {},
@@ -106,14 +107,9 @@ def test_a_trainer_that_writes_after_its_save_finds_the_folder(tmp_path: Path) -
 def test_the_first_wait_for_a_callback_is_logged_with_its_name_and_cost(
     tmp_path: Path,
 ) -> None:
-    import logging
-
     from tests.transformers_trainer import training as t
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp_plugin").addHandler(handler)
+    messages = logged()
     for config in (dcp.CheckpointConfig(), dcp.CheckpointConfig(async_save=True)):
         t.trainer(tmp_path, config=config, callbacks=[_writer()]).train()
     lines = [message for message in messages if "may use the folder" in message]
