@@ -16,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from tests.faults import beside, flips, fuzz, keepers, mounts, soak, stores
+from tests.faults import beside, counted, flips, fuzz, keepers, mounts, soak, stores
 from tests.faults.scenes import SCENES
 from tests.faults.sweep import after_power_loss, sweep
 from tests.faults.test_calls import FAULTS
@@ -56,14 +56,8 @@ def main() -> int:
     with Victims() as victims:
         for scene in chosen.scenes or SCENES:
             for name, found in _runs(victims, scene, chosen.every):
-                results = []
-                for one in found:
-                    results.append(one)
-                    if one is not None:
-                        print(one)
-                bad = sum(one is not None for one in results)
-                print(f"{scene}, {name}: {len(results)} times, {bad} wrong", flush=True)
-                injected, wrong = injected + len(results), wrong + bad
+                times, bad = counted(f"{scene}, {name}", found)
+                injected, wrong = injected + times, wrong + bad
     print(f"{injected} faults, {wrong} wrong")
     return bool(wrong)
 

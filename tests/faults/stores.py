@@ -30,6 +30,7 @@ from dcp_plugin.format import METADATA
 from dcp_plugin.format.packed import end_of, token_in
 from dcp_plugin.paths import as_path
 from dcp_plugin.runs import figures
+from tests.faults import counted
 from tests.faults.oracle import Facts, find, wrong
 from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
 from tests.faults.scenes import NEW, SCENES, Scene, number_in, prepare, resume, save, state_of
@@ -342,13 +343,7 @@ def main(arguments: list[str]) -> int:
         for writers in (2, 4) if chosen.races else ():
             runs.append((f"races of {writers}", races(server, writers, chosen.races)))
         for name, found in runs:
-            results = []
-            for one in found:
-                results.append(one)
-                if one is not None:
-                    print(one, flush=True)
-            bad = sum(one is not None for one in results)
-            print(f"{name}: {len(results)} times, {bad} wrong", flush=True)
-            total, wrong = total + len(results), wrong + bad
+            times, bad = counted(name, found)
+            total, wrong = total + times, wrong + bad
     print(f"{total} faults, {wrong} wrong")
     return bool(wrong)
