@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin import events
+from tests.layouts import wrap
 
 WIDTH = 256
 
@@ -33,28 +29,9 @@ class Tuned(nn.Module):
 
 def build(layout: str = "plain", seed: int = 0, layers: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = _wrapped(Tuned(layers), layout)
+    model = wrap(layout, Tuned(layers), "backbone")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.SGD(trained, lr=0.01)
-
-
-def _wrapped(model: Tuned, layout: str) -> nn.Module:
-    if layout == "ddp":
-        return DistributedDataParallel(model)
-    if layout == "fsdp1":
-        options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
-        model.backbone = FullyShardedDataParallel(model.backbone, **options)
-        return FullyShardedDataParallel(model, **options, sharding_strategy=ShardingStrategy.FULL_SHARD)
-    if layout in ("fsdp2", "hsdp"):
-        names = ("replicate", "shard")
-        mesh = (
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            if layout == "hsdp"
-            else init_device_mesh("cpu", (dist.get_world_size(),))
-        )
-        fully_shard(model.backbone, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:

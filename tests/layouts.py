@@ -56,8 +56,13 @@ def build(layout: str, seed: int = 0, net: Callable[[], nn.Module] = Net) -> tup
         net: Makes the model, which has the submodules of :class:`Net`.
     """
     torch.manual_seed(seed)
-    model = _WRAP[layout.partition("@")[0]](net())
+    model = wrap(layout, net())
     return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), weight_decay=0.1)
+
+
+def wrap(layout: str, module: nn.Module, unit: str = "block") -> nn.Module:
+    """A module in a layout. Its submodule ``unit`` is a unit of its own for FSDP."""
+    return _WRAP[layout.partition("@")[0]](module, unit)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
@@ -73,13 +78,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
     return losses
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Model and optimizer by key, every tensor whole. Collective."""
+def whole_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizers by key, every tensor whole. Collective."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {f"model.{key}": value for key, value in gather_module(model).items()}
-        flat = flatten_optimizer(gather_optimizer(model, optimizer))
-        return full_state({**state, **{f"optim.{key}": value for key, value in flat.items()}})
+        for optimizer in optimizers:
+            flat = flatten_optimizer(gather_optimizer(model, optimizer))
+            state |= {f"optim.{key}": value for key, value in flat.items()}
+        return full_state(state)
 
 
 def put_in_memory(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -120,46 +127,51 @@ def _copy_boxes(
     optimizer.param_groups[0].update(fields)
 
 
-def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
+def _fsdp1(module: nn.Module, unit: str, **options: Any) -> nn.Module:
     options = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
-    module.block = FullyShardedDataParallel(module.block, **options)
+    setattr(module, unit, FullyShardedDataParallel(getattr(module, unit), **options))
     return FullyShardedDataParallel(module, **options)
 
 
-def _fsdp1_hsdp(module: nn.Module) -> nn.Module:
-    return _fsdp1(module, device_mesh=_mesh_of_two_replicas(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+def _fsdp1_hsdp(module: nn.Module, unit: str) -> nn.Module:
+    return _fsdp1(module, unit, device_mesh=_mesh_of_two_replicas(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-def _fsdp2(module: nn.Module, mesh: Any = None) -> nn.Module:
+def _fsdp2(module: nn.Module, unit: str, mesh: Any = None) -> nn.Module:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(module.block, mesh=mesh)
+    fully_shard(getattr(module, unit), mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 
 
-def _tp(module: nn.Module, mesh: Any = None) -> nn.Module:
+def _hsdp(module: nn.Module, unit: str) -> nn.Module:
+    return _fsdp2(module, unit, _mesh_of_two_replicas())
+
+
+def _tp(module: nn.Module, unit: str, mesh: Any = None) -> nn.Module:
     """Column-wise, then row-wise: a weight sharded by rows, one by columns, a replicated bias, plain norms."""
     mesh = mesh or init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return parallelize_module(module, mesh["tp"], {"inp": ColwiseParallel(), "block.0": RowwiseParallel()})
+    return parallelize_module(module, mesh["tp"], {"inp": ColwiseParallel(), f"{unit}.0": RowwiseParallel()})
 
 
-def _fsdp2_tp(module: nn.Module) -> nn.Module:
+def _fsdp2_tp(module: nn.Module, unit: str) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return _fsdp2(_tp(module, mesh), mesh["dp"])
+    return _fsdp2(_tp(module, unit, mesh), unit, mesh["dp"])
 
 
 def _mesh_of_two_replicas() -> Any:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-_WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda module: module,
-    "ddp": DistributedDataParallel,
+_WRAP: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+    "plain": lambda module, unit: module,
+    "ddp": lambda module, unit: DistributedDataParallel(module),
     "fsdp1": _fsdp1,
-    "fsdp1_flat": lambda module: _fsdp1(module, use_orig_params=False),
+    "fsdp1_flat": lambda module, unit: _fsdp1(module, unit, use_orig_params=False),
     "fsdp1_hsdp": _fsdp1_hsdp,
     "fsdp2": _fsdp2,
-    "fsdp2_hsdp": lambda module: _fsdp2(module, _mesh_of_two_replicas()),
+    "fsdp2_hsdp": _hsdp,
+    "hsdp": _hsdp,
     "tp": _tp,
     "fsdp2_tp": _fsdp2_tp,
 }

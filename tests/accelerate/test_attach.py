@@ -135,7 +135,7 @@ def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
     def build(seed: int, count: int) -> tuple[Any, ...]:
         accelerator = t.start("own_fsdp2", seed).accelerator
         accelerator.free_memory()
-        model = t._shard("own_fsdp2", t.Net(seed, unused=False))
+        model = t.layouts.wrap("fsdp2", t.Net(seed, unused=False), "body")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         average = nn.Linear(2, 2)
         nn.init.constant_(average.weight, seed)

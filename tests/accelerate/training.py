@@ -22,31 +22,23 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_plugin.accelerate import attach
 from dcp_plugin.paths import Where
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-from tests.compare import full_state
+from tests import layouts, small_training
 
 
-class Net(nn.Module):
-    """Dropout, uneven sizes, a buffer, and parameters that never get a gradient."""
+class Net(small_training.Net):
+    """A model of a seed, with names for its layers, and parameters that never get a gradient."""
 
     def __init__(self, seed: int = 0, unused: bool = True) -> None:
-        super().__init__()
         torch.manual_seed(seed)
-        self.body = nn.Sequential(OrderedDict(inp=nn.Linear(6, 7), drop=nn.Dropout(0.3), norm=nn.LayerNorm(7)))
-        self.head = nn.Linear(7, 1)
+        super().__init__()
+        self.body = nn.Sequential(OrderedDict(zip(("inp", "drop", "norm"), self.body, strict=True)))
         if unused:
             self.unused = nn.Linear(3, 3)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -87,13 +79,7 @@ class Run:
 
     def whole_state(self) -> dict[str, Any]:
         """Model and optimizer by key, every tensor whole. Collective."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state = {f"model.{key}": value for key, value in gather_module(self.model).items()}
-            flat = flatten_optimizer(gather_optimizer(self.model, optimizer))
-            state.update({f"optim.{key}": value for key, value in flat.items()})
-            return full_state(state)
+        return layouts.whole_state(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
 
 def start(
@@ -137,10 +123,8 @@ def start(
     if layout in ("fsdp1", "fsdp2", "hsdp"):
         _force_fsdp(accelerator, layout)
     attached = None if native or late else attach(accelerator, **config)
-    numbers = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
-    loader: Any = DataLoader(
-        TensorDataset(numbers, torch.arange(samples)), batch_size=batch, shuffle=True, num_workers=workers
-    )
+    numbered = TensorDataset(*small_training.samples(samples).tensors, torch.arange(samples))
+    loader: Any = DataLoader(numbered, batch_size=batch, shuffle=True, num_workers=workers)
     net = Net(seed, unused)
     net = shrink(net) if shrink else net
     net.body.requires_grad_(not frozen)
@@ -162,7 +146,7 @@ def _prepare(accelerator: Accelerator, layout: str, model: nn.Module, loader: An
         optimizer = _adamw(model)
         prepared: Any = accelerator.prepare(model, optimizer, loader, schedule(optimizer, accelerator))
         return prepared
-    model = _shard(layout, model)
+    model = layouts.wrap(layout.removeprefix("own_"), model, "body")
     optimizer = _adamw(model)
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     model.train()
@@ -172,19 +156,6 @@ def _prepare(accelerator: Accelerator, layout: str, model: nn.Module, loader: An
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def _shard(layout: str, model: nn.Module) -> nn.Module:
-    if layout == "own_fsdp1":
-        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-        model.body = FullyShardedDataParallel(model.body, **options)
-        return FullyShardedDataParallel(model, **options)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if layout == "own_hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 def _force_fsdp(accelerator: Accelerator, layout: str) -> None:

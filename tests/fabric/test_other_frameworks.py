@@ -13,6 +13,7 @@ from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
 from tests.messages import logged
+from tests.small_training import two_groups
 
 
 @on_ranks(2)
@@ -28,8 +29,7 @@ def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> Non
         if layout == "fsdp2":
             fabric.strategy._parallelize_fn = lambda model, mesh: fabric_runs.fully_shard(model)
         model = fabric.setup_module(module)
-        groups = [{"params": model.net.body.parameters()}, {"params": model.net.head.parameters(), "weight_decay": 0.0}]
-        return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(groups, lr=0.01))
+        return fabric, model, fabric.setup_optimizers(two_groups(model.net))
 
     for layout, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
         trainer = trainer_runs.trainer_for(layout, plugin=True, max_steps=2)

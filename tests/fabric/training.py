@@ -18,12 +18,11 @@ from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-from tests.compare import full_state
+from tests import layouts
 from tests.fabric import WORLD_SIZE
+from tests.small_training import Net, samples, two_groups
 
 
 class CPUFSDPStrategy(FSDPStrategy):
@@ -39,21 +38,6 @@ class CPUFSDPStrategy(FSDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         options: dict[str, Any] = {"sharding_strategy": self.sharding_strategy, **self._fsdp_kwargs}
         return FullyShardedDataParallel(module, device_id=self.root_device, **options)
-
-
-class Net(nn.Module):
-    """Dropout (random numbers), uneven sizes, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.3), nn.LayerNorm(7))
-        self.head = nn.Linear(7, 1)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        y: torch.Tensor = self.head(self.body(x))
-        return y
 
 
 def shard(module: nn.Module, mesh: Any, hsdp: bool = False) -> nn.Module:
@@ -102,8 +86,7 @@ class Training:
         net = shrink(Net()) if shrink else Net()
         loader: Any = StatefulDataLoader(samples(16 * fabric.world_size), batch_size=2, shuffle=True)
         model = fabric.setup_module(net)
-        groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "weight_decay": 0.0}]
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(groups, lr=0.01))
+        optimizer = fabric.setup_optimizers(two_groups(model))
         torch.manual_seed(seed + 100 + fabric.global_rank)
         self.loader = fabric.setup_dataloaders(loader)
         self.state: dict[str, Any] = {
@@ -149,13 +132,5 @@ class Training:
 
 
 def whole_state(model: Any, optimizer: Any) -> dict[str, Any]:
-    module = model._forward_module
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {f"model.{key}": value for key, value in gather_module(module).items()}
-        flat = flatten_optimizer(gather_optimizer(module, optimizer.optimizer))
-        return full_state({**state, **{f"optim.{key}": value for key, value in flat.items()}})
-
-
-def samples(count: int) -> TensorDataset:
-    return TensorDataset(torch.randn(count, 6, generator=torch.Generator().manual_seed(1)))
+    """The state inside of Fabric's wrappers. Collective."""
+    return layouts.whole_state(model._forward_module, optimizer.optimizer)

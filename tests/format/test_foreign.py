@@ -24,7 +24,7 @@ from dcp_plugin.state import gather_module
 from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
 from tests.launch import on_ranks
-from tests.layouts import WORLD_SIZE, build, train, whole_state
+from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
 
 State = dict[str, torch.Tensor]
 Keys = dict[str, torch.Tensor]
@@ -134,13 +134,7 @@ def _load_sharded(root: Path) -> list[tuple[str, int]]:
     warnings.filterwarnings("ignore", message=".*for model", category=UserWarning)
     for name in SOURCES:
         for layout in ("fsdp2", "fsdp1"):
-            model: Any = Net(2)
-            if layout == "fsdp2":
-                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-                fully_shard(model.block, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-            else:
-                model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+            model = wrap(layout, Net(2))
             read.append((f"{name} into {layout}", dcp.load({"model": model}, root / name).bytes_read))
             assert_same(_wanted(), full_state(gather_module(model)))
     return read

@@ -12,6 +12,7 @@ import dcp_plugin as dcp
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.object_server import Bucket
+from tests.small_training import QUIET
 
 
 @pytest.mark.long
@@ -70,10 +71,7 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
             return torch.optim.AdamW(self.parameters())
 
     module = Module()
-    trainer = pl.Trainer(
-        accelerator="cpu", plugins=[DCPCheckpointIO()], max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = pl.Trainer(plugins=[DCPCheckpointIO()], max_steps=1, enable_checkpointing=False, **QUIET)
     trainer.fit(module, torch.utils.data.DataLoader(m.ids(), batch_size=2))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "last.ckpt", config=m.config("llama-tied"))

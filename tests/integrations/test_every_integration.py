@@ -19,34 +19,22 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import launch
-from tests.compare import assert_same, full_state
+from tests.compare import assert_same
 from tests.integrations import INTEGRATIONS
 from tests.launch import on_ranks
+from tests.layouts import whole_state
+from tests.small_training import QUIET, Net, samples
 
 SEED, OTHER_SEED = 0, 7
 
 
-class Net(nn.Module):
-    """Uneven sizes, a buffer."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.body = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7))
-        self.head = nn.Linear(7, 1)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.head(self.body(x))  # type: ignore[no-any-return]
+def _net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net()
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def _data() -> Any:
-    return torch.utils.data.TensorDataset(torch.randn(16, 6, generator=torch.Generator().manual_seed(1)))
 
 
 def _step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward) -> None:
@@ -57,11 +45,7 @@ def _step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], A
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-
-    slots = flatten_optimizer(gather_optimizer(model, optimizer))
-    state = full_state({**gather_module(model), **{f"optim.{key}": value for key, value in slots.items()}})
-    return {key.replace("net.", ""): value for key, value in state.items()}
+    return {key.replace("net.", ""): value for key, value in whole_state(model, optimizer).items()}
 
 
 def _fully_shard(model: nn.Module) -> nn.Module:
@@ -83,7 +67,7 @@ def _lightning(path: Path, load: bool) -> dict[str, Any]:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Net(OTHER_SEED if load else SEED)
+            self.net = _net(OTHER_SEED if load else SEED)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.net(batch[0]).square().mean()
@@ -102,11 +86,15 @@ def _lightning(path: Path, load: bool) -> dict[str, Any]:
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     look = Look()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=DDPStrategy(), plugins=[DCPCheckpointIO()], callbacks=[look],
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        devices=2,
+        strategy=DDPStrategy(),
+        plugins=[DCPCheckpointIO()],
+        callbacks=[look],
+        enable_checkpointing=False,
         max_steps=4 if load else 2,
-    )  # fmt: skip
-    loader = torch.utils.data.DataLoader(_data(), batch_size=4)
+        **QUIET,
+    )
+    loader = torch.utils.data.DataLoader(samples(16), batch_size=4)
     trainer.fit(Module(), loader, ckpt_path=str(path) if load else None)
     if load:
         return look.state
@@ -119,7 +107,7 @@ def _accelerate(path: Path, load: bool) -> dict[str, Any]:
 
     run = t.start("own_fsdp2")
     run.accelerator.free_memory()
-    model = _fully_shard(Net(OTHER_SEED if load else SEED))
+    model = _fully_shard(_net(OTHER_SEED if load else SEED))
     optimizer = _optimizer(model)
     run.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     run.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -145,7 +133,7 @@ def _fabric(path: Path, load: bool) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     attach(fabric)
     fabric.launch()
-    net = Net(OTHER_SEED if load else SEED)
+    net = _net(OTHER_SEED if load else SEED)
     model = fabric.setup_module(net)
     optimizer = _optimizer(model)
     wrapped = fabric.setup_optimizers(optimizer)
@@ -164,10 +152,10 @@ def _transformers(path: Path, load: bool) -> dict[str, Any]:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(inputs["x"]).square().mean()
 
-    net = Net(OTHER_SEED if load else SEED)
+    net = _net(OTHER_SEED if load else SEED)
     optimizer = _optimizer(net)
     look = t.AtTrainBegin()
-    samples = [{"x": sample} for (sample,) in _data()]
+    rows = [{"x": sample} for (sample,) in samples(16)]
     trainer = Trainer(
         net,
         t.TrainingArguments(
@@ -175,7 +163,7 @@ def _transformers(path: Path, load: bool) -> dict[str, Any]:
             per_device_train_batch_size=4, remove_unused_columns=False, lr_scheduler_type="constant",
             disable_tqdm=True, logging_strategy="no",
         ),
-        train_dataset=samples,
+        train_dataset=rows,
         optimizers=(optimizer, None),
         callbacks=[look] if load else [],
     )  # fmt: skip
@@ -191,7 +179,7 @@ def _transformers(path: Path, load: bool) -> dict[str, Any]:
 def _plain(path: Path, load: bool) -> dict[str, Any]:
     import dcp_plugin as dcp
 
-    model = _fully_shard(Net(OTHER_SEED if load else SEED))
+    model = _fully_shard(_net(OTHER_SEED if load else SEED))
     optimizer = _optimizer(model)
     if load:
         dcp.load({"model": model, "optim": optimizer}, path)
@@ -206,7 +194,7 @@ def _stock(path: Path, load: bool) -> dict[str, Any]:
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-    inside = _fully_shard(Net(OTHER_SEED if load else SEED))
+    inside = _fully_shard(_net(OTHER_SEED if load else SEED))
     model: nn.Module = nn.ModuleDict({"net": inside}) if "lightning" in str(path) else inside
     optimizer = _optimizer(model)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -289,7 +277,7 @@ def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> Non
     for source in INTEGRATIONS:
         if source == "stock":  # it does not say what is a module
             continue
-        model = Net(OTHER_SEED)
+        model = _net(OTHER_SEED)
         optimizer = _optimizer(model)
         dcp.load({"mine": model, "adam": optimizer}, _path(saved, source))
         wanted = torch.load(saved / f"{source}.pt", weights_only=True)

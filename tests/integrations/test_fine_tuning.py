@@ -15,6 +15,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves
+from tests.small_training import QUIET
 
 
 def _pretrained(path: Path) -> int:
@@ -47,15 +48,12 @@ def _with_lightning(root: Path) -> list[int]:
     def fit(seed: int, epochs: int, resume: Path | None, **options: Any) -> pl.LightningModule:
         folder = root / ("small" if options else "linked")
         trainer = pl.Trainer(
-            accelerator="cpu",
             devices=2,
             strategy=strategy_for("ddp"),
             plugins=[DCPCheckpointIO(**options)],
             callbacks=[DCPCallback(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
             max_epochs=epochs,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         module = Tuning(seed)
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, WIDTH)), ckpt_path=resume)

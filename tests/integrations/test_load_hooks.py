@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests import launch
+from tests.small_training import QUIET
 
 Notes = list[tuple[Any, ...]]
 _notes: Notes = []
@@ -87,10 +88,8 @@ def _lightning(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Note
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3)), batch_size=4)
 
     def fit(module: Any, steps: int, **options: Any) -> Any:
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, plugins=[DCPCheckpointIO()] if ours else [], logger=False, max_steps=steps,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+        plugins = [DCPCheckpointIO()] if ours else []
+        trainer = pl.Trainer(devices=1, plugins=plugins, max_steps=steps, enable_checkpointing=False, **QUIET)
         trainer.fit(module, loader, **options)
         return trainer
 

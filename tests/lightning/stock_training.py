@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.lightning import WORLD_SIZE
 from tests.lightning.cpu_fsdp import CPUFSDPStrategy
+from tests.small_training import QUIET, samples
 
 STEPS_PER_EPOCH = 3
 
@@ -89,36 +91,33 @@ def fit(
     ckpt_path: Any = None,
     callbacks: Any = (),
     plugins: Any = None,
+    kind: Callable[[str, int], Any] = StockModel,
     **more: Any,
-) -> tuple[pl.Trainer, StockModel]:
+) -> tuple[pl.Trainer, Any]:
+    """Train a model of a kind; the trainer, and the model."""
     if layout != "single":
         os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     warnings.filterwarnings("ignore", module="lightning|torch")
     ranks = WORLD_SIZE[layout.removesuffix("_full")]
-    samples = torch.randn(STEPS_PER_EPOCH * 2 * ranks, 6, generator=torch.Generator().manual_seed(1))
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=ranks,
         strategy=strategy_for(layout),
         max_epochs=epochs,  # with max_steps, stock Lightning resumes this with a batch too many
         callbacks=list(callbacks),
         plugins=plugins,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        **QUIET,
     )
-    model = StockModel(layout, seed)
-    trainer.fit(model, DataLoader(TensorDataset(samples), batch_size=2), ckpt_path=ckpt_path, **more)
+    model = kind(layout, seed)
+    trainer.fit(model, DataLoader(samples(STEPS_PER_EPOCH * 2 * ranks), batch_size=2), ckpt_path=ckpt_path, **more)
     return trainer, model
 
 
-def resume(jobs: list[tuple[str, Path, Path]]) -> None:
-    """Resume each job: layout, checkpoint, where to write the losses of rank 0."""
-    for layout, checkpoint, losses in jobs:
-        _, model = fit(layout, 2, seed=5, ckpt_path=checkpoint)
-        if dist.get_rank() == 0:
-            losses.write_text(json.dumps(model.losses))
+def resume(layout: str, checkpoint: Path, losses: Path) -> None:
+    """Resume, and write the losses of rank 0."""
+    _, model = fit(layout, 2, seed=5, ckpt_path=checkpoint)
+    if dist.get_rank() == 0:
+        losses.write_text(json.dumps(model.losses))
 
 
 def _without_this_package() -> None:
@@ -135,15 +134,17 @@ def done_by(losses: Path, rank: int) -> Path:
     return losses.with_suffix(f".done-by-{rank}")
 
 
-def main() -> None:
+def main(resume: Callable[[str, Path, Path], None]) -> None:
+    """Resume with each layout and checkpoint of the command line, and write to the third path."""
     _without_this_package()
     torch.set_num_threads(1)
     words = sys.argv[1:]
     dist.init_process_group("gloo")
-    resume([(words[at], Path(words[at + 1]), Path(words[at + 2])) for at in range(0, len(words), 3)])
+    for layout, checkpoint, out in zip(words[::3], words[1::3], words[2::3], strict=True):
+        resume(layout, Path(checkpoint), Path(out))
     done_by(Path(words[-1]), dist.get_rank()).touch()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(resume)

@@ -31,9 +31,10 @@ def _save(root: Path, layouts: list[str]) -> None:
         _, straight, counts = t.fit(layout, 2)
         keep = ModelCheckpoint(root / layout, filename="first", every_n_epochs=1)
         trainer, first, _ = t.fit(layout, 1, callbacks=[keep], plugins=[DCPCheckpointIO()])
-        assert first.losses == straight.losses[: t.STEPS]
+        assert first.losses == straight.losses[: t.stock.STEPS_PER_EPOCH]
         if trainer.is_global_zero:
-            said = {"losses": straight.losses[t.STEPS :], "batches": counts.batches, "sums": counts.sums.tolist()}
+            losses = straight.losses[t.stock.STEPS_PER_EPOCH :]
+            said = {"losses": losses, "batches": counts.batches, "sums": counts.sums.tolist()}
             (root / f"{layout}.json").write_text(json.dumps(said))
 
 

@@ -17,6 +17,7 @@ from tests.damage import flip_any
 from tests.launch import on_ranks
 from tests.object_server import Bucket
 from tests.programs import LIGHTNING
+from tests.small_training import QUIET
 
 
 def _save(root: Path, layouts: list[str]) -> None:
@@ -169,10 +170,7 @@ def test_a_datamodule_comes_back_with_its_state(tmp_path: Path) -> None:
             self.read = state["read"]
 
     keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="first", every_n_epochs=1)
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, plugins=[DCPCheckpointIO()], max_epochs=1, callbacks=[keep],
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = pl.Trainer(plugins=[DCPCheckpointIO()], max_epochs=1, callbacks=[keep], **QUIET)
     trainer.fit(stock.StockModel(), datamodule=Data("/data"))
     data = load_from_checkpoint(Data, tmp_path / "first.ckpt")
     assert (data.hparams.folder, data.read) == ("/data", 4)

@@ -12,6 +12,7 @@ import torch
 
 from tests import programs
 from tests.launch import on_ranks
+from tests.small_training import QUIET
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -45,7 +46,6 @@ def _fit(pl: Any, layout: str, steps: int, seed: int = 0, ckpt: Path | None = No
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     strategies = pl.strategies
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=2,
         strategy=strategies.DDPStrategy()
         if layout == "ddp"
@@ -53,10 +53,8 @@ def _fit(pl: Any, layout: str, steps: int, seed: int = 0, ckpt: Path | None = No
         plugins=[t.DCPCheckpointIO()],
         callbacks=[pl.callbacks.ModelCheckpoint(save, filename="{step}", every_n_train_steps=2)] if save else [],
         max_steps=steps,
-        logger=False,
         enable_checkpointing=save is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     model = _model(pl, layout, seed)
     trainer.fit(model, t.DataLoader(t.data(8), batch_size=2), ckpt_path=ckpt)

@@ -20,15 +20,17 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dcp_plugin.lightning import DCPCheckpointIO
 from dcp_plugin.paths import Where
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, inside_ddp
-from tests.compare import full_state
+from dcp_plugin.state import inside_ddp
+from tests import layouts
 from tests.lightning import WORLD_SIZE
 from tests.lightning.cpu_fsdp import CPUFSDPStrategy
+from tests.small_training import QUIET, Net, two_groups
+from tests.small_training import samples as data
 
 
 class Model(pl.LightningModule):
@@ -38,8 +40,7 @@ class Model(pl.LightningModule):
         super().__init__()
         torch.manual_seed(seed)
         self.layout = layout
-        body = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.3), nn.LayerNorm(7))
-        self.net = nn.Sequential(OrderedDict(body=body, head=nn.Linear(7, 1)))
+        self.net = nn.Sequential(OrderedDict(Net().named_children()))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.losses: list[float] = []
 
@@ -61,8 +62,7 @@ class Model(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": self.net.body.parameters()}, {"params": self.net.head.parameters(), "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        optimizer = two_groups(self.net)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -99,19 +99,10 @@ def trainer_for(
     io = None if stock else io
     options.setdefault("strategy", strategy_for(layout))
     return pl.Trainer(
-        accelerator="cpu",
         devices=WORLD_SIZE[layout],
         callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=saves,
-        **{
-            "max_steps": 6,
-            "logger": False,
-            "plugins": [io] if io else None,
-            "strategy": strategy_for(layout),
-            **options,
-        },
+        **{**QUIET, "max_steps": 6, "plugins": [io] if io else None, **options},
     )
 
 
@@ -131,20 +122,9 @@ def stateful_loader(layout: str, steps: int = 4) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(data(steps * 2 * WORLD_SIZE[layout]), batch_size=2, shuffle=True)
 
 
-def data(samples: int) -> TensorDataset:
-    return TensorDataset(torch.randn(samples, 6, generator=torch.Generator().manual_seed(1)))
-
-
 def whole_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Model and optimizers by key, every tensor whole. Collective."""
-    model: Any = inside_ddp(trainer.strategy.model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {f"model.{key}": value for key, value in gather_module(model).items()}
-        for optimizer in trainer.optimizers:
-            flat = flatten_optimizer(gather_optimizer(model, optimizer))
-            state.update({f"optim.{key}": value for key, value in flat.items()})
-        return full_state(state)
+    return layouts.whole_state(inside_ddp(trainer.strategy.model), *trainer.optimizers)
 
 
 class AtTrainStart(Callback):

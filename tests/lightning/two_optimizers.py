@@ -8,26 +8,18 @@ process that cannot import this package: ``python -m tests.lightning.two_optimiz
 from __future__ import annotations
 
 import json
-import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests.lightning import WORLD_SIZE
-from tests.lightning.stock_training import _without_this_package, done_by, strategy_for
-
-STEPS = 3
-"""Of an epoch."""
+from tests.lightning import stock_training as stock
 
 
 class TwoOptimizers(pl.LightningModule):
@@ -87,26 +79,8 @@ def fit(
     layout: str, epochs: int, seed: int = 0, ckpt_path: Any = None, callbacks: Any = (), plugins: Any = None
 ) -> Any:
     """Train; the trainer, the model and the callback."""
-    if layout != "single":
-        os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    warnings.filterwarnings("ignore", module="lightning|torch")
-    ranks = WORLD_SIZE[layout]
-    samples = torch.randn(STEPS * 2 * ranks, 6, generator=torch.Generator().manual_seed(1))
     counts = Counts()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy_for(layout),
-        max_epochs=epochs,
-        callbacks=[counts, *callbacks],
-        plugins=plugins,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-    )
-    model = TwoOptimizers(layout, seed)
-    trainer.fit(model, DataLoader(TensorDataset(samples), batch_size=2), ckpt_path=ckpt_path)
+    trainer, model = stock.fit(layout, epochs, seed, ckpt_path, [counts, *callbacks], plugins, TwoOptimizers)
     return trainer, model, counts
 
 
@@ -116,20 +90,13 @@ def outputs(model: TwoOptimizers) -> list[float]:
     return found
 
 
-def main() -> None:
-    _without_this_package()
-    torch.set_num_threads(1)
-    words = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for layout, checkpoint, out in zip(words[::3], words[1::3], words[2::3], strict=True):
-        _, model, counts = fit(layout, 2, seed=5, ckpt_path=checkpoint)
-        said = {"losses": model.losses, "batches": counts.batches, "sums": counts.sums.tolist()}
-        if dist.get_rank() == 0:
-            loaded = TwoOptimizers.load_from_checkpoint(checkpoint, layout="single")
-            Path(out).write_text(json.dumps({**said, "outputs": outputs(loaded)}))
-    done_by(Path(words[-1]), dist.get_rank()).touch()
-    dist.destroy_process_group()
+def resume(layout: str, checkpoint: Path, out: Path) -> None:
+    _, model, counts = fit(layout, 2, seed=5, ckpt_path=checkpoint)
+    said = {"losses": model.losses, "batches": counts.batches, "sums": counts.sums.tolist()}
+    if dist.get_rank() == 0:
+        loaded = TwoOptimizers.load_from_checkpoint(checkpoint, layout="single")
+        out.write_text(json.dumps({**said, "outputs": outputs(loaded)}))
 
 
 if __name__ == "__main__":
-    main()
+    stock.main(resume)

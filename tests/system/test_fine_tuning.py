@@ -20,15 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin import events
 from tests import launch
 from tests.compare import assert_same
-from tests.layouts import train, whole_state
+from tests.layouts import train, whole_state, wrap
 from tests.memory import extra_peak
 
 LAYOUTS = {2: ["fsdp1", "fsdp2", "ddp"], 4: ["hsdp", "fsdp2@4"], 1: ["plain"]}
@@ -69,20 +68,7 @@ class Larger(nn.Module):
 def _fine_tuning(layout: str, seed: int) -> dict[str, Any]:
     """A fresh training; only what trains is in the optimizer."""
     torch.manual_seed(seed)
-    model: Any = Larger()
-    ranks, mesh = dist.get_world_size(), None
-    if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    elif layout.startswith("fsdp2"):
-        mesh = init_device_mesh("cpu", (ranks,))
-    if mesh is not None:
-        fully_shard(model.pretrain, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif layout == "fsdp1":
-        model.pretrain = _fsdp1(model.pretrain)
-        model = _fsdp1(model)
-    elif layout == "ddp":
-        model = DistributedDataParallel(model)
+    model: Any = wrap(layout, Larger(), "pretrain")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {"model": model, "optim": torch.optim.AdamW(trained, lr=0.01 * (seed + 1)), "step": 0}
 
@@ -262,9 +248,7 @@ def _numbers(rows: int, columns: int) -> torch.Tensor:
 def _warm_start_a_shard(root: Path) -> None:
     backbone = nn.utils.skip_init(nn.Linear, 4096, 2048, bias=False)
     model: Any = nn.Sequential(OrderedDict(pretrain=backbone, head=nn.Linear(2048, 2)))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model.pretrain, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = wrap("fsdp2", model, "pretrain")
     checkpointer = dcp.Checkpointer()
     partial = dcp.PartialLoad.submodule(model.pretrain, source="model.backbone.")
     dcp.load({"model": model}, root / "pretrained", partial=partial)  # imports and first use are not measured

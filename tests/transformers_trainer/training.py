@@ -34,9 +34,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.transformers import DCPTrainerMixin
-from tests.compare import full_state
+from tests import layouts
 from tests.transformers_trainer import WORLD_SIZE
 
 STEPS = 6
@@ -182,12 +181,9 @@ def trainer(
 
 def whole_state(trainer: Any) -> dict[str, Any]:
     """Model, optimizer and schedule by key, every tensor whole. Collective."""
-    module = trainer.model_wrapped
-    optimizer = flatten_optimizer(gather_optimizer(module, trainer.optimizer.optimizer))
-    state = {f"model.{key}": value for key, value in gather_module(module).items()}
-    state.update({f"optim.{key}": value for key, value in optimizer.items()})
-    state.update({f"schedule.{key}": value for key, value in trainer.lr_scheduler.state_dict().items()})
-    return {key: _portable(value) for key, value in full_state(state).items()}
+    state = layouts.whole_state(trainer.model_wrapped, trainer.optimizer.optimizer)
+    state |= {f"schedule.{key}": value for key, value in trainer.lr_scheduler.state_dict().items()}
+    return {key: _portable(value) for key, value in state.items()}
 
 
 def _portable(value: Any) -> Any:
