@@ -31,7 +31,6 @@ from dcp_plugin import errors
 from dcp_plugin.calls import Call, current_call, together, verb_of
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, some
 from dcp_plugin.launcher import Launch, this_launch, warn_without_group
-from dcp_plugin.meeting import meet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -146,6 +145,8 @@ class Ranks:
             return cls._alone()
         if dist.get_world_size() == 1:
             return cls()
+        from dcp_plugin.meeting import meet  # imported late: a process alone needs no meeting
+
         with _making_group:
             meet(timeout if patience is None else patience)
             try:
