@@ -10,9 +10,10 @@ import os
 import posixpath
 import re
 from collections.abc import ItemsView, KeysView, Mapping, Sequence, ValuesView
+from contextlib import suppress
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 PathLike = str | os.PathLike[str]
 StorageOptions = Mapping[str, Any]
@@ -264,6 +265,28 @@ def as_local(path: PathLike, name: str, instead: str) -> str:
 def local_path(path: PathLike, name: str, instead: str) -> Path:
     """Return the absolute path with links kept. Arguments and errors are those of :func:`as_local`."""
     return Path(os.path.abspath(as_local(path, name, instead)))
+
+
+def on_file_system(path: PathLike) -> Path | None:
+    """Return a path that code outside of a medium can open itself; None for a URL, which only a medium opens.
+
+    Args:
+        path: A result of :func:`as_path` or :func:`text_of`.
+    """
+    return None if is_url(path) else Path(path)
+
+
+def place_of(path: PathLike) -> Literal["disk", "store"]:
+    """Return the word for the medium of a path in reports."""
+    return "store" if is_url(path) else "disk"
+
+
+def links_in(folder: Where) -> dict[Path, Path]:
+    """Return the symbolic links directly in a folder and their targets. An unreadable folder and a store have none."""
+    if isinstance(folder, Path):
+        with suppress(OSError), os.scandir(folder) as entries:
+            return {Path(entry.path): Path(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink()}
+    return {}
 
 
 def resolved(path: Where) -> Where:

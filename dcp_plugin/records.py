@@ -285,6 +285,10 @@ class Match:
     warnings: list[str] = field(default_factory=list)
 
 
+LARGEST_CHUNK = 1 << 20
+"""Bytes of the largest :class:`WholeChunk`. The objects for a larger chunk cost little compared with its bytes."""
+
+
 class WholeChunk(NamedTuple):
     """A stored chunk that is read without conversion: complete, into plain memory of its dtype and size."""
 

@@ -39,7 +39,7 @@ from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
 from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.stored import EXTRA, keys_by_name
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, resolved
+from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
@@ -231,7 +231,7 @@ class Attachment(BaseAttachment):
         step = self._step_to_save()
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
         # Stock Accelerate reads directories only, and does not recognise a copy of a checkpoint in a store.
-        for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
+        for_stock = bool(self.config.stock_aliases) and training.sharded and on_file_system(path) is not None
 
         def before(directory: Path) -> None:
             if attendance is not None and not alone:

@@ -27,7 +27,7 @@ from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.pickles.rebuild import FACTORIES, VALUE, rebuilt
 from dcp_plugin.format.pickles.unpickler import TENSOR, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.paths import ObjectPath
+from dcp_plugin.paths import public
 from dcp_plugin.tensors.kinds import classes_of, copied
 
 MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
@@ -205,13 +205,11 @@ def _plain(value: Any, notes: list[str] | None) -> Any:
         if notes is not None:
             notes.append(f"{type(value).__module__}.{type(value).__qualname__} as text")
         return os.fspath(value)
-    if isinstance(value, ObjectPath):
-        return str(value)
     if type(value) is dict:
         return {_plain(key, notes): _plain(item, notes) for key, item in value.items()}
     if type(value) in (list, tuple, set):
         return type(value)(_plain(item, notes) for item in value)
-    return value
+    return public(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from dcp_plugin.hf import _transformers
 from dcp_plugin.integration.files import kind_of, local_copy
 from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, StorageOptions, Where
+from dcp_plugin.paths import PathLike, StorageOptions, Where, on_file_system
 from dcp_plugin.records import LoadReport
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.reader import ShardedReader
@@ -121,8 +121,8 @@ def _small_files(path: Where, files: SourceFiles | None) -> Iterator[Path]:
     """Yield a local directory with the JSON files of a checkpoint."""
     with damage_in(path):
         is_file = files is None and kind_of(path) == "file"
-    if is_file and isinstance(path, Path):
-        yield path.parent
+    if is_file and (local := on_file_system(path)) is not None:
+        yield local.parent
         return
     wanted = (CONFIG, GENERATION, ADAPTERS)
     with local_copy(path, lambda name: name in wanted, files) as folder:

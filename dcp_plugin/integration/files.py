@@ -25,7 +25,7 @@ from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot
 from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.media.packed import uncommitted_reason as uncommitted_reason
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import Where, on_file_system
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.published import comparison_of, in_one_view
@@ -42,7 +42,7 @@ def kind_of(path: Where) -> str:
 
 def is_regular_file(path: Where) -> bool:
     """Return whether a path is a regular file or an object. A named pipe, which blocks its reader, is neither."""
-    return path.is_file() if isinstance(path, Path) else kind_of(path) == "file"
+    return kind_of(path) == "file"
 
 
 def is_taken(path: Where) -> bool:
@@ -136,12 +136,13 @@ def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map
         CheckpointNotFound: The path is no regular file.
     """
     try:
-        if not isinstance(path, Path):
+        local = on_file_system(path)
+        if local is None:
             with medium_of(path).open(path.parent).open(path.name) as file:
                 return torch.load(file, map_location, weights_only=weights_only)
-        if path.exists() and not path.is_file():
+        if kind_of(path) not in ("file", ""):
             raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
-        return torch.load(path, map_location, mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+        return torch.load(local, map_location, mmap=zipfile.is_zipfile(local), weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
             f"{path} holds something that is not loaded without executing code from the file: {_refused(error)}. "
@@ -172,8 +173,9 @@ def local_copy(
     Raises:
         CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: The files cannot be fetched.
     """
-    if files is None and isinstance(path, Path) and not _is_packed(path):
-        yield path
+    local = on_file_system(path)
+    if files is None and local is not None and not _is_packed(local):
+        yield local
         return
     with tempfile.TemporaryDirectory(prefix="dcp-plugin-") as root:
         with damage_in(path):

@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound
-from dcp_plugin.integration.files import is_regular_file, is_taken, paths_in, read_summary, saved_at
+from dcp_plugin.integration.files import is_regular_file, is_taken, kind_of, paths_in, read_summary, saved_at
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, resolved, text_of
+from dcp_plugin.paths import PathLike, Where, is_link, on_file_system, resolved, text_of
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
@@ -115,12 +115,11 @@ def _promoted(base: type[Any]) -> type[Any]:
                 super().setup(trainer, pl_module, stage)
             finally:
                 callback.save_last = save_last
-            if is_url(text_of(callback.dirpath)):
-                _lightning.forget_listings(self)
+            _lightning.forget_listings(self)
 
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
             adapter = _adapter_of(trainer)
-            if adapter is not None and is_url(text_of(filepath)):
+            if adapter is not None and on_file_system(text_of(filepath)) is None:
                 return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
             if super().file_exists(filepath, trainer):
                 return True
@@ -240,7 +239,7 @@ class Stores:
 
     def concerns(self, path: str) -> bool:
         """Return whether Lightning's own search does not suffice for ``path``: a URL, or any path with a local tier."""
-        return self.io.config.has_local_tier or is_url(text_of(path))
+        return self.io.config.has_local_tier or on_file_system(text_of(path)) is None
 
     def newest(self, paths: set[str]) -> str | None:
         """Return the path of the checkpoint that was made last; None if no path has a checkpoint."""
@@ -280,12 +279,9 @@ def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> 
         return search(callback, trainer)
     folder = io.where(_lightning.folder_of(callback, trainer))
     local = _local_in(io, folder) if callback.save_last else []
-    if isinstance(folder, ObjectPath):
-        paths = list(map(str, paths_in(folder)))
-        candidates = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
-        candidates = {str(io.where(path)) for path in candidates}
-    else:
-        candidates = search(callback, trainer)
+    paths = list(map(str, paths_in(folder)))
+    candidates = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
+    candidates = {str(io.where(path)) for path in candidates}
     if local:
         newest = max(local, key=lambda state: state.time)
         if all((_time_of(io, io.where(path)) or 0.0) < newest.time for path in candidates):
@@ -320,11 +316,9 @@ def _committed(io: DCPCheckpointIO, paths: set[str]) -> set[str]:
 def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
     if path in local:
         return ""
-    if isinstance(path, ObjectPath):
-        return "" if is_regular_file(path) else catalog.reason_to_pass_over(path)
-    if not path.exists():
-        return f"it is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "it is gone"
-    return "" if path.is_file() else catalog.reason_to_pass_over(path)
+    if not kind_of(path):
+        return f"it is a link to {os.readlink(path)}, which is not there" if is_link(path) else "it is gone"
+    return "" if is_regular_file(path) else catalog.reason_to_pass_over(path)
 
 
 def upload_directories(loggers: list[Any]) -> None:
@@ -346,7 +340,8 @@ def _scan(logger: Any, upload: Callable[[Any, Any, str, dict[str, Any], list[str
     for path in scores:
         # These loggers only upload from a disk. A path may have a file of Lightning's, or no checkpoint.
         with suppress(CheckpointError, OSError):
-            if path and not is_url(text_of(path)) and (summary := read_summary(Path(path))) is not None:
+            local = on_file_system(text_of(path)) if path else None
+            if local is not None and (summary := read_summary(local)) is not None:
                 times[path] = summary.time
     for path in sorted(times, key=times.__getitem__):
         if logged.get(path, float("-inf")) < times[path]:

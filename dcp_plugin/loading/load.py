@@ -52,8 +52,8 @@ class _Request:
     path: str
     save: tuple[str, str]
     selection: str
-    from_store: bool
-    """True if each read is a request to an object store."""
+    many_hosts: int
+    """:attr:`~dcp_plugin.media.ReadCost.hosts` of the files."""
     host: str
 
 
@@ -190,10 +190,10 @@ class Loading:
 
     def _open(self, selection: PartialLoad | None) -> _Request:
         """Open the checkpoint on this rank and return the rank's request."""
-        from_store = self._reader.opened.files.streams > 0  # ``opened`` opens the checkpoint
+        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
         save = self._reader.save
         paths = str(self._path), str(self._reader.path)
-        return _Request(*paths, save, repr(selection), from_store, socket.gethostname())
+        return _Request(*paths, save, repr(selection), many_hosts, socket.gethostname())
 
     def _least_hosts(self, requests: list[_Request]) -> float:
         """Return the number of hosts that must want the same bytes before ranks share the reading."""
@@ -202,7 +202,7 @@ class Loading:
         from dcp_plugin.planning.sharing import least_hosts  # imported late, since a single rank never needs it
 
         hosts = len({request.host for request in requests})
-        return least_hosts(self._config.read_broadcast, any(request.from_store for request in requests), hosts)
+        return least_hosts(self._config.read_broadcast, min(request.many_hosts for request in requests), hosts)
 
     @staticmethod
     def _difference(requests: list[_Request]) -> str:

@@ -240,21 +240,36 @@ class RangedFile(io.BufferedReader):
         self._ranges.expect(ranges)
 
 
+@dataclass(frozen=True)
+class ReadCost:
+    """The cost of reads from a medium, by which callers choose how to read many ranges. The defaults are those of a
+    file system, where a read is a system call."""
+
+    at_once: int = 1
+    """Number of reads that are in flight at the same time if the caller asks for fewer threads."""
+    gap: int = 8 << 10
+    """Bytes between two ranges that cost less to read than a further read."""
+    most: int = 2 << 20
+    """Bytes of the largest read that ranges near each other share."""
+    hosts: int = 8
+    """Number of hosts that must want the same bytes before one host reads them for the others."""
+
+
 class Readable(Files, Protocol):
     """The files of one checkpoint. Threads may open them at the same time. A subclass inherits the answers of a place
     that has no links, pins nothing and where reads are system calls."""
 
     @property
-    def streams(self) -> int:
-        """Number of ranges to read at the same time where each read is a request; 0 where reads are system calls."""
-        return 0
-
-    @property
-    def gap(self) -> int:
-        """Bytes between two ranges that cost less to read than a further read."""
-        return 8 << 10  # a system call costs as much
+    def cost(self) -> ReadCost:
+        """The cost of reads from these files."""
+        return ReadCost()
 
     def open(self, name: str) -> RangedFile: ...
+
+    def version(self, names: Iterable[str]) -> str:
+        """Return a text that changes with the contents of these files and is the same on all hosts; empty if only
+        reading the files can tell. Raises OSError."""
+        return ""
 
     def leads_elsewhere(self, name: str) -> bool:
         """Return whether a file is a link out of the checkpoint. The blobs of Hugging Face's cache belong to it."""
@@ -417,8 +432,9 @@ class Medium(Protocol):
         """Delete the files of saves and removals beside a workspace whose processes have ended for sure, and put back
         what these had moved aside. Files that cannot be deleted stay for the next time. Return all garbage."""
 
-    def kind(self, path: Where) -> Literal["folder", "file", ""]:
-        """Return the kind of the entry at a path, or of its link target; empty if the path does not exist."""
+    def kind(self, path: Where) -> Literal["folder", "file", "other", ""]:
+        """Return the kind of the entry at a path, or of its link target; ``"other"`` for a named pipe or device,
+        empty if the path does not exist."""
 
     def note(self, path: Where, data: bytes, replaced: Iterable[Where] = (), only_new: bool = False) -> bool:
         """Write a small file in a workspace, then delete the files in ``replaced``. Another process sees the earlier

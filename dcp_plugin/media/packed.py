@@ -14,7 +14,7 @@ from pathlib import Path
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
 from dcp_plugin.format import uncommitted_reason as reason_in
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, medium_of, scatter
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, medium_of, scatter
 from dcp_plugin.paths import ObjectPath, Where
 
 HAS_BASE = "dcp_plugin.base"
@@ -117,12 +117,11 @@ class PackedFiles:
         return self.files.where
 
     @property
-    def streams(self) -> int:
-        return self.files.streams
+    def cost(self) -> ReadCost:
+        return self.files.cost
 
-    @property
-    def gap(self) -> int:
-        return self.files.gap
+    def version(self, names: Iterable[str]) -> str:
+        return self.files.version(map(self._at, names))
 
     def _at(self, name: str) -> str:
         moved = name == INDEX or name.partition("/")[0] in self._attached

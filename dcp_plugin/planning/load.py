@@ -29,14 +29,10 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.keys import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
-from dcp_plugin.records import LoadPlan, WholeChunk
+from dcp_plugin.records import LARGEST_CHUNK, LoadPlan, WholeChunk
 from dcp_plugin.tensors._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.tensors.host_memory import is_plain_memory
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
-
-_LARGEST_CHUNK = 1 << 20
-"""Bytes of the largest chunk that is read without a ReadItem. The objects for a larger chunk cost little compared with
-its bytes."""
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -186,7 +182,7 @@ class ShardedLoadPlanner(LoadPlanner):
         table = index.table
         rows = table.chunk_starts[slots]
         place = index.columns["place"][rows]
-        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= _LARGEST_CHUNK)
+        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK)
         candidates = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
         dtype_of = table.columns["dtype"][slots].tolist()
@@ -208,7 +204,7 @@ class ShardedLoadPlanner(LoadPlanner):
             return None
         row = int(index.table.chunk_starts[index.slots[name]]) + number
         _, _, start, length = index.columns["place"][row].tolist()
-        fits = start >= 0 and length <= _LARGEST_CHUNK and _takes(target, length)
+        fits = start >= 0 and length <= LARGEST_CHUNK and _takes(target, length)
         return WholeChunk(name, row, target.chunks[0].tensor) if fits else None
 
     def _scales_of(self, key: str) -> str:

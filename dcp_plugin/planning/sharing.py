@@ -11,8 +11,8 @@ window, each rank sends its parts to all other ranks of its group, which balance
 memory of one target directly into the memory of the others.
 
 On one host sharing does not pay, however slow the storage is: the page cache serves the second reader of a byte. With
-an object store sharing always pays, because an object store has no cache. On a file system, ``"auto"`` shares the bytes
-that :data:`MANY_HOSTS` hosts want.
+an object store sharing always pays, because an object store has no cache. So the medium tells how many hosts must want
+the same bytes before ``"auto"`` shares them (:attr:`~dcp_plugin.media.ReadCost.hosts`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from dcp_plugin.tensors.host_memory import is_plain_memory
 from dcp_plugin.tensors.kinds import is_stored_whole
 from dcp_plugin.types import Shape
 
-MANY_HOSTS = 8
-"""Number of hosts that must want the same bytes of a file system before ``"auto"`` reads them once."""
-
 _WINDOW = 32 << 20
 """Bytes of a window, which is also the buffer memory that a rank may need."""
 
@@ -51,17 +48,18 @@ _ALONE = 256 << 10
 _TENSOR_ALIGNMENT = 16
 
 
-def least_hosts(policy: bool | Literal["auto"], from_store: bool, hosts: int) -> float:
+def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
     """Return how many hosts must want the same bytes for the ranks to share the reading; infinity if they never share.
 
     Args:
         policy: ``read_broadcast`` of the configuration.
-        from_store: True if each read is a request to an object store.
+        many: Number of hosts from which on ``"auto"`` reads the same bytes once, see
+            :attr:`~dcp_plugin.media.ReadCost.hosts`.
         hosts: Number of hosts of all ranks together.
     """
-    if policy is True or (policy == "auto" and from_store):
-        return 1
-    return MANY_HOSTS if policy == "auto" and hosts >= MANY_HOSTS else float("inf")
+    if policy == "auto":
+        return many if hosts >= many else float("inf")
+    return 1 if policy else float("inf")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dcp_plugin import events
 from dcp_plugin.media import medium_of, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import Where, on_file_system, place_of
 
 if TYPE_CHECKING:
     from dcp_plugin.records import WrittenPart
@@ -87,8 +87,8 @@ def write(workspace: Where, name: str, values: dict[str, Any]) -> None:
     """Write a line: on a disk to the end of the file, in a store as an object of this name. Log failures."""
     line = json.dumps(values).encode() + b"\n"
     try:
-        if isinstance(workspace, Path):
-            _append(workspace / NAME, line)
+        if (folder := on_file_system(workspace)) is not None:
+            _append(folder / NAME, line)
         else:
             medium_of(workspace).note(workspace / f"{name}{SUFFIX}", line)
     except OSError as error:
@@ -98,7 +98,7 @@ def write(workspace: Where, name: str, values: dict[str, Any]) -> None:
 def _values(event: events.SaveFinished | events.SaveAborted, record: events.SaveRecord) -> dict[str, Any]:
     values = events.as_json(event)
     values |= {"path": event.path.name, "run": record.run, "save": record.save}
-    values["place"] = "store" if isinstance(event.path, ObjectPath) else "disk"
+    values["place"] = place_of(event.path)
     values["metrics"] = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
     if isinstance(event, events.SaveFinished):
         ranks: dict[str, list[float]] = {}
@@ -146,8 +146,6 @@ def compact(folder: Where) -> None:
     or an object that a save has written since.
     """
     workspace: Where = workspace_of(cast(Path, folder / NAME))
-    if isinstance(workspace, Path):
-        return
     objects = _read(workspace)
     if len(objects) < 2:
         return

@@ -38,6 +38,8 @@ LOST_AND_FOUND = "lost+found"
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _PATIENCE = 10.0
 _PAUSE = 0.5
+_LITTLE = 64 << 10
+"""Bytes that a scan may read of each file of another tool. If a read costs more, the name of the file decides."""
 
 T = TypeVar("T")
 
@@ -271,7 +273,7 @@ class Scan:
             self.of_others.append(saved)
             return True
         names = [entry.path.name for entry in entries if entry.is_file]
-        in_files = list(saved_as_files(files, names, look=self._read_all or files.streams == 0))
+        in_files = list(saved_as_files(files, names, look=self._read_all or files.cost.gap <= _LITTLE))
         self.of_others += [*([] if saved is None else [saved]), *in_files]
         return False
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.format.summary import Base
-from dcp_plugin.media import RangedFile, Readable
+from dcp_plugin.media import RangedFile, Readable, ReadCost
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
@@ -25,12 +25,11 @@ class _WithBase:
         return self.own.where
 
     @property
-    def streams(self) -> int:
-        return max(self.own.streams, self.base.streams)
+    def cost(self) -> ReadCost:
+        return max(self.own.cost, self.base.cost, key=lambda cost: cost.gap)
 
-    @property
-    def gap(self) -> int:
-        return max(self.own.gap, self.base.gap)
+    def version(self, names: Iterable[str]) -> str:
+        return self.own.version(names)
 
     def _of(self, name: str) -> tuple[Readable, str]:
         below = f"{self.base.where}/"

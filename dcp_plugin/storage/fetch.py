@@ -224,8 +224,8 @@ def of_box(
     """Yield the fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
 
     Args:
-        gap: Bytes between two runs that are cheaper to read than to skip; 0 for local files, of which only runs are
-            read.
+        gap: Bytes that cost less than a further read. If that is little, only runs are read, unless all are near each
+            other.
     """
     if target.numel() == 0:
         return
@@ -236,7 +236,7 @@ def of_box(
     if lengths != chunk.sizes:
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
-        if runs > 1 and not gap:
+        if runs > 1 and gap <= _BETWEEN_RUNS:
             near = _are_near(starts, run)
             gap = _BETWEEN_RUNS if near else 0
             if straight and not near and run <= _DIRECT_PIECE:

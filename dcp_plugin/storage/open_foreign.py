@@ -71,12 +71,9 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
         with damage_in(path):
             return fingerprint_of(files, contents)
 
-    identity, known = "", contents.kinds
-    if files.streams:
-        times = [(name, size, files.modified(name)) for name, size in sorted(contents.files.items())]
-        identity = fingerprint(repr(times).encode())
+    version, kinds = files.version(contents.files), contents.kinds
     return OpenCheckpoint(
-        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
+        path, files, index, version, contents.format, kinds, None, True, find_fingerprint=find_fingerprint
     )
 
 

@@ -35,7 +35,7 @@ from dcp_plugin.format.pickles.rebuild import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.paths import StorageOptions, as_path, is_path
-from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
+from dcp_plugin.records import LARGEST_CHUNK, LoadPlan, OpenCheckpoint, WholeChunk
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage import fetch, reading
 from dcp_plugin.storage.fetch import Fetch
@@ -322,7 +322,7 @@ class ShardedReader(StorageReader):
 
     def _read(self, fetches: list[Fetch], chunks: Sequence[WholeChunk] = ()) -> None:
         files = self.opened.files
-        if files.streams:  # each call is a request, which costs more than objects: neighbours are read together
+        if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
             fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
         batches = [
             *reading.batches_of(fetches, files),
@@ -400,7 +400,7 @@ class ShardedReader(StorageReader):
 
             yield fetch.of_item(key, chunk.location, take, block)
         else:
-            gap = self.opened.files.gap if self.opened.files.streams else 0
+            gap = self.opened.files.cost.gap
             yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block, gap)
 
     def _fetches_of_chunk(self, chunk: WholeChunk) -> Iterator[Fetch]:

@@ -27,16 +27,14 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import block_size
-from dcp_plugin.media import RangedFile, Readable, first_bytes, stretches
+from dcp_plugin.media import RangedFile, Readable, ReadCost, first_bytes, stretches
 from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.storage.published import gone_or_damaged
-from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
+from dcp_plugin.tensors.host_memory import READ_PIECE, Rings, memory_view
 
 T = TypeVar("T")
 
-_MOST = BLOCK // 2
-_MOST_OF_STREAM = 8 << 20  # for files whose calls are requests
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
 
@@ -81,14 +79,14 @@ class BatchOfFetches(Batch):
     """Fetches in the order of the file. If there are several, each has one range.
 
     Args:
-        in_cache: Read checked ranges in pieces that are still in the processor's cache when they are checked. Otherwise
-            one call reads a range, since each call is a request.
+        cost: The cost of reads. Checked ranges are read in pieces that are still in the processor's cache when they are
+            checked, unless a read costs as much as a piece: then one call reads a range.
     """
 
-    def __init__(self, fetches: list[Fetch], in_cache: bool) -> None:
+    def __init__(self, fetches: list[Fetch], cost: ReadCost) -> None:
         first = fetches[0]
         self._fetches = fetches
-        self._piece = READ_PIECE if in_cache and first.block is not None else sys.maxsize
+        self._piece = READ_PIECE if cost.gap < READ_PIECE and first.block is not None else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
         self.nbytes = fetches[-1].end - self.begin
 
@@ -150,14 +148,14 @@ class BatchOfChunks(Batch):
 
 def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
     """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
-    most, gap = _MOST_OF_STREAM if files.streams else _MOST, files.gap
+    cost = files.cost
 
     def joins(batch: list[Fetch], fetch: Fetch) -> bool:
         last = batch[-1]
         return (
             fetch.location.file == last.location.file
-            and 0 <= fetch.begin - last.end <= gap
-            and fetch.end - batch[0].begin <= most
+            and 0 <= fetch.begin - last.end <= cost.gap
+            and fetch.end - batch[0].begin <= cost.most
             and fetch.has_one_range
             and last.has_one_range
             and fetch.device == last.device
@@ -166,7 +164,7 @@ def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
 
     in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
     for batch in grouped(in_order, joins):
-        yield BatchOfFetches(batch, not files.streams)
+        yield BatchOfFetches(batch, cost)
 
 
 def grouped(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
@@ -191,6 +189,7 @@ def batches_of_chunks(
     """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
     if not chunks:
         return
+    cost = files.cost
     rows = np.array([chunk.number for chunk in chunks], np.int64)
     columns = index.columns
     order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
@@ -200,12 +199,12 @@ def batches_of_chunks(
     lengths, begins = place[:, 3], place[:, 0] + place[:, 2]
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
-    apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > files.gap)).tolist()]
+    apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
     crcs = _last_checksums(index, rows) if verify else [-1] * len(rows)
     begin_of, end_of = begins.tolist(), ends.tolist()
     first = 0
     for at in range(1, len(rows) + 1):
-        if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > _MOST:
+        if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > cost.most:
             part = slice(first, at)
             name = index.file_names[number[first]]
             yield BatchOfChunks(index, name, begin_of[part], in_order[part], crcs[part])
@@ -264,7 +263,7 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
         CheckpointUnreadable: The file system failed. Targets may be partly filled.
     """
     in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
-    threads = max(1, min(max(io_threads, files.streams), len(in_order)))
+    threads = max(1, min(max(io_threads, files.cost.at_once), len(in_order)))
     work = [
         deque(in_order[at] for at in stretch) for stretch in stretches([batch.nbytes for batch in in_order], threads)
     ]

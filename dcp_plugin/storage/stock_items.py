@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from math import prod
-from operator import itemgetter
 
 import torch
 
@@ -20,7 +19,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheck
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import frame_if_possible
 from dcp_plugin.format.values import decode_tensor
-from dcp_plugin.media import Readable
+from dcp_plugin.media import Readable, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reading import grouped
 from dcp_plugin.tensors._torch import undo_transforms
@@ -103,10 +102,14 @@ def recognise(
         if (around := frame_if_possible(dtype, chunk.sizes)) is not None and around.length == chunk.location.length
     }
     places = [(*place, len(frames[place][1].head)) for place in sorted(frames.keys() - known.keys())]
-    if files.streams:
-        work = [[group] for group in grouped(places, _near_each_other)]
-    else:
-        work = [[[place] for place in group] for _, group in groupby(places, key=itemgetter(0))]
+    cost = files.cost
+    most_between = min(cost.gap, _HEADS_GAP)
+    in_groups = grouped(places, lambda group, head: _are_near(group, head, most_between))
+    work: list[list[list[_Head]]] = []
+    for _, of_file in groupby(in_groups, key=lambda group: group[0][0]):
+        groups = list(of_file)
+        cut = stretches([1] * len(groups), min(cost.at_once, len(groups)))
+        work += [[groups[at] for at in stretch] for stretch in cut]
 
     def look(groups: list[list[_Head]]) -> int:
         count = 0
@@ -123,9 +126,10 @@ def recognise(
                         known[name, offset] = replace(chunk, location=location)
         return count
 
-    if len(work) < 2 or not files.streams:
+    threads = min(cost.at_once, len(work))
+    if threads < 2:
         return sum(map(look, work))
-    with ThreadPoolExecutor(min(files.streams, len(work)), thread_name_prefix="dcp-look") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-look") as pool:
         return sum(pool.map(look, work))
 
 
@@ -133,7 +137,7 @@ _Head = tuple[str, int, int]
 """Beginning of an item: file, offset, and number of bytes."""
 
 
-def _near_each_other(group: list[_Head], head: _Head) -> bool:
-    """Return whether one request reads a head and the group of heads before it."""
+def _are_near(group: list[_Head], head: _Head, most_between: int) -> bool:
+    """Return whether one read takes a head and the group of heads before it."""
     (name, begin, _), (_, last, length) = group[0], group[-1]
-    return head[0] == name and head[1] - last - length <= _HEADS_GAP and head[1] - begin <= _HEADS_TOGETHER
+    return head[0] == name and head[1] - last - length <= most_between and head[1] - begin <= _HEADS_TOGETHER

@@ -29,7 +29,7 @@ from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.payload import ALIGNMENT, RunningCrc, block_size, frame_in
 from dcp_plugin.format.torch_archive import END_BEGINS, END_LENGTH, directory_at
-from dcp_plugin.media import NewFile, RangedFile, Readable
+from dcp_plugin.media import NewFile, RangedFile, Readable, ReadCost
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of
 from dcp_plugin.storage.reading import grouped
@@ -38,7 +38,7 @@ from dcp_plugin.tensors.host_memory import BLOCK
 PIECE = 4 << 20
 """Bytes per piece to read, check and write."""
 _WINDOW = 4 << 20
-"""Bytes of a window in which items or gaps are read together: in a store each read is a request."""
+"""Bytes of the largest window in which items or gaps near each other are read together."""
 _MOST_HEAD = 64 << 10
 """Bytes that exceed the length of any head before a payload."""
 
@@ -142,12 +142,13 @@ _Named = tuple[str, Location]
 """Key and location of an item."""
 
 
-def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
+def in_windows(items: Iterable[_Named], cost: ReadCost) -> Iterator[list[_Named]]:
     """Yield groups of items of one file that one read fetches, in the order of the file."""
 
     def joins(group: list[_Named], item: _Named) -> bool:
-        (_, first), (_, location) = group[0], item
-        return location.file == first.file and location.offset + location.length - first.offset <= _WINDOW
+        (_, first), (_, last), (_, location) = group[0], group[-1], item
+        is_near = location.file == first.file and location.offset - last.offset - last.length <= cost.gap
+        return is_near and location.offset + location.length - first.offset <= _WINDOW
 
     return grouped(sorted(items, key=lambda item: (item[1].file, item[1].offset)), joins)
 
@@ -320,7 +321,7 @@ def check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
     try:
         with files.open(name) as file:
             gaps = _gaps(places, index.files[name])
-            for begin, end in _used(file, gaps) if files.streams else gaps:
+            for begin, end in _used(file, gaps, files.cost):
                 _check_gap(file, begin, end)
     except (OSError, CheckpointCorrupt) as error:
         return f"{files.where}: {name}: {error}"
@@ -336,10 +337,13 @@ def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
     return list(zip(begins[is_gap].tolist(), ends[is_gap].tolist(), strict=True))
 
 
-def _used(file: RangedFile, gaps: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the gaps that may not be zeros. Gaps near each other are read together: in a store each read is a
-    request."""
-    for near in grouped(gaps, lambda group, gap: gap[1] - group[0][0] <= _WINDOW):
+def _used(file: RangedFile, gaps: list[tuple[int, int]], cost: ReadCost) -> Iterator[tuple[int, int]]:
+    """Yield the gaps that may not be zeros. Gaps near each other are read together."""
+
+    def joins(group: list[tuple[int, int]], gap: tuple[int, int]) -> bool:
+        return gap[0] - group[-1][1] <= cost.gap and gap[1] - group[0][0] <= _WINDOW
+
+    for near in grouped(gaps, joins):
         start = near[0][0]
         data = _read(file, start, near[-1][1]) if len(near) > 1 else None
         yield from (gap for gap in near if data is None or any(data[gap[0] - start : gap[1] - start]))

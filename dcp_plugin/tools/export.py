@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, size, some
 from dcp_plugin.format.index import Location, StoredTensor
-from dcp_plugin.media import Medium, Reservation, medium_of
-from dcp_plugin.media.objects.client import client_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, is_link
+from dcp_plugin.media import medium_of
+from dcp_plugin.media.output import Output, exists, has_appeared, output_at
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.writer import Publication
@@ -248,13 +247,18 @@ def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, p
         return selected, safetensors_files.layout(selected, stem, None if is_file else options.most)
 
     chosen, layout = group.agree("lay out the files", lay_out)
-    output = _Output(out, is_file)
-    directory = group.from_zero(f"begin {out}", output.begin)
+    output = output_at(out, is_file)
+
+    def begin() -> Where:
+        _require_absent(out)
+        return output.begin()
+
+    directory = group.from_zero(f"begin {out}", begin)
     local_files = layout.files[group.rank :: group.size]
     count = Counter(sum(file.size for file in local_files), progress)
     try:
-        group.agree(f"write {out}", lambda: output.write(selected.reader, directory, local_files, count))
-        group.from_zero(f"complete {out}", lambda: output.publish(directory, layout.last))
+        group.agree(f"write {out}", lambda: _write(output, selected.reader, directory, local_files, count))
+        group.from_zero(f"complete {out}", lambda: _publish(output, directory, layout.last))
     except BaseException:
         output.discard()
         raise
@@ -282,8 +286,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
 
     def publish(written: list[dict[int, list[Location]]]) -> list[str]:
         locations = {rank: places for part in written for rank, places in part.items()}
-        if not isinstance(out, ObjectPath):
-            _require_absent(out, "has come while it was written. Nothing was replaced.")
+        _require_not_taken(out)
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
 
@@ -295,78 +298,28 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
     return _Made(files, selected.names, checkpoint.nbytes)
 
 
-class _Output:
-    """The output of one export. Rank 0 begins and publishes it, and sends its directory to the other ranks.
+def _write(output: Output, reader: ShardedReader, directory: Where, files: Sequence[OutFile], count: Counter) -> None:
+    """Write files of the output, and make them durable.
 
-    Args:
-        out: The path of the output.
-        is_file: True for a single file, false for a folder of files.
+    Raises:
+        SaveFailed: The path cannot be written.
     """
+    with _named_failures(output.path):
+        for file in files:
+            with output.create(directory, file.name, file.size, count.add) as new_file:
+                file.write(new_file, Stream(reader, file.parts))
+        output.medium.flush(directory)
 
-    def __init__(self, out: Where, is_file: bool) -> None:
-        self.out = out
-        self._is_file = is_file
-        self._medium: Medium = medium_of(out)
-        self._reservation: Reservation[Any] | None = None
-        self._objects: list[ObjectPath] = []
-        """Objects that this rank has completed."""
 
-    def begin(self) -> Where:
-        """Check that the path is free, and return the directory for the files.
+def _publish(output: Output, directory: Where, last: Mapping[str, bytes]) -> None:
+    """Write the last, small files, and publish the output under its name.
 
-        Raises:
-            SaveFailed: The path is taken, or cannot be written.
-        """
-        _require_absent(self.out)
-        if isinstance(self.out, ObjectPath):
-            token = f"{uuid.uuid4().hex}.saving"
-            return self.out.parent / token if self._is_file else self.out / token
-        self._reservation = self._medium.reserve(self.out)
-        directory: Where = self._reservation.directory
-        return directory
-
-    def write(self, reader: ShardedReader, directory: Where, files: Sequence[OutFile], count: Counter) -> None:
-        """Write files of the output, and make them durable.
-
-        Raises:
-            SaveFailed: The path cannot be written.
-        """
-        with _named_failures(self.out):
-            for file in files:
-                with self._medium.create(directory, file.name, file.size, count.add) as new_file:
-                    file.write(new_file, Stream(reader, file.parts))
-                self._note_object(directory, file.name)
-            self._medium.flush(directory)
-
-    def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
-        """Write the last, small files, and publish the output under its name.
-
-        Raises:
-            SaveFailed: The path was taken meanwhile, or cannot be written.
-        """
-        with _named_failures(self.out):
-            if self._reservation is not None:
-                _require_absent(self.out, "has come while it was written. Nothing was replaced.")
-                self._medium.publish(self._reservation, None if self._is_file else last)
-                self._reservation = None
-                return
-            for name, data in last.items():
-                with self._medium.create(directory, name, len(data), lambda count: None) as new_file:
-                    new_file.write(data)
-                self._note_object(directory, name)
-
-    def _note_object(self, directory: Where, name: str) -> None:
-        if isinstance(directory, ObjectPath):
-            self._objects.append(directory.parent / name)
-
-    def discard(self) -> None:
-        """Delete the files that are not published yet. Never raise an error of the file system or the store."""
-        if self._reservation is not None:
-            self._medium.discard(self._reservation)
-            self._reservation = None
-        for path in self._objects:
-            with suppress(OSError):
-                client_of(path).delete([path.key])
+    Raises:
+        SaveFailed: The path was taken meanwhile, or cannot be written.
+    """
+    with _named_failures(output.path):
+        _require_not_taken(output.path)
+        output.publish(directory, last)
 
 
 @contextmanager
@@ -380,7 +333,11 @@ def _named_failures(out: Where) -> Iterator[None]:
         raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
 
 
-def _require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
-    """Raise SaveFailed if ``out`` exists. A symbolic link without a target exists as well."""
-    if medium_of(out).kind(out) or is_link(out):
-        raise SaveFailed(f"{out} {otherwise}")
+def _require_absent(out: Where) -> None:
+    if exists(out):
+        raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
+
+
+def _require_not_taken(out: Where) -> None:
+    if has_appeared(out):
+        raise SaveFailed(f"{out} has come while it was written. Nothing was replaced.")

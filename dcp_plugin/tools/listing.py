@@ -16,10 +16,10 @@ from typing import Any, Literal
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
-from dcp_plugin.media import Medium, Readable, is_workspace
+from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.scan import Scan
@@ -140,9 +140,10 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
 
 
 def _at_once(look: Callable[[Any], Any], things: Sequence[Any], root: Where) -> Iterable[Any]:
-    if not isinstance(root, ObjectPath):  # on a disk, threads would only wait for each other
+    at_once = medium_of(root).open(root).cost.at_once
+    if at_once == 1:
         return map(look, things)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp-list") as pool:
+    with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-list") as pool:
         return list(pool.map(look, things))
 
 

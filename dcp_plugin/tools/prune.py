@@ -7,7 +7,6 @@ folders, and other processes may prune there. Each checkpoint is therefore exami
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from dcp_plugin.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.media import Leftover, is_workspace, medium_of, workspace_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
 from dcp_plugin.retention import Retention, needed
 from dcp_plugin.runs import figures
 from dcp_plugin.runs.retention import delete, may_need
@@ -260,11 +259,7 @@ def _was_published(path: Where) -> bool:
 
 def _links(listing: Found, root: Where) -> dict[Path, Path]:
     """Return the symbolic links in the folders of the checkpoints and above, with their targets."""
-    links = listing.scan.links()
-    if isinstance(root, Path):
-        with suppress(OSError), os.scandir(root.parent) as entries:
-            links |= {Path(entry.path): Path(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink()}
-    return links
+    return listing.scan.links() | links_in(root.parent)
 
 
 def _keep_bases(decided: dict[Where, PrunedCheckpoint], bases: Mapping[Where, set[Where]], in_flight: bool) -> None:

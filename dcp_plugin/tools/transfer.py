@@ -55,8 +55,6 @@ _LAST = (f"/{METADATA}", ".index.json")
 _MOST_LAST = 64 << 20
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Lasting errors of the target: no file is kept for another attempt."""
-_AHEAD_OF_STREAMS = 16
-"""Number of pieces of all files that are requested at the same time, where each piece is a request."""
 _PART_OF_FLIGHT = 2
 """Divisor of the bytes in flight: a copy uses half of those that a rank of a save may have on the way to a store."""
 _PARTIAL = ".partial"
@@ -474,7 +472,7 @@ class Transfer:
             source.files.keep(names)
         in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
         at_once = max(1, min(self.state.io_threads, len(names)))
-        ahead = max(2, _AHEAD_OF_STREAMS // at_once) if source.files.streams else 2
+        ahead = max(2, source.files.cost.at_once // at_once)
         with (
             ThreadPoolExecutor(at_once * ahead, thread_name_prefix="dcp-copy-read") as readers,
             ThreadPoolExecutor(at_once, thread_name_prefix="dcp-copy") as pool,

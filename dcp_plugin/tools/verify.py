@@ -133,11 +133,11 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
         reader.opened.files.keep(reader.index.files)
     nbytes = sum(place.length for _, place in items.values())
     count = Counter(nbytes, progress)
-    threads = max(io_threads, reader.opened.files.streams)
+    cost = reader.opened.files.cost
+    threads = max(io_threads, cost.at_once)
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
         errors: list[str] = []
-        alone = [[item] for item in items.values()]
-        windows = list(in_windows(items.values())) if reader.opened.files.streams else alone
+        windows = list(in_windows(items.values(), cost))
         for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
             errors += wrong
             count.add(sum(place.length for _, place in window))

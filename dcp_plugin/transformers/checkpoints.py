@@ -45,7 +45,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, inspect_files, plain
-from dcp_plugin.paths import PathLike, Where, as_path, local_path
+from dcp_plugin.paths import PathLike, Where, as_path, local_path, on_file_system
 from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.sources import SourceFiles
@@ -212,11 +212,11 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     if files is None and state is None:
         with damage_in(path):
             kind = kind_of(path)
-        if not kind and not isinstance(path, Path):
+        if not kind:
             raise CheckpointNotFound(f"{path}: nothing is there")
         path = local_path(path, "what transformers has saved without this package", _COPY_IT)
         if reason := _incomplete_reason(path):
-            raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
+            raise CheckpointIncomplete(f"{path}: {reason}")
         return Found(path)
     if state is not None and not state.committed:
         raise CheckpointIncomplete(f"{path}: {state.reason}")
@@ -282,8 +282,8 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
     """Yield the checkpoints with their steps, including checkpoints that an interrupted overwrite has renamed."""
     yield from catalog.numbered(root, _PREFIX)
     for state in catalog.list_checkpoints(root):
-        path, step = state.path, state.step
-        if isinstance(path, Path) and path.suffix == ".aside" and path.parent.parent == root and step is not None:
+        path, step = on_file_system(state.path), state.step
+        if path is not None and path.suffix == ".aside" and path.parent.parent == root and step is not None:
             yield step, path
 
 

@@ -97,7 +97,7 @@ class LocalDisk:
             return lease.in_flight(commit.record_of(entry), entry.stat().st_mtime)
         return None
 
-    def kind(self, path: Path) -> Literal["folder", "file", ""]:
+    def kind(self, path: Path) -> Literal["folder", "file", "other", ""]:
         try:
             mode = os.stat(path).st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -106,7 +106,7 @@ class LocalDisk:
             if error.errno != errno.ELOOP:  # a link that leads to itself, and so nowhere
                 raise
             return ""
-        return "folder" if stat.S_ISDIR(mode) else "file"
+        return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
 def _status(entry: os.DirEntry[str]) -> FileStatus:

@@ -112,7 +112,7 @@ class ObjectStore:
             return None
         return lease.in_flight(commit.json_in(self.client, item) or {}, item.modified)
 
-    def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
+    def kind(self, path: ObjectPath) -> Literal["folder", "file", "other", ""]:
         if self.listed is not None:
             return "folder" if self.listed.below(path) else "file" if path.key in self.listed else ""
         if next(self.client.below(path.key), None) is not None:

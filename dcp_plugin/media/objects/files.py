@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
-from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
-from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, ObjectInfo, below
+from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.media import RangedFile, RawRanges, Readable, ReadCost, first_bytes
+from dcp_plugin.media.objects.client import GAP, PART, STREAMS, Changed, Client, ObjectInfo, below
 from dcp_plugin.paths import ObjectPath
 
 _A_PAGE = 1000
@@ -124,8 +125,7 @@ class ObjectFiles(Readable):
     No file needs a pin: a save that replaces a checkpoint leaves its objects to the save after that.
     """
 
-    streams = STREAMS
-    gap = GAP
+    cost = ReadCost(STREAMS, GAP, most=PART, hosts=1)
 
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
@@ -157,6 +157,9 @@ class ObjectFiles(Readable):
 
     def modified(self, name: str) -> float:
         return self._find(name).modified
+
+    def version(self, names: Iterable[str]) -> str:
+        return fingerprint(repr([(name, self.size(name), self.modified(name)) for name in sorted(names)]).encode())
 
     def open(self, name: str) -> RangedFile:
         item = self._find(name)
