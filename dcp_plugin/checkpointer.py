@@ -21,13 +21,11 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
-from dcp_plugin.media import medium_of
-from dcp_plugin.media.packed import unpacked
+from dcp_plugin.media import medium_of, unpacked
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
-from dcp_plugin.runs import launches
 from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
@@ -444,7 +442,10 @@ def _load(
         ranks = checkpointer._writer.meet()
         wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
         location = as_path(path, checkpointer.config.storage_options)
-        launches.refuse_another_rank(location, ranks.launch)
+        if ranks.launch is not None:
+            from dcp_plugin.runs import launches  # only processes without a process group need it
+
+            launches.refuse_another_rank(location, ranks.launch)
         opening = _open(checkpointer, location, ranks) if shown is None else nullcontext(shown)
         with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
             loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)

@@ -36,7 +36,8 @@ from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.runs import figures
-from dcp_plugin.saving.job import HostCopy, SavePipeline, raise_as_failed_save
+from dcp_plugin.saving.background import HostCopy
+from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import Writer
 from dcp_plugin.staging.guard import take_off_hooks

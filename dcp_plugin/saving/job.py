@@ -39,10 +39,7 @@ from dcp_plugin.records import (
     StagedState,
     WrittenPart,
 )
-from dcp_plugin.runs import figures, launches
-from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.staging.guard import Guard
-from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.runs import figures
 from dcp_plugin.state.adapters import (
     Place,
     adapters_of,
@@ -52,7 +49,6 @@ from dcp_plugin.state.adapters import (
     shards_in,
     shared_keys,
 )
-from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
 from dcp_plugin.tensors._torch import is_tensor
@@ -64,7 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_plugin")
 
 
-def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
+def as_staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
+    """Return the staged state, given the bytes of the gathered one."""
     return StagedState(
         state,
         paths=gathered.paths,
@@ -148,7 +145,7 @@ class SavePipeline:
 
     def stage_in_place(self, gathered: GatheredState) -> StagedState:
         """Return the staged state without a copy, for a save whose caller waits until it is written."""
-        return _staged(gathered, self.encode(gathered.leaves), 0.0)
+        return as_staged(gathered, self.encode(gathered.leaves), 0.0)
 
     def run(
         self,
@@ -348,83 +345,6 @@ class SavePipeline:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
 
 
-class HostCopy:
-    """Host copy of one asynchronous save.
-
-    :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
-    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
-    stays in the copy until the ranks meet.
-    """
-
-    def __init__(self, pipeline: SavePipeline, handle: SaveHandle, ranks: Ranks) -> None:
-        self._pipeline, self._handle, self._ranks = pipeline, handle, ranks
-        self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
-        self._guard: Guard | None = None
-        self._seconds = 0.0
-
-    @property
-    def complete(self) -> bool:
-        """Whether :meth:`finish` has no tensors to copy."""
-        return self._guard is None
-
-    def has_begun(self) -> bool:
-        """Return True, or raise the error of :meth:`begin` on this rank."""
-        self._begun.get()
-        return True
-
-    def begin(self, live: LiveState, pool: Attempt[HostPool]) -> None:
-        """Gather the state, and copy the tensors that may change at any time.
-
-        Args:
-            pool: Memory for the copy, whose contents are overwritten.
-        """
-
-        def copy(gathered: GatheredState) -> tuple[GatheredState, Snapshot]:
-            began = time.monotonic()
-            stable = StepStableMemory([*live_objects(live.state), *live.owners] if self._pipeline.is_lazy else [])
-            snapshot = Snapshot(gathered.leaves, pool.get(), self._pipeline.encode, stable)
-            if not snapshot.complete:
-                self._guard = Guard(stable.modules)
-            self._seconds = time.monotonic() - began
-            return gathered, snapshot
-
-        self._begun = Attempt.of(lambda: self._pipeline.gather(live, self._ranks)).then(copy)
-
-    def finish(self) -> Attempt[StagedState]:
-        """Copy the remaining tensors, then let training change the state. The copy refers to no memory of the state.
-
-        The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`. Later saves then copy the
-        complete state in :meth:`begin`.
-        """
-        attempt, self._begun = self._begun, Attempt(None)
-
-        def copy(in_progress: tuple[GatheredState, Snapshot]) -> StagedState:
-            began = time.monotonic()
-            gathered, snapshot = in_progress
-            try:
-                return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
-            finally:
-                if snapshot.changed:
-                    self._pipeline.is_lazy = False
-                    logger.warning(
-                        "rank %d: code other than an optimizer step wrote to the state while it was copied for %s. "
-                        "From now on, saves copy the state before they return, as with staging='blocking'.",
-                        self._ranks.rank,
-                        self._handle.path,
-                    )
-
-        try:
-            return attempt.then(copy)
-        finally:
-            self._handle.set_staged()
-            self.release()
-
-    def release(self) -> None:
-        """Release the code that waits to change the state."""
-        if self._guard is not None:
-            self._guard.copied.set()
-
-
 def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
     """Raise the error of a save that failed before publication, as an error of this package."""
     if type(error) is CheckpointError:  # some rank raised another type of error, and all ranks got this one
@@ -442,7 +362,10 @@ def _reserve(publication: Publication, ranks: Ranks) -> Where:
         retention.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: if two processes reserve at the same time, at least one sees the other.
-    launches.refuse_other_ranks(publication.path.parent, ranks.launch)
+    if ranks.launch is not None:
+        from dcp_plugin.runs import launches  # only processes without a process group need it
+
+        launches.refuse_other_ranks(publication.path.parent, ranks.launch)
     return directory
 
 

@@ -1,4 +1,5 @@
-"""Writers of saves: the calling thread and a background thread. The keeper has a third (:mod:`dcp_plugin.sources`).
+"""Writers of saves, and the one whose caller waits: the calling thread. The others are a background thread
+(:mod:`dcp_plugin.saving.background`) and the keeper (:mod:`dcp_plugin.sources`).
 
 A writer takes live objects through all stages of :mod:`~dcp_plugin.saving.job`. It also plans, because a background
 save plans in the background, and a lazy save has no staged state when the call returns.
@@ -8,23 +9,19 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Protocol
 
 from dcp_plugin import events
-from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
-from dcp_plugin.records import LiveState, SaveRequest, StagedState
-from dcp_plugin.saving.job import HostCopy, SavePipeline, raise_as_failed_save
+from dcp_plugin.records import LiveState, SaveRequest
+from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
 from dcp_plugin.staging.guard import take_off_hooks
-from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
@@ -76,8 +73,13 @@ class Writer(Protocol):
 
 def writer_of(config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> Writer:
     """Return the writer that a configuration asks for."""
-    kind = BackgroundThread if config.async_save else CallingThread
-    writer: Writer = kind(config, pipeline, queue, groups)
+    writer: Writer
+    if config.async_save:
+        from dcp_plugin.saving.background import BackgroundThread  # only asynchronous saves need host copies
+
+        writer = BackgroundThread(config, pipeline, queue, groups)
+    else:
+        writer = CallingThread(config, pipeline, queue, groups)
     keeper = keeper_of(config)
     if keeper is not None:
         writer = keeper.writer(config, pipeline, queue, groups, writer)
@@ -102,8 +104,8 @@ class CallingThread(Writer):
         """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self._begin(request)
-        with collector_paused(), self._progress(handle, ranks):
+        publication = self.begin(request)
+        with collector_paused(), self.progress(handle, ranks):
             with module_cache():
                 try:
                     gathered = Attempt.of(lambda: self._pipeline.gather(live, ranks))
@@ -114,7 +116,7 @@ class CallingThread(Writer):
             event = self._pipeline.run(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def _begin(self, request: SaveRequest) -> Publication:
+    def begin(self, request: SaveRequest) -> Publication:
         """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
         publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
         if (files := request.files) is None:
@@ -136,7 +138,7 @@ class CallingThread(Writer):
             raise
         return publication
 
-    def _progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
+    def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
         wanted = sys.stderr.isatty() if self._config.progress == "auto" else self._config.progress
         if not wanted or ranks.rank != 0:
             return nullcontext()
@@ -174,43 +176,3 @@ class CallingThread(Writer):
 
     def is_free(self) -> bool:
         return all(handle.done() for handle in self._queue.handles)
-
-
-class BackgroundThread(CallingThread):
-    """Writer of asynchronous saves: one thread per save, which writes from a copy in host memory."""
-
-    def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
-        super().__init__(config, pipeline, queue, groups)
-        self._may_go_on = int(config.when_busy == "queue")
-        self.pools = [HostPool() for _ in range(1 + self._may_go_on)]
-        self._saves = 0
-
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self._begin(request)
-        copy = HostCopy(self._pipeline, handle, ranks)
-        self._queue.warns_at_exit = ranks.rank == 0
-        try:
-            with collector_paused(), module_cache():
-                copy.begin(live, Attempt(self.pools[self._saves % len(self.pools)]))
-            if copy.complete:
-                handle.set_staged()
-            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
-
-            def write(staged: Attempt[StagedState]) -> events.SaveFinished:
-                with self._progress(handle, ranks, in_background=True), together(request.call):
-                    return self._pipeline.run(publication, timed, staged, ranks)
-
-            self._queue.start(handle, copy.finish, write)
-        finally:  # Ctrl-C may arrive after the thread has started
-            if handle in self._queue.handles:
-                self._saves += 1  # not earlier: the next save takes the other pool, which may be in use
-            else:
-                copy.release()  # no thread will make the copy that training waits for
-                publication.discard()
-
-    def holdings(self) -> list[str]:
-        return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]
-
-    def close(self) -> None:
-        for pool in self.pools:
-            pool.free()

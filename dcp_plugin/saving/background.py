@@ -1,0 +1,147 @@
+"""Saves in the background: the copy of the state in host memory, and the thread that writes from it.
+
+No module is first imported in that thread, because the program may end meanwhile: this module imports the modules that
+only some saves need.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from dcp_plugin import events
+from dcp_plugin.calls import together
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.media import packed  # noqa: F401
+from dcp_plugin.planning import load_balance  # noqa: F401
+from dcp_plugin.ranks import Attempt, RankGroups, Ranks
+from dcp_plugin.records import GatheredState, LiveState, SaveRequest, StagedState
+from dcp_plugin.runs import launches, retention  # noqa: F401
+from dcp_plugin.saving.job import SavePipeline, as_staged
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.saving.writers import CallingThread
+from dcp_plugin.staging.guard import Guard
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.state.annotations import StepStableMemory, live_objects
+from dcp_plugin.state.names import module_cache
+from dcp_plugin.tensors.host_memory import collector_paused
+
+logger = logging.getLogger("dcp_plugin")
+
+
+class HostCopy:
+    """Host copy of one asynchronous save.
+
+    :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
+    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
+    stays in the copy until the ranks meet.
+    """
+
+    def __init__(self, pipeline: SavePipeline, handle: SaveHandle, ranks: Ranks) -> None:
+        self._pipeline, self._handle, self._ranks = pipeline, handle, ranks
+        self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
+        self._guard: Guard | None = None
+        self._seconds = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether :meth:`finish` has no tensors to copy."""
+        return self._guard is None
+
+    def has_begun(self) -> bool:
+        """Return True, or raise the error of :meth:`begin` on this rank."""
+        self._begun.get()
+        return True
+
+    def begin(self, live: LiveState, pool: Attempt[HostPool]) -> None:
+        """Gather the state, and copy the tensors that may change at any time.
+
+        Args:
+            pool: Memory for the copy, whose contents are overwritten.
+        """
+
+        def copy(gathered: GatheredState) -> tuple[GatheredState, Snapshot]:
+            began = time.monotonic()
+            stable = StepStableMemory([*live_objects(live.state), *live.owners] if self._pipeline.is_lazy else [])
+            snapshot = Snapshot(gathered.leaves, pool.get(), self._pipeline.encode, stable)
+            if not snapshot.complete:
+                self._guard = Guard(stable.modules)
+            self._seconds = time.monotonic() - began
+            return gathered, snapshot
+
+        self._begun = Attempt.of(lambda: self._pipeline.gather(live, self._ranks)).then(copy)
+
+    def finish(self) -> Attempt[StagedState]:
+        """Copy the remaining tensors, then let training change the state. The copy refers to no memory of the state.
+
+        The attempt fails with SaveFailed, naming tensors that changed since :meth:`begin`. Later saves then copy the
+        complete state in :meth:`begin`.
+        """
+        attempt, self._begun = self._begun, Attempt(None)
+
+        def copy(in_progress: tuple[GatheredState, Snapshot]) -> StagedState:
+            began = time.monotonic()
+            gathered, snapshot = in_progress
+            try:
+                return as_staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
+            finally:
+                if snapshot.changed:
+                    self._pipeline.is_lazy = False
+                    logger.warning(
+                        "rank %d: code other than an optimizer step wrote to the state while it was copied for %s. "
+                        "From now on, saves copy the state before they return, as with staging='blocking'.",
+                        self._ranks.rank,
+                        self._handle.path,
+                    )
+
+        try:
+            return attempt.then(copy)
+        finally:
+            self._handle.set_staged()
+            self.release()
+
+    def release(self) -> None:
+        """Release the code that waits to change the state."""
+        if self._guard is not None:
+            self._guard.copied.set()
+
+
+class BackgroundThread(CallingThread):
+    """Writer of asynchronous saves: one thread per save, which writes from a copy in host memory."""
+
+    def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
+        super().__init__(config, pipeline, queue, groups)
+        self._may_go_on = int(config.when_busy == "queue")
+        self.pools = [HostPool() for _ in range(1 + self._may_go_on)]
+        self._saves = 0
+
+    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+        publication = self.begin(request)
+        copy = HostCopy(self._pipeline, handle, ranks)
+        self._queue.warns_at_exit = ranks.rank == 0
+        try:
+            with collector_paused(), module_cache():
+                copy.begin(live, Attempt(self.pools[self._saves % len(self.pools)]))
+            if copy.complete:
+                handle.set_staged()
+            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+
+            def write(staged: Attempt[StagedState]) -> events.SaveFinished:
+                with self.progress(handle, ranks, in_background=True), together(request.call):
+                    return self._pipeline.run(publication, timed, staged, ranks)
+
+            self._queue.start(handle, copy.finish, write)
+        finally:  # Ctrl-C may arrive after the thread has started
+            if handle in self._queue.handles:
+                self._saves += 1  # not earlier: the next save takes the other pool, which may be in use
+            else:
+                copy.release()  # no thread will make the copy that training waits for
+                publication.discard()
+
+    def holdings(self) -> list[str]:
+        return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.free()
