@@ -23,8 +23,7 @@ from dcp_plugin.calls import Call, together
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, some
-from dcp_plugin.media import locate, medium_of
-from dcp_plugin.media.packed import uncommitted_reason
+from dcp_plugin.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
 from dcp_plugin.records import LoadReport

@@ -22,9 +22,9 @@ from dcp_plugin.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, ha
 from dcp_plugin.format.foreign.detect import META as META
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.format.summary import Summary
-from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot
-from dcp_plugin.media.packed import PackedFiles, unpacked
-from dcp_plugin.media.packed import uncommitted_reason as uncommitted_reason
+from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot, unpacked
+from dcp_plugin.media import uncommitted_reason as uncommitted_reason
+from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import Where, on_file_system
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.open import open_files

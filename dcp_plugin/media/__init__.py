@@ -16,13 +16,14 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from dcp_plugin.errors import SaveFailed, some
-from dcp_plugin.format import PACKED, Files
+from dcp_plugin.format import METADATA, PACKED, Files
+from dcp_plugin.format import uncommitted_reason as reason_in
 from dcp_plugin.paths import ObjectPath, Where
 
 P = TypeVar("P", Path, ObjectPath)
@@ -586,3 +587,30 @@ def locate(path: Where) -> Where:
     from dcp_plugin.media.disk import commit
 
     return commit.locate(path)
+
+
+def unpacked(files: Readable) -> Readable:
+    """Return the files of a checkpoint under their usual names, also if it was saved in place
+    (:mod:`dcp_plugin.format.packed`). Raises OSError."""
+    names = files.names()
+    if METADATA not in names or not any(name.startswith(PACKED) for name in names):
+        return files
+    from dcp_plugin.media.packed import packed_view  # needed for object stores, and for copies of their checkpoints
+
+    return packed_view(files, names)
+
+
+def uncommitted_reason(path: Where, medium: Medium | None = None) -> str:
+    """Return why no committed checkpoint is at a path; an empty string if there is one. Raises OSError."""
+    medium = medium or medium_of(path)
+    try:
+        with closing(medium.open(path, pin=True)) as files:
+            return reason_in([name.rstrip("/") for name in unpacked(files).names()])
+    except OSError as error:
+        if isinstance(path, Path) and not path.is_dir():
+            return "not a directory" if path.exists() else "no such directory"
+        if isinstance(path, ObjectPath) and isinstance(error, FileNotFoundError):
+            return "no such directory"
+        if files.moved():  # another process has just published it
+            return uncommitted_reason(path, medium)
+        raise

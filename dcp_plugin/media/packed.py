@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import closing
-from pathlib import Path
 
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
-from dcp_plugin.format import uncommitted_reason as reason_in
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, medium_of, scatter
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, scatter
 from dcp_plugin.paths import ObjectPath, Where
 
 HAS_BASE = "dcp_plugin.base"
@@ -25,10 +22,13 @@ _TAIL = 64 << 10
 """Bytes; a summary has a few kilobytes, unless the state has very many modules."""
 
 
-def unpacked(files: Readable) -> Readable:
-    """Return the files of a checkpoint under their usual names. Raises OSError as they do."""
-    names = files.names()
-    if METADATA not in names or not (tokens := folders(names)):
+def packed_view(files: Readable, names: Collection[str]) -> Readable:
+    """Return the files of a checkpoint under their usual names, see :func:`dcp_plugin.media.unpacked`.
+
+    Args:
+        names: The names that the files have.
+    """
+    if not (tokens := folders(names)):
         return files
     tail = last_bytes(files, _TAIL)
     end = end_of(tail)
@@ -55,22 +55,6 @@ def last_bytes(files: Readable, count: int) -> bytes:
                 break
             done += read
     return bytes(memory[:done])
-
-
-def uncommitted_reason(path: Where, medium: Medium | None = None) -> str:
-    """Return why no committed checkpoint is at a path; an empty string if there is one. Raises OSError."""
-    medium = medium or medium_of(path)
-    try:
-        with closing(medium.open(path, pin=True)) as files:
-            return reason_in([name.rstrip("/") for name in unpacked(files).names()])
-    except OSError as error:
-        if isinstance(path, Path) and not path.is_dir():
-            return "not a directory" if path.exists() else "no such directory"
-        if isinstance(path, ObjectPath) and isinstance(error, FileNotFoundError):
-            return "no such directory"
-        if files.moved():  # another process has just published it
-            return uncommitted_reason(path, medium)
-        raise
 
 
 def may_have_base(path: Where, medium: Medium) -> bool:

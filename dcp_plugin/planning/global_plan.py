@@ -24,11 +24,9 @@ from dcp_plugin.format.columns import (
     partitioned,
     product,
     ragged,
-    ranges,
     totals,
 )
 from dcp_plugin.format.payload import MAX_PAYLOAD
-from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.ranks import pack, unpack
 from dcp_plugin.types import KeyPath
@@ -103,12 +101,17 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     everything.check(keys)
     may_write = everything.new | everything.any_rank  # of a box not marked any_rank, only the first holder may write
     rows = everything.take(may_write, everything.new[may_write])
-    ties = _common_ties(everything, rows)
-    held = rows.held(keys)
-    parts = _balance_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
-    parts = _with_ties(parts, rows, ties)
-    row = held.first[parts.box] + parts.holder
-    written = rows.take(row, rows.new)
+    first = np.flatnonzero(rows.new)
+    boxes = rows.take(first, rows.new[first])
+    if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
+        table = keys.table(boxes.key, boxes.offsets, boxes.sizes)
+        return GlobalPlan(table, boxes.rank, boxes.chunk, np.full(len(first), True), boxes.offsets, boxes.sizes)
+    from dcp_plugin.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
+
+    holders = np.diff(first, append=len(rows.new))
+    held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
+    parts = assign(held, boxes.key, _common_ties(everything, rows), len(inventories), MAX_PAYLOAD)
+    written = rows.take(first[parts.box] + parts.holder, rows.new)
     offsets = written.offsets + parts.offsets
     uncut = in_all(parts.sizes == written.sizes)
     table = keys.table(written.key, offsets, parts.sizes)
@@ -274,13 +277,6 @@ class _Rows:
                 f"needs {needed}: a part is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
-    def held(self, keys: _Keys) -> HeldBoxes:
-        first = np.flatnonzero(self.new)
-        count = np.diff(first, append=len(self.new))
-        nothing_shared = len(first) == len(self.new)
-        sizes, key = (self.sizes, self.key) if nothing_shared else (self.sizes[first], self.key[first])
-        return HeldBoxes(sizes, keys.itemsize[key], first, count, self.rank)
-
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
     """Return a dict from each tied key to the first key with the same memory.
@@ -295,40 +291,6 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
         if (firsts == firsts[0]).all() and (counts[:, key] == counts[:, firsts[0]]).all():
             ties[key] = int(firsts[0])
     return ties
-
-
-def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
-    """Balance all boxes that ``skipped`` does not mark."""
-    if not skipped.any():
-        return balance_load(held, world_size, MAX_PAYLOAD)
-    kept = np.flatnonzero(~skipped)
-    count = held.count[kept]
-    ranks = held.ranks[ranges(held.first[kept], count)]
-    fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
-    parts = balance_load(fewer, world_size, MAX_PAYLOAD)
-    return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
-
-
-def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
-    """Assign the boxes of each tied key like those of its first key: same cuts, same ranks. The writer then has both
-    and writes their bytes once."""
-    if not ties:
-        return parts
-    key_of_box = rows.key[rows.new]
-    copies = []
-    for key, first in ties.items():
-        parts_of_first = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
-        # _common_ties has checked that both keys have equally many boxes, so the parts differ only in the box's number.
-        shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
-        copies.append(
-            BoxParts(
-                parts.box[parts_of_first] + shift,
-                parts.holder[parts_of_first],
-                parts.offsets[parts_of_first],
-                parts.sizes[parts_of_first],
-            )
-        )
-    return BoxParts.joined(parts, *copies)
 
 
 def _sorted(*columns: Column) -> bool:

@@ -10,14 +10,14 @@ ranks hold everything, no rank writes more than its share plus :data:`MIN_SPLIT`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from dcp_plugin.format.columns import product
+from dcp_plugin.format.columns import Column, product, ranges
 from dcp_plugin.types import Shape
 
 MIN_SPLIT = 1 << 18
@@ -114,6 +114,50 @@ class BoxParts:
         columns = [np.concatenate([getattr(parts, field.name) for parts in parts_lists]) for field in fields(cls)]
         order = np.argsort(columns[0], kind="stable")
         return cls(*(column[order] for column in columns))
+
+
+def assign(held: HeldBoxes, key_of_box: Ints, ties: Mapping[int, int], world_size: int, max_bytes: int) -> BoxParts:
+    """Assign each box, or parts that together are the box, to its holders.
+
+    Args:
+        ties: Each tied key -> the first key with the same memory, which has as many boxes on the same ranks.
+        max_bytes: Bytes of the largest part.
+    """
+    parts = _balance_without(held, np.isin(key_of_box, list(ties)), world_size, max_bytes)
+    return _with_ties(parts, key_of_box, ties)
+
+
+def _balance_without(held: HeldBoxes, skipped: Column, world_size: int, max_bytes: int) -> BoxParts:
+    """Balance all boxes that ``skipped`` does not mark."""
+    if not skipped.any():
+        return balance_load(held, world_size, max_bytes)
+    kept = np.flatnonzero(~skipped)
+    count = held.count[kept]
+    ranks = held.ranks[ranges(held.first[kept], count)]
+    fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
+    parts = balance_load(fewer, world_size, max_bytes)
+    return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
+
+
+def _with_ties(parts: BoxParts, key_of_box: Ints, ties: Mapping[int, int]) -> BoxParts:
+    """Assign the boxes of each tied key like those of its first key: same cuts, same ranks. The writer then has both
+    and writes their bytes once."""
+    if not ties:
+        return parts
+    copies = []
+    for key, first in ties.items():
+        parts_of_first = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
+        # Both keys have equally many boxes, so the parts differ only in the box's number.
+        shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
+        copies.append(
+            BoxParts(
+                parts.box[parts_of_first] + shift,
+                parts.holder[parts_of_first],
+                parts.offsets[parts_of_first],
+                parts.sizes[parts_of_first],
+            )
+        )
+    return BoxParts.joined(parts, *copies)
 
 
 def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:

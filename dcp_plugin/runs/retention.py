@@ -17,8 +17,8 @@ from typing import Any
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot
-from dcp_plugin.media.packed import may_have_base, time_from_names, uncommitted_reason, unpacked
+from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason, unpacked
+from dcp_plugin.media.packed import may_have_base, time_from_names
 from dcp_plugin.paths import PathLike, Where, as_path, is_link, resolved
 from dcp_plugin.retention import Retention
 from dcp_plugin.runs.catalog import step_in_name

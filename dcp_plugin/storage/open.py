@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
+from dcp_plugin import media
 from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
@@ -20,7 +21,7 @@ from dcp_plugin.format import (
 )
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Summary, fingerprint
-from dcp_plugin.media import Readable, locate, medium_of, packed
+from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import (
@@ -155,7 +156,7 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
         names = [name.rstrip("/") for name in files.names()]
         reason = uncommitted_reason(names)
     except OSError:
-        names, reason = [], packed.uncommitted_reason(path)
+        names, reason = [], media.uncommitted_reason(path)
         if not reason:
             raise HasCome(f"{path} has just come") from None
     if reason and has_traces(names):

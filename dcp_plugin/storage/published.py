@@ -30,8 +30,7 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
 from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
-from dcp_plugin.media import Medium, Readable, locate, medium_of
-from dcp_plugin.media.packed import unpacked
+from dcp_plugin.media import Medium, Readable, locate, medium_of, unpacked
 from dcp_plugin.paths import Where
 
 T = TypeVar("T")

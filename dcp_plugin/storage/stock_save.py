@@ -42,8 +42,7 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.keys import flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.values import WholeItem
-from dcp_plugin.media import locate, medium_of
-from dcp_plugin.media.packed import uncommitted_reason
+from dcp_plugin.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.planning.global_plan import Share, make_global_plan
 from dcp_plugin.planning.local_inventory import VALUE, LocalInventory, OfKey, ties_of

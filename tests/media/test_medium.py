@@ -10,8 +10,7 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.format import METADATA, read
-from dcp_plugin.media import WORKSPACE, CannotLink, DataFile, Medium, medium_of, snapshot
-from dcp_plugin.media.packed import uncommitted_reason, unpacked
+from dcp_plugin.media import WORKSPACE, CannotLink, DataFile, Medium, medium_of, snapshot, uncommitted_reason, unpacked
 from dcp_plugin.paths import Where, as_path
 
 _MEGABYTES = bytes(range(256)) * (80 << 10)

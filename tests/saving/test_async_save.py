@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import uncommitted_reason
 from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.media.packed import uncommitted_reason
 from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
 from tests import launch, programs
