@@ -431,7 +431,8 @@ class Medium(Protocol):
 
     def collect_garbage(self, workspace: Where, dry_run: bool = False) -> list[Leftover[Any]]:
         """Delete the files of saves and removals beside a workspace whose processes have ended for sure, and put back
-        what these had moved aside. Files that cannot be deleted stay for the next time. Return all garbage."""
+        what these had moved aside. Files that cannot be deleted stay for the next time. Return the garbage that
+        remains; with ``dry_run``, all of it."""
 
     def kind(self, path: Where) -> Literal["folder", "file", "other", ""]:
         """Return the kind of the entry at a path, or of its link target; ``"other"`` for a named pipe or device,

@@ -63,8 +63,6 @@ class ShardedLoadPlanner(LoadPlanner):
         self._allow_pickle = allow_pickle
         self.missing: list[str] = []
         """Targets that the checkpoint does not have."""
-        self.cast: list[str] = []
-        """Targets whose dtype differs from the checkpoint's."""
         self.misfits: list[str] = []
         """A line for each target that cannot be filled: its shape or kind differs or, if strict, it is missing."""
         self.plain: list[str] = []
@@ -150,15 +148,12 @@ class ShardedLoadPlanner(LoadPlanner):
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
         items: list[ReadItem] = []
-        self.cast = []
         for key, stored in stored_under.items():
             target, name = self._targets[key], self._names.get(key, key)
             if not isinstance(target, ShardedValue):
                 indices = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
                 items.append(ReadItem(LoadItemType.BYTE_IO, *indices))
                 continue
-            if target.dtype != stored.dtype:
-                self.cast.append(key)
             same = None if apart is None else self._same_chunk(name, target, stored)
             if apart is None or same is None:
                 items.extend(_reads(key, name, target, stored))

@@ -8,7 +8,6 @@ folders, and other processes may prune there. Each checkpoint is therefore exami
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -344,10 +343,14 @@ def _deleted(checkpoint: ListedCheckpoint) -> str:
 
 
 def _tidy(listing: Found, leftovers: list[Leftover[Any]]) -> list[PrunedLeftover]:
+    remaining: list[Leftover[Any]] = []
     for workspace in _workspaces(listing) if leftovers else ():
-        with suppress(OSError):
-            medium_of(workspace).collect_garbage(workspace)
-    still = {(leftover.path, leftover.what) for leftover in _leftovers(listing)} if leftovers else set()
+        medium = medium_of(workspace)
+        try:
+            remaining += medium.collect_garbage(workspace)
+        except OSError:
+            remaining += medium.collect_garbage(workspace, dry_run=True)
+    still = {(leftover.path, leftover.what) for leftover in remaining}
     return [
         PrunedLeftover(leftover.path, leftover.what, leftover.nbytes, (leftover.path, leftover.what) not in still)
         for leftover in leftovers

@@ -346,12 +346,12 @@ def sweep(workspace: Path) -> None:
 
 def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
     """See :meth:`dcp_plugin.media.Medium.collect_garbage`."""
+    if not dry_run:
+        sweep(workspace)
     garbage: list[Leftover[Path]] = []
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
             garbage += _left_by(folder, _reservation(workspace.parent / (lease.target_in(noted) or "?"), token))
-    if not dry_run:
-        sweep(workspace)
     return garbage
 
 

@@ -696,7 +696,7 @@ def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftov
                 client.abort_uploads(path.key, {token})
     finally:
         _let_go(client, reservation)
-    return garbage
+    return _leftovers(client, workspace)
 
 
 def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
