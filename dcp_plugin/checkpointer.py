@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
@@ -29,12 +29,15 @@ from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
-from dcp_plugin.saving.save_timing import SaveInterval, SaveTiming
+from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState
+
+if TYPE_CHECKING:
+    from dcp_plugin.saving.cheapest_interval import SaveInterval
 
 logger = logging.getLogger("dcp_plugin")
 

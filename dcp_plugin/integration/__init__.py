@@ -15,7 +15,7 @@ from typing import Self
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.saving.save_timing import SaveInterval
+from dcp_plugin.saving.cheapest_interval import SaveInterval
 
 
 class FrameworkCheckpointer(Checkpointer):

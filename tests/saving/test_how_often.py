@@ -20,7 +20,8 @@ from dcp_plugin import CheckpointCorrupt, CheckpointMismatch, SaveInterval, even
 from dcp_plugin.format.summary import Summary, with_hash
 from dcp_plugin.media import WORKSPACE
 from dcp_plugin.runs import figures
-from dcp_plugin.saving.save_timing import PRIOR_SECONDS, Failures, SaveCost, SaveTiming, cheapest_seconds, propose
+from dcp_plugin.saving.cheapest_interval import SaveCost, cheapest_seconds, propose
+from dcp_plugin.saving.save_timing import PRIOR_SECONDS, Failures, SaveTiming
 from dcp_plugin.storage.published import read_summary
 from tests import launch
 from tests.launch import on_ranks
