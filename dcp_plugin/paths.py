@@ -315,6 +315,13 @@ def are_on_same_medium(first: Where, second: Where) -> bool:
     return len(stores) == 1
 
 
+def name_below(root: Where, path: Where) -> str:
+    """Return the name of a path below ``root``, with ``/`` between folders."""
+    if isinstance(root, ObjectPath) and isinstance(path, ObjectPath):
+        return path.key.removeprefix(root.key).lstrip("/")
+    return Path(path).relative_to(str(root)).as_posix()
+
+
 def relative_to(path: Where, start: Where) -> str:
     """Return the relative path from ``start`` to ``path``; the full text of ``path`` if there is none."""
     if isinstance(path, ObjectPath) and isinstance(start, ObjectPath) and path.store == start.store:

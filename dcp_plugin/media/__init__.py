@@ -321,6 +321,9 @@ class Listed(Generic[P]):
     """Returns the status of an entry that is a file. It may take a system call. Raises OSError."""
     number: int = 0
     """Changes if another file takes the name, on a medium that numbers its files."""
+    in_flight: Callable[[], InFlight | None] = lambda: None
+    """Returns the save in flight, or interrupted, of an entry of a workspace; None if the entry is of no save. It may
+    read the record of the save."""
 
 
 class InFlight(NamedTuple):
@@ -332,6 +335,8 @@ class InFlight(NamedTuple):
     """Time of its last heartbeat or change, in seconds since the epoch."""
     launch: object
     """The record of the launch that saves (:func:`dcp_plugin.launcher.launch_record`), if another process does."""
+    is_at_target: bool = False
+    """Whether its files are below the path of its checkpoint, as in a store."""
 
 
 @dataclass(frozen=True)
@@ -419,9 +424,6 @@ class Medium(Protocol):
 
     def entries(self, root: Where) -> list[Listed[Any]]:
         """Return the entries of the folder ``root``, sorted by name."""
-
-    def in_flight(self, entry: Where) -> InFlight | None:
-        """Return the save in flight, or interrupted, of an entry of a workspace; None if the entry is of no save."""
 
     def link(self, path: Where, target: Where) -> None:
         """Make ``path`` another name of the checkpoint ``target``. An earlier checkpoint is replaced."""

@@ -29,7 +29,7 @@ def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
         with suppress(OSError):
             entries += medium.entries(folder)
     for entry in entries:
-        in_flight = medium.in_flight(entry.path) if is_workspace(entry.path.parent.name) else None
+        in_flight = entry.in_flight() if is_workspace(entry.path.parent.name) else None
         if in_flight is not None and (rank := launch.rank_in(in_flight.launch)) is not None:
             raise _without_group(root / in_flight.target, rank, launch)
         if entry.is_folder:

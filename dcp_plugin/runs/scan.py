@@ -25,7 +25,7 @@ from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
 from dcp_plugin.media.packed import time_from_names
-from dcp_plugin.paths import ObjectPath, Where, is_link
+from dcp_plugin.paths import Where, is_link
 from dcp_plugin.runs.foreign import Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.storage.published import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
@@ -39,7 +39,8 @@ _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _PATIENCE = 10.0
 _PAUSE = 0.5
 _LITTLE = 64 << 10
-"""Bytes that a scan may read of each file of another tool. If a read costs more, the name of the file decides."""
+"""Bytes that a scan may read, unasked, of each file of another tool and each record of a save. If a read costs more,
+the name of the file decides, and records are not read."""
 
 T = TypeVar("T")
 
@@ -284,32 +285,33 @@ class Scan:
         for path in [path for path in self.states if path.parent == workspace]:
             del self.states[path]
         try:
-            paths = [entry.path for entry in self._patience.read(lambda: self.medium.entries(workspace))]
+            entries = self._patience.read(lambda: self.medium.entries(workspace))
         except FileNotFoundError:
             return []
         except OSError as error:
             self._note_unreadable(workspace, error)
             return []
-        for path in paths:
+        is_cheap = self.medium.open(workspace).cost.gap <= _LITTLE
+        for entry in entries:
+            path = entry.path
             try:
-                state = state_of(path, self._patience) if path.suffix == ".aside" else self._in_flight(path)
+                if path.suffix == ".aside":
+                    state = state_of(path, self._patience)
+                else:
+                    state = self._in_flight(entry) if is_cheap or self._reads_records else None
             except CheckpointUnreadable as error:
                 self._note_unreadable(path, error)
                 continue
             if state is not None:
                 self.states[path] = state
-        return paths
+        return [entry.path for entry in entries]
 
-    def _in_flight(self, entry: Where) -> CheckpointState | None:
-        if isinstance(entry, ObjectPath) and not self._reads_records:  # the record would have to be read
+    def _in_flight(self, entry: Listed[Any]) -> CheckpointState | None:
+        save = entry.in_flight()
+        if save is None:
             return None
-        save = self.medium.in_flight(entry)
-        if save is None or self._is_seen(entry.parent.parent / save[0]):
+        at_target = self.states.get(entry.path.parent.parent / save.target)
+        if save.is_at_target and at_target is not None and not at_target.committed:  # the scan has seen it there
             return None
-        reason = f"a save of {save[0]} that is in flight or was interrupted"
-        return CheckpointState(entry, False, reason, None, save[1])
-
-    def _is_seen(self, path: Where) -> bool:
-        """Return whether the scan has seen a save in flight at its final path, as in a store."""
-        state = self.states.get(path)
-        return isinstance(path, ObjectPath) and state is not None and not state.committed
+        reason = f"a save of {save.target} that is in flight or was interrupted"
+        return CheckpointState(entry.path, False, reason, None, save.time)

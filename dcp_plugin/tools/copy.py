@@ -25,7 +25,8 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import is_workspace, locate, medium_of, tree
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.media.copies import copy_target
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, is_link, name_below, on_file_system, resolved
 from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
@@ -226,8 +227,9 @@ class _Copy:
         for path, replaces_other in replaces.items():
             with closing(open_source(path, self.paths[path])) as source:
                 self._copy_one(Transfer(source, self._there(path), state), replaces_other)
-        if isinstance(self.report.source, Path) and self.paths.get(self.report.source) is not False:
-            self._copy_links(self.report.source)
+        root = on_file_system(self.report.source)
+        if root is not None and self.paths.get(root) is not False:
+            self._copy_links(root)
         return state
 
     def _there(self, path: Where) -> Where:
@@ -235,9 +237,7 @@ class _Copy:
         source, target = self.report.source, self.report.target
         if path == source:
             return target
-        if isinstance(path, ObjectPath) and isinstance(source, ObjectPath):
-            return target / path.key.removeprefix(source.key).lstrip("/")
-        return target / Path(path).relative_to(str(source)).as_posix()
+        return target / name_below(source, path)
 
     def _base_there(self, base: Where) -> Where | None:
         here = {resolved(path): path for path in self.paths}
@@ -260,11 +260,8 @@ class _Copy:
                 _refuse_other_file(new_path)
             existing = open_source(new_path)
         except CheckpointError as error:
-            if (
-                isinstance(new_path, ObjectPath)
-                and not isinstance(error, CheckpointMismatch)
-                and _is_begun(source, names)
-            ):
+            place = copy_target(new_path, source.token, source.summary is not None)
+            if not isinstance(error, CheckpointMismatch) and place.may_be_begun(names, source.sizes):
                 return None
             self._refuse(
                 source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
@@ -286,7 +283,7 @@ class _Copy:
 
     def _copy_one(self, transfer: Transfer, replaces: bool) -> None:
         source, new_path = transfer.source, transfer.target
-        if replaces and transfer.keeps_names and _cannot_be_exchanged(source, new_path):
+        if replaces and transfer.place.would_overwrite(new_path):
             medium_of(new_path).remove(new_path)  # a checkpoint was opened there, perhaps of weights alone
         transfer.run()
         self.report.copied.append(new_path)
@@ -306,37 +303,21 @@ class _Copy:
         """Make the symbolic links to checkpoints of the root again at the target."""
         for link, leads_to in _links_below(root, set(self.paths)):
             new_link, new_target = self._there(link), self._there(leads_to)
-            if not isinstance(new_link, Path) or not isinstance(new_target, Path):
+            if on_file_system(new_link) is None:
                 self.report.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
-            elif os.path.lexists(new_link) and not new_link.is_symlink():
+            elif os.path.lexists(new_link) and not is_link(new_link):
                 self.report.passed_over.append(f"{link}: a link, and {new_link} is none")
-            elif not (new_link.is_symlink() and resolved(new_link) == resolved(new_target)):
+            elif not (is_link(new_link) and resolved(new_link) == resolved(new_target)):
                 medium_of(new_link).link(new_link, new_target)
                 self.report.links.append(new_link)
 
 
-def _is_begun(source: Source, names: list[str]) -> bool:
-    """Return whether the objects below a prefix may come from an interrupted copy: they have the names of data files of
-    this package, or of files of the source."""
-    ours = source.summary is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
-    return ours or set(names) <= source.sizes.keys()
-
-
-def _cannot_be_exchanged(source: Source, new_path: Where) -> bool:
-    """Return whether a copy in a bucket would overwrite objects of the checkpoint that it replaces. Files of another
-    tool keep their names, and files of the same save have the same names."""
-    if source.summary is None:
-        return True
-    names = tree(new_path)
-    return any(source.token in name for name in names)
-
-
 def _links_below(root: Path, checkpoints: set[Where]) -> Iterator[tuple[Path, Path]]:
     """Yield each symbolic link below the root that leads to a checkpoint, and the checkpoint."""
-    by_place = {resolved(path): path for path in checkpoints}
+    by_place = {Path(resolved(path)): Path(path) for path in checkpoints}
     for parent, folders, names in os.walk(root):
         for name in sorted([*folders, *names]):
             path = Path(parent, name)
-            if path.is_symlink() and isinstance(checkpoint := by_place.get(resolved(path)), Path):
+            if path.is_symlink() and (checkpoint := by_place.get(Path(resolved(path)))) is not None:
                 yield path, checkpoint
         folders[:] = [name for name in folders if not is_workspace(name) and Path(parent, name) not in checkpoints]

@@ -13,11 +13,10 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import (
@@ -28,13 +27,14 @@ from dcp_plugin.errors import (
     SaveFailed,
     damage_in,
 )
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, index_file, packed, read
+from dcp_plugin.format import INDEX, METADATA, SUMMARY, index_file, packed, read
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
 from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, Reservation, locate, medium_of, tree
+from dcp_plugin.media.copies import copy_target
 from dcp_plugin.media.packed import PackedFiles
-from dcp_plugin.paths import ObjectPath, Where, relative_to
+from dcp_plugin.paths import Where, on_file_system, relative_to
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import check_files, completed, open_checkpoint
 from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
@@ -50,15 +50,10 @@ from dcp_plugin.storage.stream_copy import (
 )
 from dcp_plugin.tools.stream import Progress
 
-_LAST = (f"/{METADATA}", ".index.json")
-"""Endings of the names of files that name other files. They are copied last if files appear one by one."""
-_MOST_LAST = 64 << 20
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Lasting errors of the target: no file is kept for another attempt."""
 _PART_OF_FLIGHT = 2
 """Divisor of the bytes in flight: a copy uses half of those that a rank of a save may have on the way to a store."""
-_PARTIAL = ".partial"
-"""Suffix of the name of an incomplete file on a disk."""
 FileIdentity = tuple[int, int, int, int]
 
 
@@ -94,10 +89,11 @@ class Source:
 
     def stamp(self, name: str) -> FileIdentity | None:
         """Return the identity of a file on the disk, which its hard links share; None for a file with a single name."""
-        if not isinstance(self.path, Path):
+        path = on_file_system(self.path if self.is_file else self.path / name)
+        if path is None:
             return None
         with suppress(OSError):
-            stat = os.stat(self.path if self.is_file else self.path / name)
+            stat = os.stat(path)
             if stat.st_nlink > 1:
                 return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
         return None
@@ -237,21 +233,6 @@ class CopyState:
             self.progress(min(done, self.total), self.total)
 
 
-def _renamed(names: Iterable[str], token: str) -> dict[str, str]:
-    """Return the names of data files with the token of their save in them, by their present names."""
-    new: dict[str, str] = {}
-    taken = {name for name in names if packed.token_in(name) == token}
-    for name in names:
-        rank, number = packed.position_of(name) or (0, 0)
-        candidate = name
-        while name not in taken and (candidate == name or candidate in taken):
-            candidate = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
-            number += 1
-        taken.add(candidate)
-        new[name] = candidate
-    return new
-
-
 class _Stopped(Exception):
     """Raised in a thread to stop it: another thread has failed."""
 
@@ -266,21 +247,20 @@ class Transfer:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.medium: Medium = medium_of(self.target)
-        self.keeps_names = isinstance(self.target, ObjectPath)
-        """True if files have their final names from the beginning, as in a bucket."""
-        self._new_names: dict[str, str] = {}
-        if self.keeps_names and self.source.summary is not None:
-            self._new_names = _renamed(list(self.source.index.files), self.source.token)
+        is_ours = self.source.summary is not None
+        self.place = copy_target(self.target, self.source.token, is_ours)
+        self.medium: Medium = self.place.medium
+        self._new_names = self.place.names_of(self.source.index.files) if is_ours else {}
 
     def name_there(self, name: str) -> str:
         """Return the name of a file at the target."""
         if self.source.is_file:
             return self.target.name
-        if self.keeps_names and self.source.summary is not None and name not in self._new_names:
-            is_extra_file = name.partition("/")[0] in self.source.summary.attached
-            return f"{PACKED}{self.source.token}/{name}" if is_extra_file else name
-        return self._new_names.get(name, name)
+        if name in self._new_names:
+            return self._new_names[name]
+        summary = self.source.summary
+        is_extra_file = summary is not None and name.partition("/")[0] in summary.attached
+        return self.place.name_of_extra_file(name) if is_extra_file else name
 
     def learn_homes(self, verified: bool) -> None:
         """Record the files that are at the target.
@@ -300,20 +280,18 @@ class Transfer:
             SaveFailed: The target cannot be written.
             CheckpointError: The source is damaged, was deleted, or cannot be read.
         """
-        if self.source.is_file and self.keeps_names:
-            with self._failures(None):
-                self._copy_all(self.target.parent / f"{self.source.token}.saving", [self.source.path.name])
-            return
-        reservation = self.medium.reserve(self.target, copy_of=self.source.token)
+        directory, reservation = self.place.begin(self.source.is_file)
         with self._failures(reservation):
-            self._run(reservation)
+            if self.source.is_file:
+                self._copy_all(directory, [self.source.path.name])
+                if reservation is not None:
+                    self.medium.publish(reservation, None)
+            else:
+                assert reservation is not None, "several files are published together"
+                self._copy_folder(reservation)
 
-    def _run(self, reservation: Reservation[Any]) -> None:
+    def _copy_folder(self, reservation: Reservation[Any]) -> None:
         directory, source = reservation.directory, self.source
-        if source.is_file:
-            self._copy_all(directory, [source.path.name])
-            self.medium.publish(reservation, None)
-            return
         views: dict[str, bytes] = {}
         if source.summary is None:
             tables = self._tables_of_others()
@@ -324,8 +302,8 @@ class Transfer:
             with self.medium.create(directory, self._made(directory, name), len(data), _ignore) as file:
                 file.write(data)
         self.medium.flush(directory)
-        if source.summary is None and isinstance(directory, Path):  # tools order checkpoints by their folders' times
-            os.utime(directory, 2 * (source.files.modified(""),))
+        if source.summary is None:
+            self.place.set_time(directory, source.files.modified(""))
         self.medium.publish(reservation, tables)
         self.state.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
 
@@ -368,8 +346,7 @@ class Transfer:
             self.state.add(unverified=(f"{source.path}/{METADATA}",))
         if not is_unchanged:
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
-        is_renamed = any(old != new for old, new in self._new_names.items())
-        if not is_renamed and not (self.keeps_names and summary.base):
+        if not self.place.change_tables(self._new_names, bool(summary.base)):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
         views = self._renamed_views(summary)
         # This is a second index in memory: the source is still read by its own.
@@ -423,45 +400,33 @@ class Transfer:
 
     def _tables_of_others(self) -> dict[str, bytes]:
         """Return the files that name other files, to be published last in a bucket; empty on a disk."""
-        if not self.keeps_names:
-            return {}
-        sizes = self.source.sizes
-        small = (name for name in sizes if f"/{name}".endswith(_LAST) and sizes[name] <= _MOST_LAST)
-        named = sorted({*small, *({METADATA} & sizes.keys())}, key=lambda name: (name == METADATA, name))
         tables = {}
-        for name in named:
+        for name in self.place.published_last(self.source.sizes):
             with self.source.open(name) as file:
                 tables[name] = file.read()
         return tables
 
     def _staged(self, directory: Where) -> set[str]:
         """Return the names of files that an interrupted copy has completed. Delete its other files on a disk."""
-        if isinstance(directory, ObjectPath) and self.source.summary is None:
-            return set()  # any other checkpoint may have files of these names
         files = self.medium.open(directory)
         staged = {name for name in self.source.sizes if self._is_staged(files, directory, name)}
-        if isinstance(directory, Path):
-            complete = {self.name_there(name) for name in staged}
-            for name in tree(directory, self.medium):
-                if name not in complete:
-                    (directory / name).unlink()
+        self.place.delete_others(directory, {self.name_there(name) for name in staged})
         return staged
 
     def _is_staged(self, files: Readable, directory: Where, name: str) -> bool:
         """Return whether an interrupted copy has completed a file, and the file is unchanged."""
         name_there, size = self.name_there(name), self.source.sizes[name]
-        with suppress(OSError):
-            if isinstance(directory, ObjectPath):  # an object appears when it is complete
-                usual = name_there.removeprefix(f"{PACKED}{self.source.token}/")
-                return name_there != name and files.size(usual) == size
-            if (directory / name_there).is_symlink() or files.size(name_there) != size:
-                return False
+
+        def is_unchanged() -> bool:
             look = self._look(name)
             if look is None:
                 modified = self.source.files.modified(name)
                 return files.modified(name_there) in (modified, int(modified))  # some file systems store seconds
             with files.open(name_there) as file:
                 return _is_intact(file, look) and not self._fault_between(files, name, look)
+
+        with suppress(OSError):
+            return self.place.is_complete(files, directory, name_there, name_there != name, size, is_unchanged)
         return False
 
     def _copy_all(self, directory: Where, names: list[str]) -> None:
@@ -510,25 +475,22 @@ class Transfer:
     def _linked(self, directory: Where, name: str) -> bool:
         """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
         size, stored, stamp = self.source.sizes[name], self._stored(name), self.source.stamp(name)
-        home = None if stamp is None else self.state.homes.get(stamp)
-        if isinstance(stored, ObjectPath) and isinstance(directory, ObjectPath):
-            within = stored.store == directory.store and (self.source.summary is None or name.endswith(DATA_SUFFIX))
-            home = (stored, True) if within else None
-        if home is None or (self.keeps_names and "/" in self.name_there(name)):
+        known = None if stamp is None else self.state.homes.get(stamp)
+        home = self.place.source_of_link(stored, self.name_there(name), known)
+        if home is None:
             return False
         path, verified = home
         shared = DataFile((path,), size)
         look = self._look(name)
         try:
-            if not verified and look is not None and not self.keeps_names:
+            if not verified and look is not None:
                 with shared.opened(self.medium) as (file, shared):
                     if not _is_intact(file, look):
                         return False
             self.medium.link_file(shared, directory / self._made(directory, name))
         except CannotLink:
             return False
-        unverified = (f"{stored}: copied by the store",) if self.keeps_names else ()
-        self.state.add(linked=size, unverified=unverified)
+        self.state.add(linked=size, unverified=self.place.unverified(stored))
         return True
 
     def _stored(self, name: str) -> Where:
@@ -542,10 +504,10 @@ class Transfer:
     def _copied(self, directory: Where, name: str, way: Way, at_once: int) -> None:
         source, size, look = self.source, self.source.sizes[name], self._look(name)
         new_name = self._made(directory, name)
-        name_until_complete = f"{new_name}{_PARTIAL}" if isinstance(directory, Path) else new_name
+        incomplete = self.place.incomplete(new_name)
         with (
             source.open(name) as file,
-            self.medium.create(directory, name_until_complete, size, _ignore, at_once * _PART_OF_FLIGHT) as to,
+            self.medium.create(directory, incomplete, size, _ignore, at_once * _PART_OF_FLIGHT) as to,
         ):
             way.copy(name, file, size, to, [] if look is None else [look])
         if look is None:
@@ -554,10 +516,7 @@ class Transfer:
             raise CheckpointCorrupt(fault)
         elif isinstance(look, LookAtItems):
             self.state.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
-        if isinstance(directory, Path):
-            if look is None:  # other tools order files by their times
-                os.utime(directory / name_until_complete, 2 * (source.files.modified(name),))
-            os.rename(directory / name_until_complete, directory / new_name)
+        self.place.complete(directory, new_name, source.files.modified(name) if look is None else None)
 
     def _fault_between(self, files: Readable, name: str, look: Look) -> str:
         """Return the fault in the bytes of a data file that belong to no item; empty if there is none."""
@@ -566,10 +525,9 @@ class Transfer:
         return ""
 
     def _made(self, directory: Where, name: str) -> str:
-        """Return the name of a file at the target. On a disk, make the folders above it."""
+        """Return the name of a file at the target, where it can be created now."""
         new_name = self.name_there(name)
-        if isinstance(directory, Path) and "/" in new_name:
-            (directory / new_name).parent.mkdir(parents=True, exist_ok=True)
+        self.place.prepare(directory, new_name)
         return new_name
 
 

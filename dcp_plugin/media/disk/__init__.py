@@ -84,18 +84,11 @@ class LocalDisk:
             listed = [
                 Listed(
                     *(root / entry.name, entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)),
-                    *(partial(_status, entry), entry.inode()),
+                    *(partial(_status, entry), entry.inode(), partial(_in_flight, root / entry.name)),
                 )
                 for entry in entries
             ]
         return sorted(listed, key=lambda entry: entry.path)
-
-    def in_flight(self, entry: Path) -> InFlight | None:
-        if entry.suffix != ".saving":
-            return None
-        with suppress(OSError):
-            return lease.in_flight(commit.record_of(entry), entry.stat().st_mtime)
-        return None
 
     def kind(self, path: Path) -> Literal["folder", "file", "other", ""]:
         try:
@@ -112,3 +105,11 @@ class LocalDisk:
 def _status(entry: os.DirEntry[str]) -> FileStatus:
     status = entry.stat(follow_symlinks=False)
     return FileStatus(status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
+
+
+def _in_flight(path: Path) -> InFlight | None:
+    if path.suffix != ".saving":
+        return None
+    with suppress(OSError):
+        return lease.in_flight(commit.record_of(path), path.stat().st_mtime)
+    return None

@@ -104,13 +104,20 @@ class ObjectStore:
             return FileStatus(files.size(name), f"{root}/{name}")
 
         names = [(name.rstrip("/"), name.endswith("/")) for name in files.names()]
-        return [Listed(root / name, is_folder, not is_folder, partial(status, name)) for name, is_folder in names]
+        return [
+            Listed(
+                *(root / name, is_folder, not is_folder, partial(status, name)),
+                in_flight=partial(self._in_flight, root / name),
+            )
+            for name, is_folder in names
+        ]
 
-    def in_flight(self, entry: ObjectPath) -> InFlight | None:
-        item = self.client.head(entry.key) if entry.suffix == ".json" else None
+    def _in_flight(self, record: ObjectPath) -> InFlight | None:
+        item = self.client.head(record.key) if record.suffix == ".json" else None
         if item is None:
             return None
-        return lease.in_flight(commit.json_in(self.client, item) or {}, item.modified)
+        save = lease.in_flight(commit.json_in(self.client, item) or {}, item.modified)
+        return save and save._replace(is_at_target=True)
 
     def kind(self, path: ObjectPath) -> Literal["folder", "file", "other", ""]:
         if self.listed is not None:
