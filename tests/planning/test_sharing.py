@@ -15,12 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
+from dcp_plugin.media import ReadCost
+from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.media.objects.files import ObjectFiles
 from dcp_plugin.planning import sharing
 from tests.compare import full_state, same_bytes
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 
 NEVER, ALWAYS = float("inf"), 1
+_OF_A_DISK = ReadCost().hosts
 
 
 @pytest.mark.parametrize(
@@ -31,14 +35,15 @@ NEVER, ALWAYS = float("inf"), 1
         (False, True, 9, NEVER),
         ("auto", True, 1, ALWAYS),  # nothing caches what a store has sent
         ("auto", False, 1, NEVER),  # a disk, memory, or a file server: one page cache
-        ("auto", False, sharing.MANY_HOSTS - 1, NEVER),
-        ("auto", False, 100, sharing.MANY_HOSTS),
+        ("auto", False, _OF_A_DISK - 1, NEVER),
+        ("auto", False, 100, _OF_A_DISK),
     ],
 )
 def test_who_reads_for_whom_follows_from_the_medium_and_the_hosts(
     policy: Any, from_store: bool, hosts: int, least: float
 ) -> None:
-    assert sharing.least_hosts(policy, from_store, hosts) == least
+    many = ObjectFiles.cost.hosts if from_store else _OF_A_DISK
+    assert sharing.least_hosts(policy, many, hosts) == least
 
 
 @on_ranks(2)
@@ -50,7 +55,7 @@ def test_as_many_hosts_as_the_rule_asks_for_read_each_byte_once(tmp_path: Path) 
     host = socket.gethostname()
     socket.gethostname = lambda: f"{host}{dist.get_rank()}"  # type: ignore[misc]
     for many, times in ((3, 2.0), (2, 1.0)):
-        sharing.MANY_HOSTS = many
+        LocalFiles.cost = ReadCost(hosts=many)  # type: ignore[assignment, misc]
         model = _model("ddp", seed=1)
         read = torch.tensor(dcp.load({"model": model}, tmp_path / "ck").bytes_read)
         restored = full_state(model.state_dict())
