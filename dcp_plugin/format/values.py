@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.pickles.rebuild import FACTORIES, VALUE, rebuilt
+from dcp_plugin.format.pickles.described import FACTORIES, VALUE
 from dcp_plugin.format.pickles.unpickler import TENSOR, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import public
@@ -172,7 +172,11 @@ def _encode_plain(value: Any) -> bytes:
 def _load(data: bytes, notes: list[str]) -> Any:
     """Load a value without executing code. Most values need no stand-in: torch's globals restore them."""
     value, stand_ins = load_bytes(data, VALUE)
-    return rebuilt(value, notes) if stand_ins else value
+    if not stand_ins:
+        return value
+    from dcp_plugin.format.pickles.rebuild import rebuilt  # few values need it
+
+    return rebuilt(value, notes)
 
 
 class _Pickling:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.format.pickles import rebuild  # noqa: F401
 from dcp_plugin.media import packed  # noqa: F401
 from dcp_plugin.planning import load_balance  # noqa: F401
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -24,8 +25,8 @@ from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import CallingThread
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.state.names import module_cache
+from dcp_plugin.state.step_stable import StepStableMemory, live_objects
 from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")

@@ -31,7 +31,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheck
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
 from dcp_plugin.format.payload import block_size
-from dcp_plugin.format.pickles.rebuild import RefusedValue
+from dcp_plugin.format.pickles.described import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.paths import StorageOptions, as_path, is_path

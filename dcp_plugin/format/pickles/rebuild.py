@@ -1,7 +1,7 @@
 """Rebuilding of objects that only executing code would restore, from their pickles and without execution.
 
-While a value is unpickled, a :class:`Described` takes the place of each such object and keeps its name, arguments and
-state. :func:`rebuilt` makes the objects afterwards, so that the unpickler neither hashes nor fills them:
+While a value is unpickled, a :class:`~dcp_plugin.format.pickles.described.Described` takes the place of each such
+object. :func:`rebuilt` makes the objects afterwards, so that the unpickler neither hashes nor fills them:
 
 - an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
 - an enum, a named tuple or a dataclass of the user whose class is already imported: a member is looked up, and the
@@ -26,63 +26,13 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn
-
-
-@dataclass(frozen=True)
-class RefusedValue:
-    """Entry of an index for a value with stand-ins in it. ``of`` is the name of the refused global."""
-
-    of: str
-
-
-def refused_in(value: Any) -> str:
-    """Return the name of the global of the first stand-in in a value; empty if the value has none."""
-    for leaf in leaves_of(value):
-        if isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn)):
-            return leaf.of
-    return ""
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers and the keys of mappings. A pickle can nest containers endlessly, and in
-    themselves."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (Mapping, list, tuple, set, frozenset)):
-            if id(node) not in seen:
-                seen.add(id(node))
-                todo += node
-                if isinstance(node, Mapping):
-                    todo += node.values()
-        else:
-            yield node
-
-
-class Described(StandIn):
-    """Object that is to be rebuilt."""
-
-    args: tuple[Any, ...]
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> Described:
-        described = super().__new__(cls)
-        described.args = args  # type: ignore[attr-defined]
-        return described  # type: ignore[return-value]
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-VALUE = dataclasses.replace(FILE, stand_in=Described)
+from dcp_plugin.format.pickles.described import FACTORIES, Described
+from dcp_plugin.format.pickles.unpickler import Refused
 
 
 def rebuilt(value: Any, notes: list[str]) -> Any:
@@ -327,8 +277,6 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
 
 _ALIGNED = 0x80  # flag of a dtype
 _INT = (int, type(None))
-FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
-FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
 _MAKERS: dict[str, Callable[[Any, Any], Any]] = {
     "builtins.bytes": _called(bytes),  # b"", in the protocol of torch.save
     "builtins.frozenset": _called(frozenset, list),

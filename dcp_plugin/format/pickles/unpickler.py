@@ -10,7 +10,7 @@ use                 is for                                          another glob
 ==================  ==============================================  ================================================
 
 ``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes, and
-``VALUE`` in :mod:`~dcp_plugin.format.pickles.rebuild`.
+``VALUE`` in :mod:`~dcp_plugin.format.pickles.described`.
 """
 
 from __future__ import annotations
