@@ -289,6 +289,16 @@ def links_in(folder: Where) -> dict[Path, Path]:
     return {}
 
 
+def options_of(path: Where) -> dict[str, Any]:
+    """Return the options for access to the store of a path, in a plain dict that can be pickled; empty for a disk."""
+    return dict(path.options.items()) if isinstance(path, ObjectPath) and path.options else {}
+
+
+def with_options(path: Where, options: Mapping[str, Any]) -> Where:
+    """Return a path with the options for access to its store (:func:`options_of`)."""
+    return ObjectPath(path, StoreOptions(options)) if isinstance(path, ObjectPath) else path
+
+
 def resolved(path: Where) -> Where:
     """Resolve all links of a path, so that all names of a location give equal results. Return a URL unchanged."""
     return path if isinstance(path, ObjectPath) else Path(os.path.realpath(path))

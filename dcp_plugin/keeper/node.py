@@ -23,13 +23,13 @@ from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
-from dcp_plugin.keeper.records import End, Part, RankJob, reached
+from dcp_plugin.keeper.records import End, Part, RankJob
 from dcp_plugin.keeper.requests import Requests
 from dcp_plugin.keeper.wire import Address, Channel
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.media.disk.files import LocalFiles, identity_of
-from dcp_plugin.paths import Where, as_path, resolved
+from dcp_plugin.paths import Where, as_path, on_file_system, resolved, with_options
 from dcp_plugin.storage.published import comparisons_below
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.stream_copy import Memory, SourceError, Way
@@ -111,7 +111,7 @@ class Node:
         if self.journal.is_free(token):
             raise SaveFailed(f"{job.path} cannot be written once more: its host copy is in use for another save")
         if directory is not None:
-            directory = reached(directory, job.options)
+            directory = with_options(directory, job.options or {})
         medium: Medium
         if directory is None:
             folder = self.steps(job).make(token)
@@ -272,7 +272,7 @@ class Node:
             self._drain(self.journal.job(token, rank), names, directory, renamed)
 
     def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
-        token, directory = job.token, reached(directory, job.options)
+        token, directory = job.token, with_options(directory, job.options or {})
         folder = self.steps(job).folder_of(token)
         medium = medium_of(directory, job.config.direct_io)
         medium.join(directory, job.path)
@@ -288,8 +288,8 @@ class Node:
                 with suppress(CannotLink):
                     homes[identity] = medium.link_file(known, directory / there), there
                     return
-            if isinstance(directory, Path):  # half of it may be there, of a node that is gone
-                (directory / there).unlink(missing_ok=True)
+            if (local := on_file_system(directory)) is not None:  # half of it may be there, of a node that is gone
+                (local / there).unlink(missing_ok=True)
             _copy_file(folder / name, medium, directory, there, pace, job.config.io_threads)
             homes[identity] = DataFile.written(medium.open(directory), directory / there), there
 

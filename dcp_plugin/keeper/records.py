@@ -18,7 +18,7 @@ from dcp_plugin.format.columns import Column, KeyColumns
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Address
-from dcp_plugin.paths import ObjectPath, StoreOptions, Where
+from dcp_plugin.paths import Where, with_options
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import RankPlan
@@ -148,11 +148,7 @@ class RankJob:
     @property
     def where(self) -> Where:
         """The path, with how it is reached."""
-        return reached(self.path, self.options)
-
-
-def reached(path: Where, options: dict[str, Any] | None) -> Where:
-    return ObjectPath(str(path), StoreOptions(options or {})) if isinstance(path, ObjectPath) else path
+        return with_options(self.path, self.options or {})
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from dcp_plugin.keeper.server import Server, send_range
 from dcp_plugin.keeper.wire import Address, Channel, new_key, own_address
 from dcp_plugin.media import Readable
 from dcp_plugin.media.disk.files import LocalFiles
-from dcp_plugin.paths import Where, as_path, resolved
+from dcp_plugin.paths import Where, as_path, on_file_system, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.sources import Source, SourceFiles
 from dcp_plugin.storage.published import read_summary
@@ -206,7 +206,10 @@ class Inventory:
 
 def _refuse_if_not_mounted(root: Where) -> None:
     """Raise FileNotFoundError if a folder of checkpoints and all around it is missing: users empty only the folder."""
-    if isinstance(root, Path) and not root.is_dir() and not (root.parent.is_dir() and any(root.parent.iterdir())):
+    folder = on_file_system(root)
+    if folder is None or folder.is_dir():
+        return
+    if not (folder.parent.is_dir() and any(folder.parent.iterdir())):
         raise FileNotFoundError(f"nothing is at {root.parent}: is the storage mounted?")
 
 

@@ -31,7 +31,7 @@ from dcp_plugin.keeper.node import copy_tree
 from dcp_plugin.keeper.records import End, Head, Items, RankJob
 from dcp_plugin.keeper.requests import KeeperLost
 from dcp_plugin.media import add_files, medium_of
-from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.paths import Where, options_of
 from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SavePlan, SaveRequest, Spent, StagedState
@@ -360,7 +360,6 @@ class KeptSaves:
     ) -> RankJob:
         loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
         path = request.path
-        options = dict(path.options.items()) if isinstance(path, ObjectPath) and path.options else None
         job = RankJob(
             token=token,
             rank=ranks.rank,
@@ -370,7 +369,7 @@ class KeptSaves:
             items=Items.of(planned.rank_plan, planned.state, self.client.spool),
             frozen=planned.frozen,
             loaded=None if loaded is None else str(loaded),
-            options=options,
+            options=options_of(path) or None,
             client=self.client.spool.client,
             began=request.began,
             spent=Spent(self._blocked(request), staged.copy_seconds),
