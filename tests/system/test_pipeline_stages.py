@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_plugin as dcp
-from dcp_plugin.ranks import Ranks, said_by_ranks
+from dcp_plugin.rank_group import RankGroup
+from dcp_plugin.ranks import said_by_ranks
 from tests import launch
 from tests.launch import on_ranks
 
@@ -238,15 +239,15 @@ def test_a_thousand_ranks_with_one_finding_make_one_line() -> None:
 @on_ranks(2)
 def test_ranks_that_hold_the_same_keys_ask_each_other_nothing(tmp_path: Path) -> None:
     steps: list[str] = []
-    combine = Ranks.combine
+    combine = RankGroup.combine
 
-    def counted(self: Ranks, step: str, *stages: Any) -> Any:
+    def counted(self: RankGroup, step: str, *stages: Any) -> Any:
         steps.append(step)
         return combine(self, step, *stages)
 
     dcp.save({**_trained(Stage([0])), "values": {"n": 1}, "box": {"t": torch.ones(2)}}, tmp_path / "c")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "combine", counted)
+        patch.setattr(RankGroup, "combine", counted)
         dcp.load({**_blank(Stage([0])), "values": {"n": 0}, "box": {"t": torch.zeros(2)}}, tmp_path / "c")
     assert sum("with the state" in step for step in steps) == 1
     assert sum(step.startswith("apply") for step in steps) == 1

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import calls, events, ranks
+from dcp_plugin import calls, events, rank_group
 from tests import launch
 from tests.launch import on_ranks
 from tests.places import names_in
@@ -303,20 +303,20 @@ def test_a_rank_that_takes_long_to_write_is_not_asked_whether_it_saves(tmp_path:
     ours, gate = dcp.Checkpointer(timeout=TIMEOUT), RankGate("rank 0 has waited")
     log = _Log(RankGate("never"))
     logging.getLogger("dcp_plugin").addHandler(log)
-    wait_for = ranks.Ranks._wait_for
+    wait_for = rank_group.RankGroup._wait_for
 
     def written(event: events.Event) -> None:
         if dist.get_rank() == 1 and isinstance(event, events.SaveStarted):
             gate()
 
-    def and_open(self: ranks.Ranks, works: Any, call: calls.Call, missing: Any) -> None:
+    def and_open(self: rank_group.RankGroup, works: Any, call: calls.Call, missing: Any) -> None:
         if call.has_met and self.rank == 0:  # rank 0 waits for what rank 1 has written
             with suppress(RuntimeError):
                 threading.Timer(10 * calls.REPORT_AFTER, gate.open).start()
         wait_for(self, works, call, missing)
 
     events.subscribe(written)
-    ranks.Ranks._wait_for = and_open  # type: ignore[method-assign]
+    rank_group.RankGroup._wait_for = and_open  # type: ignore[method-assign]
     ours.save(_state(), tmp_path / "ck")
     ours.close()
     assert log.messages == []
