@@ -12,7 +12,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where
