@@ -256,6 +256,9 @@ class ReadCost:
     """Number of hosts that must want the same bytes before one host reads them for the others."""
 
 
+_COST_ON_DISK = ReadCost()
+
+
 class Readable(Files, Protocol):
     """The files of one checkpoint. Threads may open them at the same time. A subclass inherits the answers of a place
     that has no links, pins nothing and where reads are system calls."""
@@ -263,7 +266,7 @@ class Readable(Files, Protocol):
     @property
     def cost(self) -> ReadCost:
         """The cost of reads from these files."""
-        return ReadCost()
+        return _COST_ON_DISK
 
     def open(self, name: str) -> RangedFile: ...
 
