@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -19,16 +20,34 @@ from tests.limits import HANG
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What the collection imports and makes stays until the end, so looking for garbage among it is in vain: it takes
+# seconds meanwhile, and half a second each time that a test collects garbage later.
+gc.disable()
+
 
 def pytest_report_header() -> str:
     return f"sample of long lists: TEST_SEED={sampling.seed()}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked long
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampling.mark_the_rest_long(items)
     for item in items:
+        if _is_in_a_bucket(item) and not sampling.is_sampled(item.nodeid, one_of=2):
+            item.add_marker("long")
         item.add_marker(pytest.mark.timeout(2 * HANG))
         if isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names:
             item.add_marker("ranks")
+
+
+def _is_in_a_bucket(item: pytest.Item) -> bool:
+    """Return True for the second case of a test with ``place``, which is the slower one by far."""
+    return isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("place") == "s3"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
@@ -82,7 +101,10 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture(params=["disk", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
-    """Where the checkpoints of a test are: what holds on a disk holds in a bucket."""
+    """Where the checkpoints of a test are: what holds on a disk holds in a bucket.
+
+    ``make test`` runs all tests on a disk, and half of them in a bucket, drawn by the commit.
+    """
     return tmp_path if request.param == "disk" else as_path(request.getfixturevalue("bucket").url) / "run"
 
 

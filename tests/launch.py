@@ -49,7 +49,7 @@ def preload(module: str) -> None:
     """Have the server import a module, too. It starts with the first launch, so call this from a conftest."""
     if module not in _PRELOAD:
         _PRELOAD.append(module)
-    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    _CONTEXT.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
 
 
 preload("tests.layouts")

@@ -2,6 +2,15 @@
 
 The sample follows from the commit, so that every case of a list runs within some commits. pytest's header shows its
 seed, and ``TEST_SEED=<seed> make test`` draws the same sample again.
+
+A test with many parameters is marked with those of which one value is enough in a run::
+
+    @pytest.mark.one_of("place", "options")
+    @pytest.mark.parametrize("place", ["disk", "s3"])
+    @pytest.mark.parametrize("options", [{}, {"async_save": True}])
+    @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+
+``make test`` runs it once for each layout, with one of the four combinations of the marked parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ import functools
 import os
 import subprocess
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,3 +53,25 @@ def sampled(names: Iterable[str], one_of: int) -> list[Any]:
 def is_sampled(name: str, one_of: int) -> bool:
     """Return True for about one name of ``one_of``: those that the sample of this seed has."""
     return number(name, one_of) == 0
+
+
+def mark_the_rest_long(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of tests with ``one_of`` that the sample of this seed lacks as long.
+
+    Cases that differ in marked parameters only are a group, and each group keeps one case, or as many as ``count=`` of
+    the mark says. Groups that follow each other keep cases that follow each other, so that few groups meet many values.
+    """
+    tests: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        if mark and isinstance(item, pytest.Function) and not item.get_closest_marker("long"):
+            others = {name: value for name, value in item.callspec.params.items() if name not in mark.args}
+            tests[item.nodeid.partition("[")[0]][repr(others) if mark.args else ""].append(item)
+    for test, groups in tests.items():
+        for place, group in enumerate(groups.values()):
+            count = min(group[0].get_closest_marker("one_of").kwargs.get("count", 1), len(group))  # type: ignore[union-attr]
+            first = number(test, len(group)) + place
+            drawn = [group[(first + more) % len(group)] for more in range(count)]
+            for item in group:
+                if item not in drawn:
+                    item.add_marker("long")

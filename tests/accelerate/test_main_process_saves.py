@@ -153,6 +153,7 @@ def test_at_the_deadline_both_ranks_decide_the_same(tmp_path: Path, rank_1_comes
     assert _ranks_of(tmp_path / "step-1") == (2 if rank_1_comes == "before" else 1)
 
 
+@pytest.mark.one_of("async_save")
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("names", ["one path", "two paths", "two paths at one step", "automatic names"])
 @on_ranks(2)
@@ -331,6 +332,7 @@ def _train(root: Path, die_at: int | None = None, async_save: bool = False) -> N
     torch.save((run.losses, run.whole_state()), root / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.one_of("async_save")
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_training_whose_main_process_saves_resumes_exactly(tmp_path: Path, async_save: bool) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"

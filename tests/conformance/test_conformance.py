@@ -16,7 +16,10 @@ from tests.conformance.known import KNOWN, known_failure
 from tests.conformance.verdict import Verdict
 from tests.sampling import is_sampled
 
-ONE_OF = {"modules": 24, "optimizers": 24, "tensors": 12, "interchange": 12, "programs": 6, "runs": 4, "moments": 10}
+ONE_OF = {
+    "modules": 24, "optimizers": 24, "tensors": 24, "interchange": 24,
+    "programs": 6, "runs": 8, "moments": 10, "containers": 4,
+}  # fmt: skip
 """Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
 rest. Cases of the other corpora always run."""
 

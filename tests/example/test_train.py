@@ -43,6 +43,7 @@ def losses(run_dir: Path, life: int) -> dict[int, float]:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]}
 
 
+@pytest.mark.one_of("resume")
 @pytest.mark.parametrize("resume", ["auto", "must", "never", "outputs/train/checkpoints/step-000100.ckpt"])
 @pytest.mark.parametrize("checkpoint", ["sync", "async", "off"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp1", "fsdp2", "hsdp"])

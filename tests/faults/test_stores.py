@@ -93,7 +93,8 @@ def _beside(others: Victims, bucket: Bucket, tmp_path: Path, function: Callable[
     return others.run(acting, bucket.server.environment(), None, function, *args, below=tmp_path)
 
 
-@pytest.mark.parametrize("scene", sampling.sampled(IN_BUCKETS, one_of=2))
+@pytest.mark.one_of
+@pytest.mark.parametrize("scene", IN_BUCKETS)
 def test_killed_at_a_request_the_next_save_goes_on(others: Victims, s3: Server, scene: str) -> None:
     """Of 62 moments in a row one, another one for each commit."""
     start = 1 + sampling.number(scene, 62)
@@ -330,6 +331,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.one_of("at")
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("at", ["", ".distcp", ".index"])
 def test_a_save_that_is_refused_says_where_and_why_and_leaves_the_old_one(
@@ -396,6 +398,7 @@ PASSING = {
 }
 
 
+@pytest.mark.one_of("kind", count=3)
 @pytest.mark.parametrize("kind", PASSING)
 def test_what_fails_once_is_asked_again(bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str) -> None:
     """Some requests in turn, of saves over an old one and of loads: others for each kind."""

@@ -248,6 +248,7 @@ import sys
 from pathlib import Path
 from tests import launch
 from tests.hosts import hosts
+from tests.limits import HANG
 launch._CONTEXT.set_forkserver_preload([])  # none of it is needed here
 with hosts(2, Path(sys.argv[1])) as h:
     started = h[0].run(["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])

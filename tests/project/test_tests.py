@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
-FILES = {
-    ".".join(path.relative_to(HERE.parent).with_suffix("").parts): ast.parse(path.read_text())
-    for path in sorted(HERE.rglob("*.py"))
-}
 CLOCKS = {
     *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
     *(
@@ -25,8 +22,17 @@ CLOCKS = {
 at what a process does that nobody can wait for."""
 
 
+@functools.cache
+def _files() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module of the tests."""
+    return {
+        ".".join(path.relative_to(HERE.parent).with_suffix("").parts): ast.parse(path.read_text())
+        for path in sorted(HERE.rglob("*.py"))
+    }
+
+
 def _tests() -> Iterator[tuple[str, ast.FunctionDef]]:
-    for module, tree in FILES.items():
+    for module, tree in _files().items():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield f"{module}.{node.name}", node
@@ -46,7 +52,7 @@ def _named_in(module: str, imported: dict[str, str], definition: ast.FunctionDef
 def test_every_test_asserts_something() -> None:
     """Itself, or by a function or a class of the tests that it names, or that this one names, and so on."""
     named: dict[str, set[str]] = {}
-    for module, tree in FILES.items():
+    for module, tree in _files().items():
         imported = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
             for node in ast.walk(tree)
@@ -65,7 +71,7 @@ def test_every_test_asserts_something() -> None:
 def test_no_test_reads_a_clock_or_looks_functions_up_by_name() -> None:
     found = [
         f"{module}, line {node.lineno}"
-        for module, tree in FILES.items()
+        for module, tree in _files().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Import) and "time" in {alias.name for alias in node.names} and module not in CLOCKS)
         or (isinstance(node, ast.ImportFrom) and node.module == "time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import io
 import logging
 import pickle
@@ -48,17 +49,24 @@ def _text(node: ast.AST) -> str:
     return "…"
 
 
+@functools.cache  # parsed by the first test, and not by each process that collects the tests
 def _nodes() -> list[ast.AST]:
     return [node for file in (ROOT / "dcp_plugin").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
 
 
-NODES = _nodes()
-TEXTS = {_text(node) for node in NODES}
-RAISED = [  # the class, and the text that it is made with
-    ("CheckpointUnreadable" if node.func.id == "unreadable" else node.func.id, _text(node.args[0]))
-    for node in NODES
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args
-]
+@functools.cache
+def _texts() -> set[str]:
+    return {_text(node) for node in _nodes()}
+
+
+@functools.cache
+def _raised() -> list[tuple[str, str]]:
+    """Return the class of each error, and the text that it is made with."""
+    return [
+        ("CheckpointUnreadable" if node.func.id == "unreadable" else node.func.id, _text(node.args[0]))
+        for node in _nodes()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args
+    ]
 
 
 def _explained(name: str) -> str:
@@ -88,19 +96,19 @@ def test_each_message_of_the_page_is_in_the_code(kind: str, message: str) -> Non
     pieces = _pieces(message)
     assert pieces
     for piece in pieces:
-        assert any(piece in text for text in TEXTS), piece
+        assert any(piece in text for text in _texts()), piece
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=lambda text: text[:60])
 def test_each_warning_of_the_page_is_in_the_code(sign: str) -> None:
     for piece in _pieces(sign):
-        assert any(piece in text for text in TEXTS), piece
+        assert any(piece in text for text in _texts()), piece
 
 
 @pytest.mark.parametrize(("kind", "message"), OURS, ids=lambda text: text[:60])
 def test_a_message_that_is_raised_as_it_stands_is_of_the_class_that_the_page_names(kind: str, message: str) -> None:
     longest = max(_pieces(message), key=len)
-    makers = {made for made, text in RAISED if longest in text and made in vars(errors)}
+    makers = {made for made, text in _raised() if longest in text and made in vars(errors)}
     named = getattr(errors, kind)
     assert not makers or any(issubclass(getattr(errors, made), named) for made in makers), makers
 

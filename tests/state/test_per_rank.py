@@ -202,6 +202,7 @@ def test_some_ranks_may_have_the_value(tmp_path: Path) -> None:
     assert _is_value_of(1, again["extra"].value) if rank == 1 else again["step"] == 3
 
 
+@pytest.mark.one_of("options")
 @pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}], ids=str)
 @on_ranks(2)
 def test_saves_of_every_kind_replace_the_values(tmp_path: Path, options: dict[str, Any]) -> None:

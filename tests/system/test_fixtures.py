@@ -210,6 +210,7 @@ def _put_into(root: Where, folder: Path) -> None:
     copy_folder(folder, root)
 
 
+@pytest.mark.one_of("scheme")
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
 @pytest.mark.parametrize("name", IN_BUCKET)
 def test_an_interrupted_save_in_a_bucket_loses_nothing(
@@ -242,6 +243,7 @@ def _recover(local_dirs: list[str]) -> tuple[Description, Any, int | None]:
     return described(state), str(start.path), start.step
 
 
+@pytest.mark.one_of("nodes", "lost", count=3)
 @pytest.mark.parametrize(
     ("nodes", "lost"), [([0], 1), ([1], 0), ([0, 1], None), ([0, 1, 1], None), ([0, 0, 2], 1), ([2, 1, 1], 0)]
 )

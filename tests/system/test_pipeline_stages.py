@@ -290,6 +290,7 @@ def _stepped(container: Container) -> Container:
     return container
 
 
+@pytest.mark.one_of("restores", "is_stepped")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("is_stepped", [False, True])

@@ -43,6 +43,7 @@ def _refused(call: Callable[[], object], *words: str) -> str:
 # Ranks that make different calls
 
 
+@pytest.mark.one_of("options")
 @pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}])
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
@@ -235,6 +236,7 @@ def _logged_while(late: int, call: Callable[[], object], calls_again: bool = Tru
     return log.messages
 
 
+@pytest.mark.one_of("options", "late")
 @pytest.mark.parametrize("options", [{}, {"async_save": True}])
 @pytest.mark.parametrize("late", [1, 0])
 @pytest.mark.parametrize("meets", [True, False])

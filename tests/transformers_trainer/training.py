@@ -9,7 +9,6 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import gc
 import random
 import warnings
 from contextlib import suppress
@@ -39,7 +38,6 @@ from tests import layouts
 from tests.transformers_trainer import WORLD_SIZE
 
 STEPS = 6
-gc.freeze()  # each training collects garbage first; what was imported is none, and takes 0.3 s to look through
 
 
 class OnCPU(Trainer):
