@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests import launch
+from tests import launch, sampling
 
 
 def write(root: Path, name: str, numbers: Sequence[Any], state: dict[str, Any]) -> None:
@@ -22,9 +22,11 @@ def read(root: Path, name: str, rank: int = 0) -> tuple[list[Any], dict[str, Any
 
 
 def crossed(layouts: Mapping[str, int]) -> dict[str, list[str]]:
-    """For each layout those whose checkpoints it loads in ``make test``: any two meet, in one direction at least."""
+    """For each layout two others whose checkpoints it loads in ``make test``. The commit draws how far they are from it
+    in the list, so that any two layouts meet within some commits."""
     names = list(layouts)
-    return {name: (names * 2)[at + 1 : at + 1 + len(names) // 2] for at, name in enumerate(names)}
+    distance = 1 + sampling.number("crossed", len(names) - 2)
+    return {name: [(names * 2)[at + distance + more] for more in (0, 1)] for at, name in enumerate(names)}
 
 
 def live(root: Path, world_sizes: Mapping[str, int], *lives: Callable[[Path, list[str]], None]) -> Path:

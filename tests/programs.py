@@ -30,7 +30,7 @@ from tests.limits import HANG
 
 ROOT = Path(__file__).parent.parent
 TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
-LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs")
+LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs", "omegaconf")
 TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
 """What a program may find imported."""
 
@@ -106,7 +106,7 @@ class Program:
 @functools.cache
 def _server(imported: tuple[str, ...]) -> bytes:
     """The address of a process that forks for each connection. All workers of pytest-xdist share it, and it ends with
-    the process that started them."""
+    the process that started them. A server that imports more than torch is forked from the one that imports torch."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     address = f"\0dcp-programs-{session}-{'-'.join(imported)}"[:100].encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -116,6 +116,13 @@ def _server(imported: tuple[str, ...]) -> bytes:
             return address
         listening.listen(64)
         lives = os.pidfd_open(session)
+        if imported != TORCH and imported[: len(TORCH)] == TORCH:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+                asker.connect(_server(TORCH))
+                socket.send_fds(asker, [json.dumps(imported).encode()], [listening.fileno(), lives])
+                asker.recv(1)  # it has them
+            os.close(lives)
+            return address
         code = f"from tests.programs import _serve; _serve({listening.fileno()}, {lives}, {imported!r})"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
@@ -156,22 +163,30 @@ def _python_exec(imported: tuple[str, ...]) -> str:
 
 
 def _serve(listening: int, lives: int, imported: tuple[str, ...]) -> None:
-    """Fork for each request. Returns in the processes that have run a program, and they end as Python does."""
+    """Fork for each request: to run a program, or to be a server that has imported more.
+
+    Returns in the processes that have run a program, and they end as Python does.
+    """
     for module in imported:
         importlib.import_module(module)
     gc.freeze()  # what was imported is no garbage: a program that looks for some looks at what is its own
     requests = socket.socket(fileno=listening)
     while requests in select.select([requests, lives], [], [])[0]:
         with requests.accept()[0] as asker:
-            request, (out, err), *_ = socket.recv_fds(asker, 1 << 18, 2)
+            message, files, *_ = socket.recv_fds(asker, 1 << 18, 2)
+            request = json.loads(message)
             if not os.fork():
                 requests.close()
                 os.close(lives)
-                if _watches(out, err, asker.detach()):
+                if isinstance(request[0], str):  # names of modules
+                    asker.close()
+                    _serve(*files, imported=request)
+                    return
+                if _watches(*files, asker.detach()):
                     os._exit(0)
-                _be(*json.loads(request))
+                _be(*request)
                 return
-        for file in (out, err):
+        for file in files:
             os.close(file)
         while _reaped():
             pass

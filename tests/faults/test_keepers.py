@@ -77,6 +77,7 @@ def test_a_cut_that_is_noticed_is_caught_up_with(tmp_path: Path) -> None:
     assert keepers.cut(tmp_path, "noticed") == []
 
 
+@pytest.mark.one_of("what")
 @pytest.mark.parametrize("what", ["run", "user"])
 def test_memory_of_something_else_is_passed_over_and_told(tmp_path: Path, what: str) -> None:
     assert keepers.stale(tmp_path, what) == []

@@ -21,6 +21,7 @@ ext4 = pytest.mark.skipif(bool(mounts.why_no_ext4()), reason=mounts.why_no_ext4(
 
 
 @ext4
+@pytest.mark.one_of("scene", "start")
 @pytest.mark.parametrize(("scene", "start"), [("overwrite", 70), ("overwrite", 76), ("first", 61)])
 def test_what_an_ext4_has_after_its_power_was_cut(victims: Victims, scene: str, start: int) -> None:
     found = list(mounts.after_cuts(victims, scene, every=7, start=start))

@@ -218,6 +218,7 @@ def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: li
         assert trainer.global_step == 6
 
 
+@pytest.mark.one_of("trainable_only")
 @pytest.mark.parametrize("trainable_only", [False, True], ids=["whole", "trainable only"])
 def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, trainable_only: bool) -> None:
     launch.run(_pretrain, 1, tmp_path, tmp_path)
