@@ -216,19 +216,21 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
 _PREEMPTED = """
 import multiprocessing, os, signal, sys, time, torch, dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.saving import sigterm
 
 def say(what):  # whole lines, whichever thread
     os.write(1, (what + chr(10)).encode())
 
-def slowly(event):
+def until_sigterm(event):
     if isinstance(event, events.SaveStarted):
         say("saving")
-        time.sleep(2.0)
+        while not sigterm._stage:
+            time.sleep(0.01)
 
 path, handler, staging = sys.argv[1:]
 if handler == "own":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
-events.subscribe(slowly)
+events.subscribe(until_sigterm)
 model = torch.nn.Linear(100, 100)
 ours = dcp.Checkpointer(async_save=True, staging=staging, finish_on_sigterm=handler != "not asked")
 ours.save({"model": model}, path)
