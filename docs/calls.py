@@ -25,8 +25,8 @@ import dcp_plugin as dcp
 
 PACKAGE = Path(dcp.__file__).parent
 USED_BY_ALL = {
-    "calls", "config", "errors", "events", "format", "host_memory", "launcher", "media", "meeting", "paths", "rank_group", "ranks",
-    "records", "tensors", "types",
+    "calls", "config", "errors", "events", "format", "host_memory", "launcher", "media", "meeting", "paths",
+    "rank_group", "ranks", "records", "tensors", "types",
 }  # fmt: skip
 EVENTS = str(PACKAGE / "events.py")
 
