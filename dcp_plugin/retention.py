@@ -79,18 +79,18 @@ class Retention:
             rule(ordered, young, lambda state: f"younger than {self.younger_than} s")
         if (every := self.every_steps) is not None:
             unknown.append("step")
-            known = [state for state in ordered if state.step is not None]
-            multiples = [state for state in known if (state.step or 0) % every == 0]
-            rule(known, multiples, lambda state: f"step {state.step} is a multiple of {every}")
+            with_step = [state for state in ordered if state.step is not None]
+            multiples = [state for state in with_step if (state.step or 0) % every == 0]
+            rule(with_step, multiples, lambda state: f"step {state.step} is a multiple of {every}")
         if self.best is not None:
             metric, mode, count = self.best
             unknown.append(f"metric {metric}")
             newest_first = reversed(ordered)  # of equal values the newer is better
-            known = [state for state in newest_first if metric in state.metrics]
-            numbers = [state for state in known if not math.isnan(state.metrics[metric])]
+            with_metric = [state for state in newest_first if metric in state.metrics]
+            numbers = [state for state in with_metric if not math.isnan(state.metrics[metric])]
             sign = 1 if mode == "min" else -1
             best = sorted(numbers, key=lambda state: sign * state.metrics[metric])[:count]
-            rule(known, best, lambda state: f"best {metric}: {state.metrics[metric]:g}")
+            rule(with_metric, best, lambda state: f"best {metric}: {state.metrics[metric]:g}")
         for path in why.keys() - judged:
             why[path].append(f"it has no {' and no '.join(unknown)} to decide by")
         for state in ordered:

@@ -56,7 +56,7 @@ class Restart:
             return "starts fresh: nothing to resume from, and no init_from"
         at = "" if self.step is None else f" at step {self.step}"
         line = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
-        return f"{line}; DAMAGED and set aside: {', '.join(map(str, self.damaged))}" if self.damaged else line
+        return f"{line}; DAMAGED and quarantined: {', '.join(map(str, self.damaged))}" if self.damaged else line
 
 
 @dataclass(frozen=True)

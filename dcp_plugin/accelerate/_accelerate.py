@@ -84,6 +84,6 @@ def refuse_silent_fallbacks(accelerator: Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and accelerator.num_processes == 1:
         raise CheckpointError(
-            f"{launched} processes were launched, but Accelerate trains each on its own, without a word: they would "
+            f"{launched} processes were launched, but Accelerate trains each on its own, without a warning: they would "
             f"all write the same checkpoint. On CPUs pass Accelerator(cpu=True)."
         )

@@ -153,7 +153,9 @@ class Attachment(BaseAttachment):
         options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         fabric = self.fabric
         if fabric is None:
-            raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
+            raise CheckpointError(
+                "resume_or_init does not know its Fabric. Call it on the object that attach(fabric) returns."
+            )
 
         def load_own(path: Where) -> None:
             fabric.load(path, state, strict=strict)

@@ -140,7 +140,7 @@ def has_traces(names: Collection[str]) -> bool:
 def uncommitted_reason(names: Collection[str]) -> str:
     """Return why a directory with these names is no committed checkpoint, or an empty string if it is one."""
     if DAMAGED in names:
-        return f"it is set aside, since a load found it damaged: {DAMAGED} in it says why; delete that to use it again"
+        return f"it is quarantined, since a load found it damaged. {DAMAGED} in it says why; delete that file to use it"
     if METADATA not in names:
         if any(map(_METADATA_OF_ONE_RANK.fullmatch, names)):
             return (

@@ -108,7 +108,7 @@ def from_pretrained(
     for name in sorted(kwargs.keys() & _NOT_TAKEN.keys()):
         raise ValueError(f"dcp_plugin.hf.from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
     if parallelize is not None and distributed_config is not None:
-        raise ValueError("either distributed_config or parallelize: both shard the model")
+        raise ValueError("give either distributed_config or parallelize, not both: each shards the model")
     mesh_manager: Any = None
     if distributed_config is not None:  # first, because it starts a process group if none exists
         distributed_config, mesh_manager = _transformers.prepare_mesh(distributed_config)

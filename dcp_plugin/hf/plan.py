@@ -204,12 +204,12 @@ def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, s
     """Build a model and compare it with a checkpoint. No communication.
 
     Args:
-        prefix: Of the model's keys in the checkpoint; None to find it.
-        strict: Whether what is missing and unexpected is an error.
-        tied: Whether weights that are shared are so from the start.
+        prefix: The prefix of the model's keys in the checkpoint; None to find it.
+        strict: Whether missing and unexpected keys are errors.
+        tied: Whether tied weights share their memory from the start.
 
     Raises:
-        CheckpointMismatch: They do not fit.
+        CheckpointMismatch: The model and the checkpoint do not fit.
     """
     index, path = reader.index, reader.path
     settings = requested.completed(path, reader.files)
@@ -264,8 +264,8 @@ def _plan_with_adapters(
     if settings.base is None:
         named = getattr(settings.adapter_config, "base_model_name_or_path", None)
         raise CheckpointMismatch(
-            f"{path} has adapters alone. from_pretrained(…, base=…) takes the folder or checkpoint that has the model "
-            f"that they adapt{f', {named!r}' if named else ''}."
+            f"{path} has only adapters. from_pretrained(…, base=…) takes the folder or checkpoint of the model that "
+            f"they adapt{f', {named!r}' if named else ''}."
         )
     with ShardedReader(settings.base, storage_options=settings.storage_options) as reader:
         keys = {key: _transformers.without_peft_layers(key) for key in state if key not in adapters}
@@ -315,7 +315,7 @@ def _compare(
             problems.append(f"{source_name} does not fit {kind}: {differences}. {advice}.")
         elif lines:
             warnings.warn(
-                f"{source_name} and {kind} differ: {differences}. Initialised: what is missing.", stacklevel=2
+                f"{source_name} and {kind} differ: {differences}. Missing keys are initialised.", stacklevel=2
             )
         missing += absent
         sources.append(replace(source, unexpected=extra))

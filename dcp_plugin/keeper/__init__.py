@@ -4,7 +4,7 @@ In: host copies in shared memory, and files that describe the saves (:mod:`~dcp_
 copies on other nodes, published checkpoints (:mod:`~dcp_plugin.keeper.node`, :mod:`~dcp_plugin.keeper.coordinator`).
 The ranks talk to it through :mod:`~dcp_plugin.keeper.client`. The rule: once all ranks have handed a save over, no rank
 is needed any more. Every step of the keeper can be repeated: a keeper that replaces a dead one reads the same files and
-goes on.
+continues.
 
 A *node* is a host and a ``local_dir`` on it. It has the part of a checkpoint that its ranks wrote, the complete index,
 and perhaps copies of other nodes' parts (:mod:`~dcp_plugin.keeper.local_checkpoints`). A load takes each byte from the

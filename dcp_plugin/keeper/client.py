@@ -1,7 +1,7 @@
-"""A rank's side of its keeper: it starts one if none is alive, hands saves over, and waits for what becomes of them.
+"""A rank's side of its keeper: start a keeper if none is alive, hand saves over, and wait until they end.
 
-A keeper that dies is started again at once, by whichever rank of the node notices first, and goes on with what was
-handed over: all of that is in the spool.
+The first rank of the node that notices a dead keeper starts another one. That continues all saves that were handed
+over, because they are in the journal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FORGET = 60.0
 
 @dataclass(frozen=True)
 class _Job:
-    """A training, as all its ranks know it."""
+    """Identity of a training, equal on all its ranks."""
 
     name: str
     key: bytes
@@ -68,12 +68,12 @@ class KeeperClient:
     """The keeper of this rank's node, as this rank sees it. Collective to make.
 
     Args:
-        config: Of the checkpointer.
+        config: The configuration of the checkpointer.
         root: The folder of checkpoints of the first save.
-        ranks: All that save together.
+        ranks: The ranks that save together.
 
     Raises:
-        NoSharedMemory: On every rank: some node has none.
+        NoSharedMemory: On every rank: a node has no shared memory.
     """
 
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
@@ -117,7 +117,10 @@ class KeeperClient:
         self.newest_time = self._job.newest
         """The greatest recorded time of the run that this rank has seen, in seconds since the epoch."""
         if self.rank == 0 and (behind := self.newest_time - time.time()) > 60:
-            logger.warning("the clock is %.0f s behind the newest save: recorded times go on from there", behind)
+            logger.warning(
+                "the clock is %.0f s behind the newest save. Recorded times continue from the time of that save.",
+                behind,
+            )
         self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
         self._thread.start()
 
@@ -138,13 +141,13 @@ class KeeperClient:
             times.append(newest_time(medium_of(self._root), self._root))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that the keeper sees. Raises NoSharedMemory."""
+        """Return memory that the keeper sees. Raises NoSharedMemory."""
         return self.spool.allocate(self.rank, nbytes)
 
     # The connection that says that this rank is alive
 
     def _stay(self) -> None:
-        """Start the keeper if there is none, stay connected, and pass on what it says, until :meth:`close`."""
+        """Start the keeper if none is alive, stay connected, and log its messages, until :meth:`close`."""
         deaths = 0
         while not self._closing:
             try:
@@ -152,7 +155,7 @@ class KeeperClient:
                 reached = (self._job.name, self._job.key) if self._job.nodes > 1 else None
                 self._info = keeper.ask(self._patience, "attach", self._config.keeper_linger, reached).get()
                 if self._info is None:
-                    raise ConnectionAbortedError("it has just ended")
+                    raise ConnectionAbortedError("the keeper has just ended")
                 while not self._closing:
                     self._failure = None
                     self._is_attached.set()
@@ -176,7 +179,9 @@ class KeeperClient:
                     return
                 deaths += 1
                 self._last_news = 0
-                logger.warning("the keeper of rank %d has died (%s); another one goes on", self.rank, error)
+                logger.warning(
+                    "the keeper of rank %d has died (%s). Another keeper takes over its saves.", self.rank, error
+                )
                 time.sleep(min(5.0, 0.1 * 2 ** min(deaths, 10)))
 
     def lost(self) -> KeeperLost:
@@ -205,10 +210,10 @@ class KeeperClient:
         return Requests(self.spool.socket, connect_seconds=self._patience)
 
     def _open(self) -> Requests:
-        """Connect to the keeper, which is started if there is none.
+        """Connect to the keeper; start one if none is alive.
 
         Raises:
-            NoSharedMemory: It does not come.
+            NoSharedMemory: No keeper answers.
         """
         deadline = time.monotonic() + _START_SECONDS
         started: subprocess.Popen[bytes] | None = None
@@ -231,14 +236,14 @@ class KeeperClient:
                 time.sleep(0.02)
 
     def _call(self, what: str, *args: Any, wait: float = 0.0) -> Any:
-        """Ask the keeper over a connection of its own; again if it dies meanwhile.
+        """Make a request to the keeper over a separate connection; repeat it if the keeper dies meanwhile.
 
         Args:
-            wait: Seconds that the answer may take by what is asked for.
+            wait: Seconds that the request itself may take.
 
         Raises:
-            SaveFailed: It refuses.
-            KeeperLost: It does not answer.
+            SaveFailed: The keeper refuses.
+            KeeperLost: The keeper does not answer.
         """
         deadline = time.monotonic() + _START_SECONDS + wait
         while True:
@@ -257,14 +262,16 @@ class KeeperClient:
                 time.sleep(0.1)
         if isinstance(reply.failure, OSError):  # of the keeper's own work, unlike those above
             reason = f"{type(reply.failure).__name__}: {reply.failure}"
-            raise SaveFailed(f"the keeper on {socket.gethostname()} cannot do that: {reason}") from reply.failure
+            raise SaveFailed(
+                f"a request to the keeper on {socket.gethostname()} has failed: {reason}"
+            ) from reply.failure
         return reply.get()
 
     def _ready(self) -> None:
-        """Wait until the keeper is there.
+        """Wait until the keeper answers.
 
         Raises:
-            NoSharedMemory: It does not come.
+            NoSharedMemory: No keeper answers.
         """
         if not self._is_attached.wait(_START_SECONDS):
             raise self.lost()
@@ -281,12 +288,12 @@ class KeeperClient:
         """Give a save to the keepers. When it returns, no rank is needed any more. Collective.
 
         Args:
-            token: Stands for the save; the same on all ranks.
-            job: This rank's.
-            attached: A directory in the spool with what lies beside the tensors.
+            token: Name of the save; the same on all ranks.
+            job: The job of this rank.
+            attached: A directory in the journal with the extra files.
 
         Raises:
-            CheckpointError: On every rank: it was not handed over.
+            CheckpointError: On every rank: the save was not handed over.
         """
 
         def give() -> Peer:
@@ -322,7 +329,7 @@ class KeeperClient:
         The path and ``local_dir`` may hang, so a thread with a deadline changes them. Raises OSError.
 
         Returns:
-            The directory with the files of this rank beside the tensors.
+            The directory with the extra files of this rank.
         """
         self.journal.revoke(token, self.rank)
         thread = threading.Thread(target=self._void, args=(token, path), name="dcp-revoke", daemon=True)
@@ -337,7 +344,7 @@ class KeeperClient:
             if self.rank == 0 and (reserved := self.journal.reservation(token)) is not None:
                 medium_of(path).revoke(path, reserved)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s: the save of a keeper that does not answer cannot be revoked: %s", path, error)
+            logger.warning("%s: cannot revoke the save of a keeper that does not answer: %s", path, error)
 
     def _poke(self) -> None:
         with suppress(OSError, SaveFailed):
@@ -361,18 +368,18 @@ class KeeperClient:
                 return progress
 
     def drain(self, token: str) -> bool:
-        """Bring a save that ended locally to its path; whether it is there or will be."""
+        """Copy a save that ended locally to its path. Return whether it is there or will be."""
         return cast(
             bool, self._call("drain_newest", token, self._coordinator, self._job.key, wait=self._config.timeout)
         )
 
     def forget(self, path: Where) -> None:
-        """Delete what this node has of the saves to a path; on rank 0, what all nodes have."""
+        """Delete this node's parts of the saves to a path; on rank 0, those of all nodes."""
         if self._config.local_dir is not None:
             self._call("forget", str(path), path.parent, self._config.local_dir, self._go, wait=_FORGET)
 
     def close(self) -> None:
-        """Leave the keeper, which need not wait for this training any more."""
+        """Leave the keeper, which then does not wait for this training any more."""
         if os.getpid() != self._process:
             return  # forked: the connection is the parent's, too
         self._closing = True
@@ -383,7 +390,7 @@ class KeeperClient:
 
 
 def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
-    """Start a keeper that has nothing of this process: no pipe, no terminal, no device. None: there is one."""
+    """Start a keeper that shares no pipe, terminal or device with this process. Return None if a keeper is alive."""
     if spool.is_kept():
         return None
     spool.folder.mkdir(mode=0o700, exist_ok=True)
@@ -413,7 +420,7 @@ _NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD")
 
 
 def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
-    """Wait for keepers of the training before, which may be about to publish what it has handed over. Collective."""
+    """Wait for keepers of the previous training, which may be about to publish its saves. Collective."""
 
     def wait() -> list[str]:
         return [text for spool in Spool.below(resolved(root)) for text in _settle(spool, config)]
@@ -427,7 +434,7 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
     in ``local_dir``. A journal of another version of this package is left as it is.
 
     Returns:
-        Why the others are not there, in words.
+        Messages about the saves that are not there.
     """
     try:
         spool.refuse_other_format()

@@ -1,12 +1,12 @@
-"""Leads the saves of a job, in the keeper of rank 0's node: from the handing over to the published checkpoint.
+"""Coordinator of the saves of a job, in the keeper of rank 0's node: from a handed-over save to a published one.
 
-Three threads, each takes one save after the other: *write* (every node writes its part; the whole index goes to each),
-*replicate* (copies on other nodes; then the save is complete locally), *drain* (to the durable path). So a slow link or
-a store that is down holds back only what needs it, and host copies are free as soon as they are written.
+Three threads take one save after the other: *write* (every node writes its part and gets the complete index),
+*replicate* (copies go to other nodes; then the save is complete locally), *drain* (the parts go to the durable path).
+So a slow link or a store that is down delays only its own step, and host copies are free as soon as they are written.
 
-A step asks all nodes at once, and does what may pass again. What cannot be done in one tier is said, and the others go
-on: no room in ``local_dir`` sends the save straight to its path; a neighbour that cannot be reached leaves it without a
-copy; a store that is down has the newest saves wait, as many as ``local_keep``, and older ones give way.
+A step asks all nodes at once, and repeats requests that failed for a passing reason. A tier that fails is reported, and
+the other tiers continue. Without room in ``local_dir`` the save goes straight to its path. If a neighbour cannot be
+reached, the save has no copy. While a store is down, the newest ``local_keep`` saves wait, and older ones are dropped.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Save:
     degraded: list[str] = field(default_factory=list)
     """What it lacks of what the configuration asks for, and why."""
     hopeless: bool = False
-    """Whether several keepers have died with it."""
+    """True if several keepers have died while they wrote this save."""
 
     @property
     def token(self) -> str:
@@ -91,7 +91,7 @@ class Save:
         return self.job.head
 
     def names_of(self, node: Sequence[Peer]) -> list[str]:
-        """The files that the ranks of a node have written."""
+        """Return the names of the files that the ranks of a node have written."""
         mine = [self.parts[peer.rank] for peer in node]
         return [name for part in mine for name in (*part.files, *part.attached)]
 
@@ -116,7 +116,7 @@ class Line:
             return [save.token for save in (*self.waiting, *([self.now] if self.now else []))]
 
     def overtaken(self, keep: int) -> list[Save]:
-        """Take out all but the newest that wait."""
+        """Take all waiting saves but the newest ``keep`` out of the queue, and return them."""
         with self._changed:
             gone, self.waiting = self.waiting[:-keep], self.waiting[-keep:]
             return gone
@@ -137,8 +137,8 @@ class Line:
 class Coordinator:
     """Args:
     node: This node's own part of the work.
-    attended: Whether the training is alive.
-    say: Tells the training, in words.
+    attended: Returns whether the training is alive.
+    say: Sends a message to the training.
     """
 
     def __init__(self, node: Node, attended: Callable[[], bool], say: Callable[[str], None]) -> None:
@@ -163,7 +163,7 @@ class Coordinator:
         self._draining = Line("drain", self._drain)
 
     def begin(self) -> None:
-        """Take what all ranks have handed over since the last call, in the order in which they have."""
+        """Begin the saves that all ranks have handed over since the last call, in that order."""
         with self._lock:
             tokens = self._journal.ready()
             fresh = [token for token in tokens if token not in self._known]
@@ -172,8 +172,10 @@ class Coordinator:
                 try:
                     self._begin(token)
                 except Exception as error:  # nothing that is in a file may keep the keeper from the others
-                    logger.exception("%s cannot be begun", token)
-                    failure = SaveFailed(f"what was handed over cannot be read ({type(error).__name__}: {error})")
+                    logger.exception("cannot begin the save %s", token)
+                    failure = SaveFailed(
+                        f"the host copies of the save cannot be read ({type(error).__name__}: {error})"
+                    )
                     self._node.end(token, self._journal.ranks_of(token), End(False, False, failure))
 
     def _begin(self, token: str) -> None:
@@ -199,7 +201,7 @@ class Coordinator:
         return any(line.tokens() for line in (self._writing, self._replicating, self._draining))
 
     def drain_newest(self, token: str) -> bool:
-        """Bring a save that is complete locally to its path after all; whether it is there or will be."""
+        """Copy a locally complete save to its path after all. Return whether it is there or will be."""
         with self._lock:
             newest = self._newest
             if newest is None or newest.token != token:
@@ -216,7 +218,7 @@ class Coordinator:
         return True
 
     def forget(self, path: str) -> None:
-        """What was saved to a path is deleted: it is not brought there any more."""
+        """Do not copy the saves to a deleted path there any more."""
         with self._lock:
             gone = self._newest
             if gone is None or str(path_of(gone.path)) != path:
@@ -227,13 +229,13 @@ class Coordinator:
     # Asking the nodes
 
     def _on_all(self, save: Save, what: str, call: Callable[[list[Peer]], tuple[Any, ...]]) -> list[Any]:
-        """Ask every node for the same.
+        """Make the same request to every node.
 
         Args:
-            call: The arguments for a node.
+            call: Returns the arguments for a node.
 
         Raises:
-            Exception: What the first node has raised.
+            Exception: The first exception of a node.
         """
 
         return self._of_all(save, lambda node: self._ask(save, node[0], what, call(node)))
@@ -299,7 +301,7 @@ class Coordinator:
     def _write(self, save: Save) -> None:
         try:
             if save.hopeless:
-                raise SaveFailed(f"{_MOST_TRIES} keepers have died with it")
+                raise SaveFailed(f"{_MOST_TRIES} keepers have died while they wrote this save")
             if save.job.config.local_dir is None:
                 self._write_to_path(save)
                 return
@@ -317,8 +319,9 @@ class Coordinator:
             self._fail(save, error)
 
     def _free(self, save: Save) -> None:
-        """Let ranks have their host copies back. Only now: as long as one node may not have written its part, the save
-        may have to be written once more, to another place."""
+        """Give the host copies back to the ranks, after every node has written its part.
+
+        Before that, the save may have to be written again, to another place."""
         try:
             self._on_all(save, "free", lambda node: ())
         except Exception as error:  # they are told when it is complete
@@ -341,9 +344,9 @@ class Coordinator:
         self._end(save, End(published=True, local=False))
 
     def _reserve(self, save: Save, publication: Publication) -> Where:
-        """Reserve at the path, and note the reservation, so that the ranks can revoke it.
+        """Reserve at the path, and record the reservation, so that the ranks can revoke it.
 
-        In this order either the ranks find the note or this finds that the save is revoked.
+        In this order either the ranks find the record, or the keeper finds that the save is revoked.
         """
         directory = publication.reserve(save.head.among_other_files)
         self._journal.reserve(save.token, directory)
@@ -366,7 +369,7 @@ class Coordinator:
         with self._publishing:
             token, time = self._published.get(path, ("", 0.0))
             if token > save.token or _newest_at(save.path, time, save.head.save_id) >= time_of(save.token):
-                raise SaveFailed(f"a newer save has been published at {path}, and is not replaced by an older one")
+                raise SaveFailed(f"a newer save was published at {path}. An older save does not replace it.")
             summary = publish()
             save.published_at = summary.time
             self._published[path] = save.token, summary.time
@@ -400,7 +403,8 @@ class Coordinator:
         self._on_all(save, "take", lambda node: (self._ranks(node), files, record))
 
     def _next_number(self, save: Save) -> int:
-        """It goes on from that of the training before: one that dies often is to reach the durable storage, too."""
+        """Return the number of a save. It continues the count of the previous training: a training that dies often
+        reaches the durable storage, too."""
         root, steps = str(resolved(save.path.parent)), self._node.steps(save.job)
         if (known := steps.find(save.token)) is not None:  # a keeper has died with it
             return known.record.number
@@ -428,9 +432,9 @@ class Coordinator:
         return replace(head.facts, reused=reused)
 
     def _run_of(self, save: Save) -> str:
-        """What stands for the run; empty as long as nobody has been able to ask the durable storage.
+        """Return the name of the run; empty until the durable storage has answered.
 
-        It is asked once by each training: the folder of checkpoints may have been emptied before that began.
+        Each training asks once, because the folder of checkpoints may have been emptied before the training began.
         """
         if save.job.config.durable_every is None:
             return ""
@@ -486,7 +490,7 @@ class Coordinator:
             self._end(save, End(published=False, local=True))
 
     def _copy_around(self, save: Save, replicas: int) -> None:
-        """Each node sends its part to those that come after it."""
+        """Have each node send its part to the nodes that follow it."""
         number = {node[0].node: at for at, node in enumerate(save.nodes)}
         count = len(save.nodes)
 
@@ -503,16 +507,16 @@ class Coordinator:
         )
 
     def _make_room(self, save: Save) -> None:
-        """Saves that wait for the durable storage longer than they can be kept give way."""
+        """Drop the saves that have waited for the durable storage while too many newer ones came."""
         for old in self._draining.overtaken(save.job.config.local_keep):
             self._give_way(old, "newer saves have overtaken it in local_dir")
 
     def _give_way(self, save: Save, why: str) -> None:
-        """A save does not come to its path, and a newer one will. The training has lost nothing that it waits for."""
+        """End a save that does not reach its path, because a newer one will. No caller waits for it."""
         if not save.local:
-            self._fail(save, SaveFailed(f"{save.path} was not brought to its path: {why}"))
+            self._fail(save, SaveFailed(f"{save.path} was not copied to its path: {why}"))
             return
-        self._degrade(save, f"{save.path} is in local_dir, and was not brought to its path: {why}")
+        self._degrade(save, f"{save.path} is in local_dir, and was not copied to its path: {why}")
         self._end(save, End(published=False, local=True))
         self._journal.forget(save.token)
 
@@ -564,7 +568,7 @@ class Coordinator:
             raise
 
     def _drain_part(self, save: Save, node: list[Peer], directory: Where, renamed: str) -> None:
-        """By the node itself; where it does not answer any more, by one that has a copy of its part."""
+        """Have a node copy its part to the path; if it does not answer, have a node with a copy of the part do it."""
         at, count = save.nodes.index(node), len(save.nodes)
         copies = min(save.job.config.replicas, count - 1)
         for step in range(copies + 1):
@@ -578,7 +582,7 @@ class Coordinator:
                     raise
 
     def _index_of(self, save: Save, renamed: str) -> CheckpointIndex:
-        """The index as it was written locally, with the names that the files have at the path."""
+        """Return the locally written index with the names of the files at the path."""
         record = save.record
         assert record is not None
         folder = self._node.steps(save.job).folder_of(save.token)
@@ -626,13 +630,13 @@ class Coordinator:
         try:
             self._on_all(save, "end", lambda node: (self._ranks(node), self._told(save, node, end), path))
         except Exception as error:  # a node that is gone; this one knows
-            logger.warning("not all nodes could be told how the save of %s has ended: %s", save.path, error)
+            logger.warning("cannot notify all nodes of the end of the save of %s: %s", save.path, error)
             here = save.nodes[0]
             self._node.end(save.token, self._ranks(here), self._told(save, here, end), path)
 
     @staticmethod
     def _note(save: Save, end: End) -> None:
-        """What the save has cost, for who asks later."""
+        """Record the cost of the save."""
         if (head := save.job.head) is None:
             return
         seconds = time.monotonic() - save.job.began
@@ -662,13 +666,13 @@ class Coordinator:
 
     @staticmethod
     def _told(save: Save, node: Sequence[Peer], end: End) -> End:
-        """With what the ranks of a node have written."""
+        """Return the end of a save with the bytes that the ranks of a node have written."""
         written = {peer.rank: save.parts[peer.rank].written for peer in node if peer.rank in save.parts}
         return replace(end, bytes={rank: (part.nbytes, part.bytes_reused) for rank, part in written.items()})
 
 
 def _plain(error: Exception | None) -> Exception | None:
-    """As one that any process can read."""
+    """Return an exception that any process can unpickle."""
     if error is None:
         return None
     if isinstance(error, CheckpointError):

@@ -2,13 +2,13 @@
 
 ==========================  ===========================================================================================
 ``<token>.<rank>.job``      the part of a save that a rank hands over: a :class:`~dcp_plugin.keeper.records.RankJob`
-``<token>.<rank>.files/``   files that a framework puts beside the tensors
+``<token>.<rank>.files/``   extra files of a framework
 ``<token>.go``              on the node of rank 0: all ranks have handed over; a :class:`~dcp_plugin.keeper.records.Go`
 ``<token>.<rank>.part``     this node has written the part of a rank
-``<token>.free``            all nodes have: host copies may have other bytes by now
-``<token>.tries``           how many keepers have begun with it
-``<token>.reserved``        the token of its reservation at the path
-``<token>.revoked``         the ranks write it themselves: no keeper publishes it any more
+``<token>.free``            all nodes have written their parts: host copies may have changed
+``<token>.tries``           the number of keepers that have begun the save
+``<token>.reserved``        the token of the reservation at the path
+``<token>.revoked``         the ranks write the save themselves: no keeper publishes it
 ``<token>.end``             how it has ended: an :class:`~dcp_plugin.keeper.records.End`
 ``keeper.keys``             the keys of the trainings, by name
 ``keeper.address``          where the keeper answers other nodes, so that its successor does, too
@@ -102,7 +102,7 @@ class Journal:
         return go
 
     def job(self, token: str, rank: int) -> RankJob:
-        """Raises SaveFailed if the rank has handed nothing over."""
+        """Return the job of a rank. Raises SaveFailed if the rank has handed nothing over."""
         data = self.spool.get(f"{token}.{rank}.job")
         if data is None:
             raise SaveFailed(f"rank {rank} has not handed over its part of the save {token}")
@@ -129,7 +129,7 @@ class Journal:
     def refuse_revoked(self, token: str) -> None:
         """Raise SaveFailed if the ranks write the save themselves, since a keeper has missed its deadline."""
         if self.spool.get(f"{token}.revoked") is not None:
-            raise SaveFailed(f"the save {token} was revoked: the ranks have not waited for it any longer")
+            raise SaveFailed(f"the save {token} was revoked: the ranks have stopped waiting for it")
 
     def published(self) -> dict[str, tuple[str, float]]:
         """Return by path the token and the recorded time of the newest save there, of those whose end is known."""
@@ -220,7 +220,7 @@ class Journal:
             SaveFailed: The journal has no records of the save.
         """
         if self.progress(token).end is None and not self.ranks_of(token):
-            raise SaveFailed(f"nothing is known of the save {token} any more: what was handed over is gone")
+            raise SaveFailed(f"this keeper has no record of the save {token}: its host copies are gone")
 
         with self._changed:
             self._changed.wait_for(lambda: self.progress(token).has_reached(stage), seconds)

@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
-        """Raises ValueError, with the reason, for data that is no record, or a record of another version."""
+        """Return the record in a file. Raises ValueError, with the reason, for other data or another version."""
         try:
             fields = json.loads(data)
             version = fields["format"]
@@ -383,7 +383,7 @@ def _reached(folder: Path) -> Path:
     """Return a path to a directory that leads through a descriptor, and stays valid as long as this process.
 
     Raises:
-        OSError: It is a link, or another user's, or does not exist.
+        OSError: The directory is a link, belongs to another user, or does not exist.
     """
     opened = _opened.get(folder)
     if opened is None or not os.path.samestat(os.fstat(opened.descriptor), os.lstat(folder)):

@@ -1,6 +1,6 @@
-"""What a keeper does for its own node: writes parts, takes the index, copies to other nodes and to the durable path.
+"""Work of a keeper for its own node: write parts, store the index, copy to other nodes and to the durable path.
 
-Everything here may be asked for again, after a keeper or a connection has died, and then finds what is done already.
+Each request may be repeated after a keeper or a connection has died; it then finds the work that is done already.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FileIdentity = tuple[int, int, int, int]
 
 
 class RateLimiter:
-    """Lets so many bytes per second pass; None: any number."""
+    """Limit of the bytes per second that pass; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, time.monotonic()
@@ -85,10 +85,10 @@ class Node:
     # What the coordinator asks for
 
     def write(self, token: str, ranks: Sequence[int], directory: Where | None) -> dict[int, Part]:
-        """Write what these ranks of the node have handed over.
+        """Write the parts that these ranks of the node have handed over.
 
         Args:
-            directory: Where; None: into ``local_dir``.
+            directory: The directory to write to; None: ``local_dir``.
 
         Raises:
             SaveFailed, OSError: It could not be written.
@@ -99,8 +99,7 @@ class Node:
             return dict(zip(ranks, written, strict=True))
 
     def free(self, token: str) -> None:
-        """All nodes have written their parts where they stay: the host copies here are not needed any more, and may
-        have other bytes from now on."""
+        """Release the host copies of a save, after all nodes have written their parts. They may change from now on."""
         self.journal.free(token)
 
     def _write(self, token: str, rank: int, directory: Where | None) -> Part:
@@ -109,7 +108,7 @@ class Node:
         self.journal.refuse_revoked(token)
         job, began = self.journal.job(token, rank), time.monotonic()
         if self.journal.is_free(token):
-            raise SaveFailed(f"{job.path} cannot be written once more: its host copy is in use for another save")
+            raise SaveFailed(f"{job.path} cannot be written again: another save uses its host copy")
         if directory is not None:
             directory = with_options(directory, job.options or {})
         medium: Medium
@@ -158,7 +157,7 @@ class Node:
         return LocalCheckpoints(Path(job.config.local_dir), resolved(job.path.parent))
 
     def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
-        """Put the index and the record beside this node's part: from then on it can be recovered.
+        """Store the index and the record next to this node's part, which can be recovered from then on.
 
         Raises:
             OSError: The disk refuses.
@@ -182,7 +181,7 @@ class Node:
         """Copy files of this node's part to other nodes.
 
         Raises:
-            OSError: One cannot be reached, or has no room.
+            OSError: A node cannot be reached, or has no room.
         """
         folder = self.steps(self.journal.job(token, rank)).folder_of(token)
         with self._once(token, "replicate"):
@@ -241,16 +240,17 @@ class Node:
         channel.send(("ok", False))
 
     def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str, copies: int) -> None:
-        """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed.
+        """Mark a save complete, after all nodes have their parts and copies. Delete saves older than the newest
+        ``local_keep``, except needed ones.
 
         Args:
             copies: How many other nodes have a copy of each node's part.
-            run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, as far as it is known by now.
+            run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, if it is known.
         """
         job = self.journal.job(token, ranks[0])
         steps = self.steps(job)
         if (step := steps.find(token)) is None:
-            raise SaveFailed(f"what this node had of {job.path} is gone")
+            raise SaveFailed(f"the part of {job.path} on this node is gone")
         step.mark_complete(run)
         gone = steps.keep(job.config.local_keep, {*needed, token})
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
@@ -263,7 +263,7 @@ class Node:
 
         Args:
             directory: Of the reservation there.
-            renamed: What stands for the save in names of data files there, if not its token.
+            renamed: The part of data files' names there that stands for the save, if it is not the token.
 
         Raises:
             OSError, SaveFailed: The storage refuses.
@@ -302,7 +302,7 @@ class Node:
             self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
 
     def end(self, token: str, ranks: Sequence[int], end: End, path: Where | None = None) -> None:
-        """A save has ended. What it needed in memory is given back."""
+        """Record the end of a save, and free its memory."""
         if end.published and path is not None:
             for rank in ranks:
                 if (reuse := self._reuse.get((rank, False))) is not None:
@@ -317,7 +317,7 @@ class Node:
         self.journal.reopen(token)
 
     def leave_memory(self) -> None:
-        """The training has ended as it should: what is in memory and durable has no use any more."""
+        """Delete the saves in memory after a normal end of the training, if the newest save is durable."""
         for steps in self._kept.values():
             with suppress(OSError):
                 parts = steps.all() if steps.is_in_memory() else []
@@ -343,7 +343,7 @@ def _linked(known: Path, target: Path, size: int) -> bool:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """An empty file with room for so many bytes. Raises OSError."""
+    """Make an empty file with reserved space for so many bytes. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if size:
@@ -391,11 +391,11 @@ def _copy_files(folder: Path, names: Sequence[str], target: Path) -> None:
 
 
 def retried(call: Callable[[], Any], patience: Callable[[], float], say: Callable[[str], None], what: str) -> Any:
-    """What ``call`` returns, tried again after what may pass: a connection, a store that does not answer.
+    """Return the result of ``call``, which is repeated after failures that may pass: of a connection, or of a store.
 
     Args:
         patience: Seconds from the first failure on, asked again after each.
-        say: Told of the first failure, and when it is over.
+        say: Called with a message when failures last, and when they end.
     """
     began: float | None = None
     pause = 0.05

@@ -1,9 +1,9 @@
-"""The life of a keeper: it answers ranks and other keepers, and ends when nobody needs it.
+"""The life of a keeper: it answers ranks and other keepers, and ends when no process needs it.
 
-It ends when all ranks have said goodbye and nothing is in flight; or when the training has died, all that it had handed
-over is done, and nobody has come back within ``keeper_linger`` seconds. SIGTERM, as a cluster sends it to all that a
-job has left, has it finish what is in flight and end. It never leaves the control group of its job, so what ends that
-ends it as well. Whatever it leaves undone is said in ``keeper.log``, and taken up by the next keeper of the same spool.
+It ends when all ranks have left and no save is in flight; or when the training has died, its saves have ended, and no
+rank has come back within ``keeper_linger`` seconds. On SIGTERM, which a cluster sends to the remaining processes of a
+job, it finishes the saves in flight and ends. It stays in the control group of its job, and ends with that. It logs
+unfinished saves in ``keeper.log``, and the next keeper of the same journal continues them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Keeper:
         self._streams: dict[str, Callable[..., None]] = {"news": self._send_news, "put": self.node.put}
 
     def say(self, text: str) -> None:
-        """Tell the ranks, and the log."""
+        """Send a message to the ranks, and log it."""
         text = shown(text)
         logger.warning("%s", text)
         with self._has_news:
@@ -111,7 +111,7 @@ class Keeper:
             self._has_news.notify_all()
 
     def run(self) -> int:
-        """Until nobody needs it. Returns the exit status."""
+        """Run until no process needs the keeper. Return the exit status."""
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_soon)
@@ -144,7 +144,7 @@ class Keeper:
         try:
             self._look_around()
         except Exception:  # a disk that is full, for one: it must not end what others wait for
-            logger.exception("a look around has failed")
+            logger.exception("a periodic check has failed")
         alone = time.monotonic() - self._alone_since
         if self._clients or self.coordinator.busy or self._journal.in_flight():
             return False
@@ -154,7 +154,7 @@ class Keeper:
             try:
                 self._gone = self.spool.take_away()
             except (OSError, NoSharedMemory):
-                logger.exception("%s cannot be removed now", self.spool.folder)
+                logger.exception("cannot remove %s now", self.spool.folder)
             self._ended = self._gone is not None
             return self._ended
 
@@ -170,15 +170,17 @@ class Keeper:
         self.spool.drop_host_copies({self._of(token).client for token in in_flight})
 
     def _give_up_left(self, in_flight: list[str]) -> None:
-        """End what nobody will ask for any more: the training has died before all had handed over, or the node that
-        leads the save is gone."""
+        """End saves that cannot complete: the training died before all ranks had handed over, or the node that leads
+        the save is gone."""
         self._left = {token: left for token, left in self._left.items() if token in in_flight}
         for token in in_flight:
             left = self._of(token)
             if self.coordinator.leads(token) or self.spool.is_used_by(left.client):
                 left.heard = time.monotonic()
             elif left.leads or time.monotonic() - left.heard > left.limit:
-                logger.warning("%s is given up: the training has died before all ranks had handed it over", token)
+                logger.warning(
+                    "the save %s is dropped: the training has died before all ranks had handed it over", token
+                )
                 error = SaveFailed("the training has died before all ranks had handed it over")
                 local = self._journal.progress(token).local
                 self.node.end(token, self._journal.ranks_of(token), End(False, local, error))
@@ -207,7 +209,7 @@ class Keeper:
         return call
 
     def _attach(self, linger: float, job: tuple[str, bytes] | None) -> dict[str, Any] | None:
-        """Take a rank as a client. None: this keeper has just ended.
+        """Accept a rank as a client. Return None if this keeper has just ended.
 
         Args:
             job: The name and the key of a training that has several nodes.
@@ -231,7 +233,7 @@ class Keeper:
             self._journal.set_keys(self._keys)
 
     def _listen_as_before(self) -> None:
-        """In place of a keeper that died, for others that lead what it had in flight."""
+        """Listen for other keepers as the dead keeper before did: they may lead saves that it had in flight."""
         try:
             if self._journal.in_flight() and (keys := self._journal.keys()):
                 self._keys.update(keys)
@@ -240,7 +242,7 @@ class Keeper:
             logger.exception("other keepers cannot reach this one")
 
     def _listen(self) -> Server:
-        """At the address of the keeper before, if there was one: other keepers may be about to ask it."""
+        """Listen at the address of the previous keeper, if any: other keepers may be about to use it."""
         for address in (self._journal.address(), (own_address(), 0)):
             if address is not None:
                 with suppress(OSError):
@@ -283,10 +285,10 @@ class Keeper:
                 self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
     def _settle(self, seconds: float) -> list[str]:
-        """Wait until nothing that was handed over is on its way to where a restart would look for it.
+        """Wait until every save that was handed over is where a restart looks for it, or has failed.
 
         Returns:
-            Which saves are not there, in words.
+            Messages about the saves that are not there.
         """
         deadline = time.monotonic() + seconds
         self._settling |= set(self._journal.in_flight())

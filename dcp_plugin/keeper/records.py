@@ -45,7 +45,7 @@ class _EncodedItem(WholeItem):
 
 @dataclass(frozen=True)
 class Items:
-    """What a rank writes, without the bytes that are in shared memory: a few columns for any number of items."""
+    """Items of a rank, without the bytes that are in shared memory: a few columns for any number of items."""
 
     share: Share
     inventory: LocalInventory
@@ -81,7 +81,7 @@ class Items:
         return cls(plan.share, plan.inventory, names, slab, offset, others)
 
     def decoded(self, spool: Spool) -> Iterator[NewItem]:
-        """The items, in the keeper. Raises OSError if a host copy is gone."""
+        """Yield the items. In the keeper. Raises OSError if a host copy is gone."""
         slabs = {number: spool.map(self.slabs[number]) for number in set(self.slab.tolist()) - {-1}}
         places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
         for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
@@ -95,13 +95,13 @@ class Items:
 
 
 def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Shape) -> bool:
-    """Whether a tensor is what the plan says of it."""
+    """Return whether a tensor has the shape and the dtype of the plan."""
     return isinstance(value, ShardedValue) and value.dtype == tensor.dtype and sizes == tuple(tensor.shape)
 
 
 @dataclass(frozen=True)
 class Head:
-    """What rank 0 adds: all that is needed to make the checkpoint of what the ranks write."""
+    """Part of rank 0: the data that makes a checkpoint of the parts of all ranks."""
 
     table: KeyColumns
     """The items of all ranks."""
@@ -147,7 +147,7 @@ class RankJob:
 
     @property
     def where(self) -> Where:
-        """The path, with how it is reached."""
+        """The path, with the options of its store."""
         return with_options(self.path, self.options or {})
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("dcp_plugin.keeper")
 
 
 class KeeperLost(SaveFailed):
-    """A keeper has missed its deadline. It may be stopped, and go on at any time."""
+    """A keeper has missed its deadline. It may be stopped, and continue at any time."""
 
 
 class Requests:
@@ -88,5 +88,5 @@ def sendable(error: Exception) -> Exception:
         return OSError(error.errno or errno.EIO, error.strerror or str(error), name)
     logger.error("a request has failed", exc_info=error)
     return SaveFailed(
-        f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {shown(str(error))}"
+        f"a request to the keeper on {socket.gethostname()} has failed: {type(error).__name__}: {shown(str(error))}"
     )

@@ -169,7 +169,7 @@ class NearestFiles(Readable):
         return sorted({name[: name.find("/") + 1] or name for name in self._sizes})
 
     def all_names(self) -> list[str]:
-        """Return every file, with ``/`` between folders."""
+        """Return the names of all files, with ``/`` between folders."""
         return sorted(self._sizes)
 
     def size(self, name: str) -> int:

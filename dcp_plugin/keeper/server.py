@@ -102,7 +102,7 @@ class Server:
     def _reply(self, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
         try:
             if what not in self._calls:
-                raise SaveFailed(f"a keeper does not {what}")
+                raise SaveFailed(f"a keeper has no request {what!r}")
             return "ok", self._calls[what](*args)
         except Exception as error:
             return "error", sendable(error)

@@ -97,7 +97,7 @@ class Inventory:
         """Find the saves that can be read. Collective.
 
         Args:
-            of_one_node: The other nodes are not asked: they count as having all parts of a complete save.
+            of_one_node: Do not ask the other nodes: assume that they have all parts of a complete save.
         """
         self.survivors, self.passed_over = self._ranks.combine(
             f"look for what survives of {self._root}", self._own_parts, lambda told: self._decide(told, of_one_node)
@@ -199,7 +199,7 @@ class Inventory:
         return NearestFiles(str(path), record.files, places, record.time, at_path, self.passed_over)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving files."""
         if self._server is not None:
             self._server.close()
 

@@ -1,23 +1,22 @@
-"""The directory in memory that a rank and its keeper share, and what is in it.
+"""The shared directory: a directory in memory that a rank and its keeper share, and its files.
 
 ``/dev/shm/dcp_plugin-<uid>/<key>/``, for this user alone:
 
 ==========================  ===========================================================================================
 ``root``                    the folder of checkpoints
-``format``                  the version of all this: :data:`FORMAT_VERSION`
+``format``                  the version of these files: :data:`FORMAT_VERSION`
 ``keeper.lock``             locked by the keeper that is alive; its pid is in it
-``keeper.sock``             where it answers ranks of this node
-``keeper.address``          where it answered other nodes, so that its successor does, too
-``keeper.log``              what it says
-``<client>.client``         locked by a rank as long as it may put something here; holds the name of its training.
-                            A rank that ends as it should deletes it
+``keeper.sock``             the socket for ranks of this node
+``keeper.log``              its log
+``<client>.client``         locked by a rank while it may hand saves over; holds the name of its training.
+                            A rank that ends normally deletes it
 ``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
 ``<token>.…``               records of a save, and
 ``keeper.keys``, ``.address``  of the keeper: the journal (:mod:`~dcp_plugin.keeper.journal`)
 ==========================  ===========================================================================================
 
-All names appear whole (written aside and renamed). Pickles in it are of this user's own processes. A journal of another
-format is neither read nor deleted: its saves are those of a training that another version of this package can resume.
+Each file appears complete, by a rename. Pickles come from processes of this user only. A directory of another format is
+neither read nor deleted: another version of this package can resume the training that made its saves.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ _own_clients: set[str] = set()
 
 
 def base_directory() -> Path:
-    """Where the spools of this user are, made if there is none.
+    """Return the directory of this user's shared directories; make it if it does not exist.
 
     Raises:
-        NoSharedMemory: It cannot be made, or others can write to it.
+        NoSharedMemory: It cannot be made, or other users can write to it.
     """
     if not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
         raise NoSharedMemory(
@@ -92,7 +91,7 @@ class Slab:
 
 @dataclass
 class Spool:
-    """One spool. Both sides make such an object of the same folder."""
+    """One shared directory. The rank and the keeper each make such an object for the same folder."""
 
     folder: Path
     slabs: list[Slab] = field(default_factory=list)
@@ -102,7 +101,9 @@ class Spool:
 
     @classmethod
     def of(cls, root: Where, local_dir: str | None) -> Spool:
-        """The spool of a folder of checkpoints (:func:`~dcp_plugin.paths.resolved`) on this node, made if need be."""
+        """Return the shared directory of a folder of checkpoints (:func:`~dcp_plugin.paths.resolved`) on this node.
+
+        Make it if it does not exist."""
         folder = base_directory() / key_of(f"{root}|{local_dir or ''}|{VERSION}|{torch.__version__}")
         if len(str(folder / _SOCKET).encode()) > _MOST_SOCKET_NAME:
             raise NoSharedMemory(f"the name of {folder} is too long for a socket in it: set TMPDIR to a shorter one")
@@ -136,10 +137,10 @@ class Spool:
             raise NoSharedMemory(f"{self.folder} cannot be used: {error}") from error
 
     def claim(self, training: str) -> None:
-        """Take this run on this node for a training.
+        """Claim this run on this node for a training.
 
         Raises:
-            SaveFailed: Another training has it.
+            SaveFailed: Another training has claimed it.
             NoSharedMemory: The lock of the folder is not free.
         """
         assert self._held is not None, "the rank has entered"
@@ -151,7 +152,7 @@ class Spool:
                 if pid is not None and (self.get(name) or b"").decode() not in ("", training):
                     raise SaveFailed(
                         f"another training on {socket.gethostname()} (pid {pid}) saves to the same folder of "
-                        f"checkpoints with the same local_dir: give one of them another"
+                        f"checkpoints with the same local_dir. Give one of them another folder or local_dir"
                     )
             os.pwrite(self._held, training.encode(), 0)
 
@@ -188,14 +189,14 @@ class Spool:
         return alive, has_death
 
     def drop_host_copies(self, needed: Collection[str]) -> None:
-        """In the keeper: delete the host copies of ranks that are gone, but of the clients in ``needed``."""
+        """Delete the host copies of ranks that are gone, except those of the clients in ``needed``. In the keeper."""
         for name in self.names(""):
             client = name.split("-")[1] if name.startswith(SLAB) else None
             if client is not None and client not in needed and not self.is_used_by(client):
                 self.drop(name)
 
     def take_away(self) -> Path | None:
-        """In the keeper: where the folder is from now on, to be deleted; None if a rank uses it, or is about to."""
+        """Move the folder aside, to be deleted, and return its new path; None if a rank uses it. In the keeper."""
         gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
         with exclusive(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
@@ -206,7 +207,7 @@ class Spool:
 
     @classmethod
     def below(cls, root: Where) -> list[Spool]:
-        """The spools of folders of checkpoints at or below ``root``."""
+        """Return the shared directories of folders of checkpoints at or below ``root``."""
         start, found = str(root).rstrip("/"), []
         try:
             folders = sorted(one for one in base_directory().iterdir() if one.name[0] != ".")
@@ -250,7 +251,7 @@ class Spool:
                     path.unlink()
 
     def names(self, suffix: str) -> list[str]:
-        """What is there with this end of the name, sorted: oldest save first."""
+        """Return the names of files with this ending, sorted: oldest save first."""
         with suppress(FileNotFoundError):
             return sorted(name for name in os.listdir(self.folder) if name.endswith(suffix) and name[0] != ".")
         return []
@@ -260,16 +261,16 @@ class Spool:
         return self.pid() is not None
 
     def pid(self) -> int | None:
-        """Of the keeper that is alive."""
+        """Return the process ID of the keeper that is alive."""
         return locked_by(self.folder / KEEPER)
 
     # Host copies
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        """Shared memory for a host copy, all of it really there: tmpfs has no more to give later than now.
+        """Return shared memory for a host copy. All of it is reserved now, since tmpfs may be full later.
 
         Raises:
-            NoSharedMemory: There is not that much.
+            NoSharedMemory: Too little memory is free.
         """
         name = f"{SLAB}{self.client}-{rank}-{uuid.uuid4().hex[:8]}"
         path = self.folder / name
@@ -298,12 +299,12 @@ class Spool:
         self.drop(*(slab.name for slab in gone))
 
     def is_there(self, memory: torch.Tensor) -> bool:
-        """Whether a keeper would find a host copy: not if somebody has deleted it, as systemd's ``RemoveIPC`` does."""
+        """Return whether the file of a host copy exists: systemd's ``RemoveIPC``, for example, deletes it."""
         place = self.place_of(memory)
         return place is not None and (self.folder / self.slabs[place[0]].name).exists()
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The number of the slab that a tensor is in, and from which byte on."""
+        """Return the number of the slab that has a tensor, and the offset of the tensor in it."""
         address = tensor.data_ptr()
         for number, slab in enumerate(self.slabs):
             start = address - slab.memory.data_ptr()
@@ -312,7 +313,7 @@ class Spool:
         return None
 
     def map(self, name: str) -> torch.Tensor:
-        """A slab of any rank of the node, in the keeper. Raises OSError if it is gone."""
+        """Map a slab of any rank of the node. In the keeper. Raises OSError if it is gone."""
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
         try:
             return _mapped(descriptor, os.fstat(descriptor).st_size, populate=False)

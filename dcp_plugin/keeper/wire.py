@@ -1,9 +1,8 @@
 """Messages and ranges of files between processes of one job: keepers, and ranks that load.
 
-On one host over a Unix socket, whose other end must be of the same user. Between hosts over TCP, where each end proves
-that it knows the key of the job before anything else is read (HMAC-SHA256 over both ends' random numbers). Nothing is
-encrypted, as nothing is that process groups send. After that, messages are pickles of the same job, and bytes of files
-follow a message without being copied.
+Processes of one host use a Unix socket, and both ends must belong to the same user. Hosts use TCP, and each end first
+proves that it knows the key of the job (HMAC-SHA256 over random numbers of both ends). As in process groups, nothing is
+encrypted. After the proof, messages are pickles of the same job, and bytes of files follow a message without a copy.
 
 Every wait on the other end is bounded.
 """
@@ -37,12 +36,12 @@ Address = str | tuple[str, int]
 
 
 def new_key() -> bytes:
-    """A secret of one job."""
+    """Return a new secret for one job."""
     return secrets.token_bytes(_NUMBER)
 
 
 def _name_of(key: bytes) -> bytes:
-    """Which key it is, for one who knows it, and nothing of it to others."""
+    """Return a name of a key, which reveals nothing about the key."""
     return hashlib.sha256(b"dcp_plugin key" + key).digest()[:8]
 
 
@@ -57,7 +56,7 @@ class Channel:
         self.timeout(None)
 
     def timeout(self, seconds: float | None) -> None:
-        """How long each of the following waits may take."""
+        """Set the limit of each following wait."""
         self._socket.settimeout(seconds)
 
     def send(self, message: Any) -> None:
@@ -65,7 +64,7 @@ class Channel:
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> Any:
-        """The next message."""
+        """Return the next message."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _MOST_MESSAGE:
             raise OSError(errno.EPROTO, "not a message")
@@ -81,7 +80,7 @@ class Channel:
             offset += sent
 
     def _send_some(self, file: int, offset: int, count: int) -> int:
-        """``sendfile``, which does not wait by itself on a socket that has a timeout."""
+        """Call ``sendfile`` after a wait: on a socket with a timeout it does not wait itself."""
         while True:
             try:
                 return os.sendfile(self._socket.fileno(), file, offset, count)
@@ -106,7 +105,7 @@ class Channel:
         return data
 
     def is_closed(self) -> bool:
-        """Whether the other end, from which nothing is expected now, has closed."""
+        """Return whether the other end has closed. No message may be expected from it."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -172,13 +171,13 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
 
 
 def accept(connection: socket.socket, keys: Sequence[bytes]) -> Channel:
-    """Return the connection of a process that :func:`connect` has made, when that has proved itself.
+    """Return a connection that another process has made with :func:`connect`, after its proof of the key.
 
     Args:
         keys: The keys of the jobs that may connect over TCP.
 
     Raises:
-        OSError: It has not, or is another user's.
+        OSError: The proof is wrong, or the process belongs to another user.
     """
     connection.settimeout(_HANDSHAKE_SECONDS)
     if connection.family == socket.AF_UNIX:
@@ -220,7 +219,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _refuse_other_user(connection: socket.socket) -> None:
-    """The kernel says whose the other end is."""
+    """Refuse a connection of another user; the kernel names the user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     if struct.unpack("3i", credentials)[1] != os.geteuid():
         raise PermissionError(errno.EACCES, "the other end of the socket is another user's")
@@ -233,7 +232,7 @@ def shut(connection: socket.socket) -> None:
 
 
 def own_address(towards: str | None = None) -> str:
-    """An address of this host at which the other hosts of the job can be expected to reach it.
+    """Return an address of this host that the other hosts of the job can probably reach.
 
     Args:
         towards: A host of the job; ``MASTER_ADDR`` by default. The address is that of the interface that leads there.

@@ -1,11 +1,11 @@
-"""Saves that a keeper writes (:mod:`dcp_plugin.keeper`): stage into shared memory, plan, hand over, wait to be told.
+"""Saves that a keeper writes (:mod:`dcp_plugin.keeper`): stage into shared memory, plan, hand over, wait for the end.
 
 Ranks meet to plan and to hand over, as for any save; from then on no rank is needed. The threads of saves meet once
 more, in a group of their own, when the keepers have written. If a keeper has missed its deadline, the ranks revoke the
-save and write it themselves, from the same host copy. That memory is not used again, since the keeper may go on.
+save and write it themselves, from the same host copy. That memory is not used again, since the keeper may continue.
 
-How a save ends is reported by the keeper to each rank. A save that fails then is logged, and raised by the caller that
-waits for it, but not by the next save: ranks learn of it at different times, and the training is to go on.
+The keeper reports the end of a save to each rank. A failure is logged, and raised by the caller that waits for the
+save, but not by the next save: ranks learn of it at different times, and the training continues.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Pool:
 
 @dataclass
 class _HandedOver:
-    """A save that the keepers have."""
+    """A save that was handed over to the keepers."""
 
     token: str
     staged: StagedState
@@ -190,7 +190,7 @@ class KeptSaves:
 
     Args:
         root: The folder of checkpoints.
-        pools: How many saves may be staged and not written.
+        pools: Number of saves that may be staged and not written.
 
     Raises:
         NoSharedMemory: On every rank.
@@ -217,7 +217,7 @@ class KeptSaves:
 
     @property
     def nbytes(self) -> int:
-        """Of host copies."""
+        """Size of the host copies in bytes."""
         return sum(pool.memory.nbytes for pool in self._pools)
 
     def is_free(self) -> bool:
@@ -229,7 +229,7 @@ class KeptSaves:
         return self._pools[self._count % len(self._pools)]
 
     def pool(self) -> HostPool:
-        """Return the host copy of the next save, when the save that is in it is written.
+        """Return the host copy for the next save, after the save that is in it is written.
 
         Raises:
             NoSharedMemory: The keeper is passed over.
@@ -244,12 +244,12 @@ class KeptSaves:
         return pool.memory
 
     def wait_written(self) -> None:
-        """Wait until all saves are written that the keepers have, so that none overtakes the next one."""
+        """Wait until the keepers have written all saves, so that none overtakes the next one."""
         if self._last_written is not None:
             self._last_written.wait()
 
     def give_up_pools(self) -> None:
-        """Give back what the next save cannot use, because there is not enough."""
+        """Free the host copies that are not in use, because there is too little memory for the next save."""
         for pool in self._pools:
             if pool.written is None or pool.written.is_set():
                 pool.memory.free()
@@ -263,7 +263,7 @@ class KeptSaves:
         try:
             directory = Path(tempfile.mkdtemp(prefix="files-", dir=self.client.spool.folder))
         except OSError as error:
-            raise NoSharedMemory(f"nothing can be put into {self.client.spool.folder}: {error}") from error
+            raise NoSharedMemory(f"cannot write to {self.client.spool.folder}: {error}") from error
         files(directory)
         if any(directory.iterdir()):
             return directory
@@ -282,7 +282,7 @@ class KeptSaves:
         """Hand a save over, and follow it in a thread. Collective.
 
         Raises:
-            CheckpointError: On every rank: it was not handed over.
+            CheckpointError: On every rank: the save was not handed over.
         """
         save = self.hand_over(request, staged, attached, ranks)
         self._newest = save.token, handle
@@ -391,16 +391,16 @@ class KeptSaves:
         return replace(job, head=head)
 
     def _blocked(self, request: SaveRequest) -> float | None:
-        """What the training has waited when it hands a save over; None if it goes on waiting."""
+        """Return the seconds that the training has waited when it hands a save over; None if it still waits."""
         if request.blocked_seconds is None and self._config.async_save:
             return time.monotonic() - request.began
         return request.blocked_seconds
 
     def follow(self, save: _HandedOver, handle: SaveHandle, request: SaveRequest) -> events.SaveFinished:
-        """Wait until the save has ended, and report to the handle and the subscribers how far it is.
+        """Wait until the save has ended, and report its milestones to the handle and the subscribers.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save has failed.
         """
         staging_seconds = save.staged.copy_seconds
         try:
@@ -420,7 +420,9 @@ class KeptSaves:
             self._pipeline.abort(error, request, self.client.rank)
 
     def _end_of(self, token: str, request: SaveRequest, local: float | None) -> End:
-        """Raises SaveFailed: it has not ended when the training stops waiting, or the keeper does not answer."""
+        """Return the end of a save.
+
+        Raises SaveFailed if it has not ended when the training stops waiting, or if the keeper does not answer."""
         try:
             if (end := self.client.wait(token, "end").end) is not None:
                 return end
@@ -431,9 +433,11 @@ class KeptSaves:
         raise SaveFailed(f"{request.path} is {kept}, and not durable: {why}")
 
     def _meet_when_written(self, save: _HandedOver, request: SaveRequest) -> str:
-        """Return which keeper has missed its deadline; empty if all have written. Collective in the threads of saves.
+        """Return a message about the keeper that has missed its deadline; empty if all have written.
 
-        If a rank has died meanwhile, the others learn from their keepers alone how the save ends.
+        Collective in the threads of saves.
+
+        If a rank has died meanwhile, the others learn only from their keepers how the save ends.
         """
 
         def wait() -> tuple[int, str]:
@@ -535,10 +539,10 @@ class KeptSaves:
         return event
 
     def bring_newest(self) -> None:
-        """Bring the newest save to its path if it is complete locally alone, and wait until it is there.
+        """Copy the newest save to its path if it is only complete locally, and wait until it is there.
 
         Raises:
-            CheckpointError: It cannot be brought there.
+            CheckpointError: The copy fails.
         """
         if self._newest is None or self._config.durable_every is None:
             return
@@ -547,14 +551,14 @@ class KeptSaves:
             return
         end = self.client.wait(token, "end").end
         if end is None:
-            raise SaveFailed(f"{handle.path} is in local_dir alone: the keeper has not brought it to its path yet")
+            raise SaveFailed(f"{handle.path} is only in local_dir: the keeper has not copied it to its path yet")
         if end.error is not None and not end.published:
             raise end.error
         handle.finished = replace(handle.finished, tier="durable")
         self._pipeline.emit(handle.finished)
 
     def close(self) -> None:
-        """Give back the host copies, and leave the keeper. Nothing in a forked process, which has neither."""
+        """Give back the host copies, and leave the keeper. Do nothing in a forked process, which has neither."""
         if os.getpid() != self._process:
             return
         for pool in self._pools:

@@ -246,10 +246,10 @@ def _in_place_of(live: Any, value: Any) -> Any:
     return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
 
 
-def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    return left.keys() == right.keys() and all(
-        value is right[key] or (not is_tensor(value) and not is_tensor(right[key]) and value == right[key])
-        for key, value in left.items()
+def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        value is second[key] or (not is_tensor(value) and not is_tensor(second[key]) and value == second[key])
+        for key, value in first.items()
     )
 
 

@@ -149,7 +149,7 @@ def about_unexpected(keys: list[str]) -> list[str]:
     return [f"{key} is only in the checkpoint" for key in keys]
 
 
-def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
+def about_prefix(here: str, stored_prefix: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
     """Return a line about a rename to a prefix that no stored key has.
 
     Args:
@@ -157,8 +157,11 @@ def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str
         of_submodule: True if the rename is the ``source`` of a sub-module.
     """
     form = _AS_SOURCE if of_submodule else _AS_RENAME
-    rename = form.format(here=here, there=there)
-    line = f"no key of the checkpoint starts with {there!r}, as {rename} requires; it has {_fronts(there, free)}"
+    rename = form.format(here=here, there=stored_prefix)
+    line = (
+        f"no key of the checkpoint starts with {stored_prefix!r}, as {rename} requires; "
+        f"it has {_fronts(stored_prefix, free)}"
+    )
     return f"{line}. {_advice(renames, form)}" if renames else line
 
 

@@ -169,13 +169,13 @@ def _attached(summary: bytes) -> frozenset[str]:
 class _KnownEnd(RawRanges):
     """The first bytes of a file, of which the last are known."""
 
-    def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
-        super().__init__(begin + len(known))
-        self._file, self._begin, self._known = file, begin, known
+    def __init__(self, file: RangedFile | None, begin: int, end: bytes) -> None:
+        super().__init__(begin + len(end))
+        self._file, self._begin, self._end = file, begin, end
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         if offset >= self._begin:
-            return scatter([memoryview(self._known)[offset - self._begin :]], memory)
+            return scatter([memoryview(self._end)[offset - self._begin :]], memory)
         assert self._file is not None, "there is nothing before what is known"
         return self._file.read_into(first_bytes(memory, self._begin - offset), offset)
 

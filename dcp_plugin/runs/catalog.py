@@ -224,8 +224,8 @@ class Newest:
         """Warn of checkpoints of other tools if a training starts from scratch in their directory."""
         if self.path is None and any(isinstance(candidate, Saved) for candidate in self.passed_over):
             warnings.warn(
-                f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
-                f"{self.reasons()}. To start with the weights of one, name it as init_from.",
+                f"the training starts fresh: nothing below {root} can be resumed from ({self.reasons()}). To start "
+                f"with the weights of one, name it as init_from.",
                 stacklevel=4,
             )
 
@@ -322,8 +322,8 @@ def refuse_unreadable(
         ]
         if newest_among(neighbours, tools)[0].path is None:
             raise CheckpointUnreadable(
-                f"{error}. {path} may hold the newest checkpoint, and no complete one is beside or above it. Make it "
-                f"readable, or move it away; resume=never starts without looking."
+                f"{error}. {path} may hold the newest checkpoint, and no complete one is next to it or above it. Make "
+                f"it readable, or move it away; resume=never starts without looking."
             ) from error
     warn_of_unreadable(unreadable)
 

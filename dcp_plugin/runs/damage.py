@@ -57,22 +57,24 @@ def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator
     Raises:
         CheckpointCorrupt: The error of the load; with a note if the checkpoint is quarantined.
     """
-    where = as_path(path)
+    checkpoint_path = as_path(path)
     try:
         yield
     except CheckpointCorrupt as error:
         damage = error
 
         def quarantine() -> bool:
-            return (where in _chosen and (restores or not _chosen[where])) and set_aside(where, damage)
+            return (checkpoint_path in _chosen and (restores or not _chosen[checkpoint_path])) and set_aside(
+                checkpoint_path, damage
+            )
 
         if ranks.from_zero(f"set {path} aside", quarantine):
-            error.add_note("It is set aside: the next automatic resume goes on with the checkpoint before it.")
+            error.add_note("It is quarantined: the next automatic resume takes the checkpoint before it.")
         raise
-    if where in _chosen and restores:
-        _chosen[where] = True
-    elif not _chosen.get(where, True):
-        del _chosen[where]
+    if checkpoint_path in _chosen and restores:
+        _chosen[checkpoint_path] = True
+    elif not _chosen.get(checkpoint_path, True):
+        del _chosen[checkpoint_path]
 
 
 def set_aside(path: Where, error: CheckpointCorrupt) -> bool:

@@ -73,8 +73,8 @@ class Saved:
 
     @property
     def path(self) -> Where:
-        where = as_path(self.files.where)
-        return where / self.name if self.name else where
+        directory = as_path(self.files.where)
+        return directory / self.name if self.name else directory
 
     def examined(self) -> Saved | None:
         """Return this candidate with the results of an examination; None for a file that is no checkpoint.

@@ -84,32 +84,32 @@ def _refuse(root: Where, workspace: Where, own_job: str) -> None:
 
 
 def compare(
-    root: PathLike, resume: str | PathLike, found: Where | None, storage_options: StorageOptions | None = None
+    root: PathLike, resume: str | PathLike, chosen: Where | None, storage_options: StorageOptions | None = None
 ) -> None:
-    """Record the composed configuration of this start below ``root``, and log the differences from that of ``found``.
+    """Record the composed configuration of this start below ``root``, and log the differences from that of ``chosen``.
 
-    Log a warning, too, if ``found`` is None and no later start would search below ``root``. Without Hydra, do nothing.
+    Log a warning, too, if ``chosen`` is None and no later start would search below ``root``. Without Hydra, do nothing.
     """
     hydra = _hydra()
-    where = as_path(root, storage_options)
-    if hydra is None or _only_reads(resume, where, storage_options):
+    root_path = as_path(root, storage_options)
+    if hydra is None or _only_reads(resume, root_path, storage_options):
         return
     omegaconf = sys.modules["omegaconf"].OmegaConf
     composed = omegaconf.select(hydra, "..")
     resumes_own = resume in ("auto", "must")
-    if resumes_own and found is None:
-        _warn_of_the_time(where, map(str, omegaconf.get_cache(composed)["now"].values()))
+    if resumes_own and chosen is None:
+        _warn_of_the_time(root_path, map(str, omegaconf.get_cache(composed)["now"].values()))
     settings = dict(_settings(omegaconf.to_container(composed, resolve=False)))
-    medium, workspace = medium_of(where), workspace_in(where)
+    medium, workspace = medium_of(root_path), workspace_in(root_path)
     earlier: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
         earlier = json.loads(file.read(_MOST_OF_CONFIGURATION))
     # Before the start that wrote the note has saved, the newest checkpoint is that of an earlier start.
-    saved = earlier.get("of_checkpoint" if earlier.get("resumed") == str(found) else "settings")
-    changed = [] if saved is None or found is None else _differences(saved, settings)
+    saved = earlier.get("of_checkpoint" if earlier.get("resumed") == str(chosen) else "settings")
+    changed = [] if saved is None or chosen is None else _differences(saved, settings)
     if resumes_own and changed:
-        logger.warning("resuming from %s, saved with another configuration: %s", found, some(changed))
-    note = {"resumed": str(found), "of_checkpoint": saved, "settings": settings}
+        logger.warning("resuming from %s, saved with another configuration: %s", chosen, some(changed))
+    note = {"resumed": str(chosen), "of_checkpoint": saved, "settings": settings}
     with suppress(OSError):  # no checkpoint can be written there either
         medium.note(workspace / _CONFIGURATION, json.dumps(note).encode())
 

@@ -84,7 +84,7 @@ def remove(path: PathLike) -> None:
     try:
         completed, unreadable = _completed_by(path)
     except OSError as error:
-        raise CheckpointError(f"cannot delete {path}: {error}. It is there as it was.") from error
+        raise CheckpointError(f"cannot delete {path}: {error}. It is unchanged.") from error
     if completed is not None:
         _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
     elif unreadable:
@@ -221,7 +221,9 @@ def refuse_to_replace_a_base(path: Where) -> None:
     """
     dependent, unreadable = _completed_by(path)
     if error := next(filter(may_pass, unreadable.values()), None):
-        raise SaveFailed(f"cannot save {path}: {error}. It may leave out what the checkpoint there has.") from error
+        raise SaveFailed(
+            f"cannot save {path}: {error}. That checkpoint may need the frozen parameters at {path}."
+        ) from error
     if dependent is not None:
         raise SaveFailed(
             f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "

@@ -607,10 +607,10 @@ class StatefulAdapter(TreeAdapter):
 class PositionAdapter(StatefulAdapter):
     """Adapter of a loader or a sampler of torchdata.
 
-    A load does not ask for the state that it replaces: ``torchdata.nodes.Loader`` would keep the iterator that its
-    ``state_dict()`` makes, and begin with the first batch. The load asks afterwards, which makes the iterator of the
-    next loop. Making the iterator draws from the random streams, but a training without interruption draws no number at
-    this point; so the streams are restored.
+    A load does not call ``state_dict()`` before it replaces the state: ``torchdata.nodes.Loader`` would keep the
+    iterator that the call makes, and begin with the first batch. The load calls it afterwards, which makes the iterator
+    of the next loop. Making it draws random numbers, which an uninterrupted training does not draw at this point, so
+    the load then restores the random streams.
     """
 
     def names(self) -> list[str]:

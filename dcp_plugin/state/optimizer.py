@@ -123,7 +123,7 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         return gather_fsdp1_optimizer(module, optimizer, own) | ({EXTRA_STATE: extras} if extras else {})
     live = OptimizerState.of(module, optimizer, own)
     groups = [{**fields_of(group), "params": [live.names[key] for key in group["params"]]} for group in live.groups]
-    return _nested({fqn: slots for fqn, slots in live.slots.items() if slots}, groups, live.others, live.extras)
+    return _nested({fqn: slots for fqn, slots in live.slots.items() if slots}, groups, live.global_state, live.extras)
 
 
 def extras_of(own: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class OptimizerState:
     """
 
     slots: dict[str, dict[str, Any]]
-    others: dict[Any, Any]
+    global_state: dict[Any, Any]
     """State that belongs to no parameter."""
     extras: dict[str, Any]
     """Entries of its ``state_dict()`` other than ``state`` and ``param_groups``."""
@@ -406,14 +406,14 @@ class OptimizerState:
             for key, slots in state.items()
             if key in fqn_of
         }
-        others = {key: value for key, value in state.items() if key not in fqn_of}
-        return cls(slots, others, extras_of(own), list(groups), fqn_of, own is not None)
+        global_state = {key: value for key, value in state.items() if key not in fqn_of}
+        return cls(slots, global_state, extras_of(own), list(groups), fqn_of, own is not None)
 
     def load(
         self,
         optimizer: torch.optim.Optimizer,
         slots: Mapping[str, dict[str, Any] | None],
-        others: Mapping[Any, Any],
+        global_state: Mapping[Any, Any],
         extras: Mapping[str, Any],
         fields: list[dict[str, Any]],
     ) -> None:
@@ -426,12 +426,12 @@ class OptimizerState:
                 for group, new in zip(self.groups, fields, strict=True)
             ]
             state = {number: kept[fqn] for number, fqn in self.names.items() if fqn in kept}
-            state_dict = {"state": {**state, **self.others, **others}, GROUPS: groups}
+            state_dict = {"state": {**state, **self.global_state, **global_state}, GROUPS: groups}
             unpatched(optimizer, "load_state_dict")(
                 {**state_dict, **self.extras, **with_types_of(self.extras, dict(extras))}
             )
             return
-        optimizer.state.update(others)
+        optimizer.state.update(global_state)
         for parameter, fqn in self.names.items():
             if slots.get(fqn) is not None:
                 optimizer.state[parameter] = slots[fqn]

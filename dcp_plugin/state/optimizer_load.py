@@ -249,7 +249,7 @@ class OptimizerLoad:
         targets.update({key: _target_for(entry) for key, entry in self._group_list.items()})
         memory = Memory(self._module, self.wanted.refused)
         current, _ = flatten_tree(
-            {GLOBAL: self._live.others, EXTRA_STATE: self._live.extras}, walked_as_stored(self._beside)
+            {GLOBAL: self._live.global_state, EXTRA_STATE: self._live.extras}, walked_as_stored(self._beside)
         )
         for key, entry in self._beside.items():
             targets[key] = memory.of(key, entry, current.get(key)) if isinstance(entry, StoredTensor) else None
@@ -337,7 +337,7 @@ class OptimizerLoad:
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # the parameter had no gradient before the checkpoint
                 slots[fqn] = None
-        global_state = self._trees_of(filled, GLOBAL, self._live.others)
+        global_state = self._trees_of(filled, GLOBAL, self._live.global_state)
         extras = self._trees_of(filled, EXTRA_STATE, self._live.extras)
         self._live.load(self._optimizer, slots, global_state, extras, groups)
 

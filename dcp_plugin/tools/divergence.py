@@ -173,7 +173,7 @@ def _steps_of(run: Where) -> dict[int, Where]:
     """Return the newest complete checkpoint of each step. The last number of a name stands in for an unknown step."""
     with damage_in(run):
         if medium_of(run).kind(run) != "folder":
-            raise CheckpointNotFound(f"{run}: no run is there")
+            raise CheckpointNotFound(f"{run} is not the directory of a run")
     steps: dict[int, Where] = {}
     for checkpoint in Scan(run, others=True, read_all=True).complete():
         recorded = checkpoint.step if isinstance(checkpoint, CheckpointState) else None
@@ -182,7 +182,7 @@ def _steps_of(run: Where) -> dict[int, Where]:
             continue
         steps[int(digits[-1]) if recorded is None else recorded] = checkpoint.path
     if not steps:
-        raise CheckpointNotFound(f"{run}: there is no whole checkpoint with a step, at or below")
+        raise CheckpointNotFound(f"{run}: no complete checkpoint with a step is there or below")
     return steps
 
 

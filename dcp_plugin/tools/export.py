@@ -143,7 +143,7 @@ def export(
     if format not in get_args(Format):
         raise ValueError(f"format={format!r} is none of {', '.join(get_args(Format))}")
     if ranks < 1:
-        raise ValueError(f"ranks={ranks}: a checkpoint is laid out for at least one")
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
     to_dtype = _dtype(dtype)
     named = bool(texts(include)) or rename is not None
     options = _Options(format, _size(max_shard_size), config, ranks, allow_pickle, named)
@@ -201,7 +201,7 @@ def _size(text: int | str | None) -> int | None:
             raise ValueError(f"max_shard_size={text!r}: it is a number of bytes, or text such as '5GB' or '512MiB'")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size is not None and size < 1:
-        raise ValueError(f"max_shard_size={text!r}: at least a byte")
+        raise ValueError(f"max_shard_size must be at least one byte, got {text!r}")
     return size
 
 

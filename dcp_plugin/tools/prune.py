@@ -181,7 +181,9 @@ def _policy(
         raise ValueError(f"mode={mode!r}: it is 'min' or 'max'")
     rules = (keep_last, keep_every, None if best is None else (best, mode, keep_best), younger_than)
     if all(rule is None for rule in rules):
-        raise ValueError("say what to keep: keep_last, keep_every, best or younger_than. Without a rule, all would go")
+        raise ValueError(
+            "say what to keep: keep_last, keep_every, best or younger_than. Without a rule, all would be deleted"
+        )
     return Retention(*rules)
 
 

@@ -72,7 +72,7 @@ def select(keys: Collection[str], include: Globs, exclude: Globs, path: object) 
     selected = [key for key in keys if not chosen or _matches(key, chosen)]
     selected = [key for key in selected if not _matches(key, left_out)] if left_out else selected
     if not selected:
-        raise CheckpointMismatch(f"{path}: nothing is left of its {len(keys)} keys without {some(list(left_out))}")
+        raise CheckpointMismatch(f"{path}: exclude={some(list(left_out))} leaves none of its {len(keys)} keys")
     return selected
 
 
@@ -100,7 +100,7 @@ def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dic
             used.add(prefix)
             name = rename[prefix] + key.removeprefix(prefix)
         if not name:
-            raise CheckpointMismatch(f"{path}: nothing would be left of the name of {key}: rename it to something")
+            raise CheckpointMismatch(f"{path}: the rename leaves an empty name for {key}. Give it a name")
         if name in taken:
             raise CheckpointMismatch(f"{path}: {taken[name]} and {key} would both be called {name!r}")
         taken[name] = key
@@ -207,7 +207,7 @@ class Part:
         if is_opaque(reader, key):
             raise CheckpointMismatch(
                 f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors), which "
-                f"torch.save has written as a whole: dcp_plugin.read gives it. To go on without it: exclude={key!r}."
+                f"torch.save has written as a whole: dcp_plugin.read returns it. To leave it out: exclude={key!r}."
             )
         return cls(key, (0,) * len(stored.shape), stored.shape, dtype or stored.dtype)
 

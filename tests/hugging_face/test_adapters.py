@@ -74,4 +74,4 @@ def test_adapters_are_loaded_with_their_base(tmp_path: Path) -> None:
         for loaded in launch.run(_load, ranks, tmp_path, ranks == 2)[0]:
             assert_same(saved, loaded)
     said = launch.run(_refused, 1, tmp_path)[0]
-    assert "has adapters alone" in said and "base=" in said and "'meta/Llama'" in said
+    assert "has only adapters" in said and "base=" in said and "'meta/Llama'" in said

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(tmp_path: Path) ->
             attempt()
     for pattern, options in {
         "device_map: device=": {"device_map": "auto"},
-        "either distributed_config or parallelize": {"parallelize": m.shard, "distributed_config": {}},
+        "give either distributed_config or parallelize": {"parallelize": m.shard, "distributed_config": {}},
         "dtype='float33' is no dtype": {"dtype": "float33"},
     }.items():
         with pytest.raises(ValueError, match=pattern):
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(tmp_path: Path) ->
     assert_same(m.seen(net), m.seen(load("two", prefix="model")))
     with pytest.warns(UserWarning, match="only in the checkpoint"):
         assert_same(m.seen(net), m.seen(load("more", strict=False)))
-    with pytest.warns(UserWarning, match=r"not in the checkpoint: lm_head\.weight. Initialised"):
+    with pytest.warns(UserWarning, match=r"not in the checkpoint: lm_head\.weight. Missing keys are initialised"):
         loaded = load("less", strict=False)
     assert 0 < loaded.lm_head.weight.std() < 0.1, "as transformers initialises it"
     body = dcp.hf.from_pretrained(type(net.model), tmp_path / "two", config=m.config("llama"), prefix="model.model")

@@ -93,7 +93,7 @@ def test_lightning_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path)
         dist.barrier()
         assert chosen == newest
         error = _refused(lambda chosen=chosen: fit(chosen))  # type: ignore[misc]
-        assert "the next automatic resume goes on" in error.__notes__[0]
+        assert "the next automatic resume takes" in error.__notes__[0]
         assert (newest / MARK).exists()
     assert fit(dcp.resolve_resume("auto", tmp_path)) == tmp_path / "step=1.ckpt"
 
@@ -109,12 +109,12 @@ def test_the_trainer_of_transformers_goes_on_with_the_one_before_at_its_next_sta
     _refused(lambda: t.trainer(tmp_path, "ddp").train(resume_from_checkpoint=str(newest)))
     assert not (newest / MARK).exists(), "it was named"
     error = _refused(lambda: t.trainer(tmp_path, "ddp").train(resume_from_checkpoint=True))
-    assert "the next automatic resume goes on" in error.__notes__[0]
+    assert "the next automatic resume takes" in error.__notes__[0]
     again = t.trainer(tmp_path, "ddp", save_total_limit=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again.train(resume_from_checkpoint=True)
     said = [str(one.message) for one in caught if "passes over" in str(one.message)]
-    assert len(said) == (dist.get_rank() == 0) and all(f"{newest}: it is set aside" in one for one in said)
+    assert len(said) == (dist.get_rank() == 0) and all(f"{newest}: it is quarantined" in one for one in said)
     assert again.state.global_step == 6
     assert dcp.verify(newest).ok, "a save to the same name has replaced it"

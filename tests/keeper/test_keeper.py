@@ -395,7 +395,7 @@ def test_a_host_copy_is_free_only_when_the_save_is_never_written_from_it_again(
     node.free(token)
     assert node.journal.wait(token, "written", 0.0).written
     Node(Journal(handed_over.spool)).write(token, [0], None)  # another keeper, which finds it written
-    with pytest.raises(SaveFailed, match="in use for another save"):
+    with pytest.raises(SaveFailed, match="another save uses its host copy"):
         node.write(token, [0], tmp_path)
 
 
@@ -440,7 +440,7 @@ def test_a_save_that_gives_way_to_newer_ones_says_that_its_path_lacks_it(
     coordinator.begin()
     end = _ended(node, tokens[0])
     assert (end.published, end.local, end.error) == (False, True, None)
-    assert "is in local_dir, and was not brought to its path" in end.degraded
+    assert "is in local_dir, and was not copied to its path" in end.degraded
 
 
 def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
@@ -456,7 +456,7 @@ def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
     (tmp_path / "late").rename(late)
     coordinator, node, _ = _coordinator(handed_over.spool)  # of a keeper that has only what is in files
     coordinator.begin()
-    assert "is not replaced by an older one" in str(_ended(node, older).error)
+    assert "An older save does not replace it" in str(_ended(node, older).error)
     assert torch.equal(_weights(tmp_path / "run/a"), torch.full((1000,), 2.0))
 
 
@@ -501,7 +501,7 @@ def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedO
     end = _ended(node, handed_over.token)
     assert isinstance(end.error, SaveFailed) and not end.published
     assert node.journal.in_flight() == []
-    with pytest.raises(SaveFailed, match="nothing is known"):
+    with pytest.raises(SaveFailed, match="this keeper has no record"):
         node.journal.wait("f" * 24, "end", HANG)
 
 
@@ -509,7 +509,7 @@ def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> 
     handed_over.spool.put(f"{handed_over.token}.tries", b"5")
     coordinator, node, _ = _coordinator(handed_over.spool)
     coordinator.begin()
-    assert "keepers have died with it" in str(_ended(node, handed_over.token).error)
+    assert "keepers have died while they wrote this save" in str(_ended(node, handed_over.token).error)
 
 
 def test_a_neighbour_can_put_nothing_beside_the_folder_of_a_save(handed_over: _HandedOver, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def _at_text(path: Path, time: int) -> None:
 
 def _said(root: Path, resume: str = "auto") -> str:
     """Nothing is resumed from, and this warning says what is there."""
-    with pytest.warns(UserWarning, match="the training starts anew beside") as said:
+    with pytest.warns(UserWarning, match="the training starts fresh: nothing below") as said:
         assert dcp.resolve_resume(resume, root) is None
     return str(said[0].message)
 

@@ -107,7 +107,7 @@ def test_what_is_torn_damaged_or_of_others_is_told(place: Where) -> None:
         "half": ("transformers", "torn"),
     }
     reasons = {one.path.name: one.reason for run in dcp.list_runs(place) for one in run.checkpoints}
-    assert "is missing" in reasons["lost"] and "set aside" in reasons["set aside"]
+    assert "is missing" in reasons["lost"] and "quarantined" in reasons["set aside"]
     assert "no optimizer" in reasons["weights.ckpt"] and not reasons["checkpoint-5"]
 
 

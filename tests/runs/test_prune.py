@@ -109,7 +109,7 @@ def test_what_is_damaged_torn_or_of_others_stays_and_is_told(place: Where) -> No
     assert why["step-stock"] == "saved by stock DCP, not by this package"
     assert why["epoch=1.ckpt"] == "saved by Lightning, not by this package"
     assert why["step-1"].startswith("it is being saved, or its save was interrupted")
-    assert why["step-2"].startswith("damaged: it is set aside")
+    assert why["step-2"].startswith("damaged: it is quarantined")
     report = dcp.prune(place, keep_last=1, damaged=True)
     assert [one.path.name for one in report.deleted] == ["step-2"]
     assert _there(place) == ["step-1", "step-5", "step-stock"]

@@ -273,7 +273,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
     state = _run(seed=2)
     start = dcp.resume_or_init(state, tmp_path)
     assert (start.how, start.step, start.damaged) == ("resumed", 2, (newest,))
-    assert str(start).endswith(f"; DAMAGED and set aside: {newest}")
+    assert str(start).endswith(f"; DAMAGED and quarantined: {newest}")
     assert_same(saved[1]["whole"], _whole(state))
     assert state["step"] == 2
     (said,) = [record.message for record in caplog.records if "DAMAGED" in record.message]
@@ -282,7 +282,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
     caplog.clear()
     assert dcp.latest(tmp_path) == tmp_path / "step-2"
     assert "passing over" in caplog.text and "dcp_plugin.damaged" in caplog.text
-    with pytest.raises(dcp.CheckpointIncomplete, match=r"set aside.*dcp_plugin\.damaged"):
+    with pytest.raises(dcp.CheckpointIncomplete, match=r"quarantined.*dcp_plugin\.damaged"):
         dcp.load(_run(2), newest)
     dcp.save(state, tmp_path / "step-4", keep_last=1)
     assert names_in(tmp_path) == ["step-3", "step-4"], "it is neither counted nor deleted"

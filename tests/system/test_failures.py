@@ -296,7 +296,7 @@ def test_a_file_above_a_save_is_named(tmp_path: Path) -> None:
     for name in ("file", "astray"):
         for path in (tmp_path / name / "ck", tmp_path / name / "run" / "ck"):
             said = _raises(
-                dcp.SaveFailed, lambda path=path: dcp.save({"n": 0}, path), f"{tmp_path / name} is in the way"
+                dcp.SaveFailed, lambda path=path: dcp.save({"n": 0}, path), f"{tmp_path / name} is not a directory"
             )
             assert "full" not in said
 

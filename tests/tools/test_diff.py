@@ -299,10 +299,10 @@ def test_runs_without_a_common_step_and_what_is_no_run_are_told(tmp_path: Path) 
         dcp.save({"n": 1}, tmp_path / run / f"step-{step}", step=step)
     with pytest.raises(dcp.CheckpointMismatch, match=r"\(steps 1\) .*\(steps 2\) have no step in common"):
         dcp.first_divergence(tmp_path / "one", tmp_path / "two")
-    with pytest.raises(dcp.CheckpointNotFound, match="no run is there"):
+    with pytest.raises(dcp.CheckpointNotFound, match="is not the directory of a run"):
         dcp.first_divergence(tmp_path / "one", tmp_path / "three")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(dcp.CheckpointNotFound, match="no whole checkpoint with a step"):
+    with pytest.raises(dcp.CheckpointNotFound, match="no complete checkpoint with a step"):
         dcp.first_divergence(tmp_path / "empty", tmp_path / "one")
 
 

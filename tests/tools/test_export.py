@@ -381,7 +381,7 @@ def _refused(path: Path, tmp_path: Path) -> list[tuple[list[object], int, str]]:
     out = tmp_path / "out"
     return [
         ([path, out, "--include", "model.0.wieght"], 3, "did you mean"),
-        ([path, out, "--exclude", "*"], 3, "nothing is left"),
+        ([path, out, "--exclude", "*"], 3, "leaves none"),
         ([path, out, "--rename", "modle.="], 3, "no selected key starts with"),
         (
             [path, out, "--include", "model.*", "--rename", "model.=", "--rename", "model.0.=2."],
@@ -389,8 +389,8 @@ def _refused(path: Path, tmp_path: Path) -> list[tuple[list[object], int, str]]:
             "would both be called",
         ),
         ([path, out, "--include", "v.n"], 3, "no tensor is selected"),
-        ([path, out, "--include", "x.f32", "--rename", "x.f32=__metadata__"], 3, "keep for something else"),
-        ([path, out, "--include", "x.f32", "--rename", "x.f32="], 3, "nothing would be left of the name"),
+        ([path, out, "--include", "x.f32", "--rename", "x.f32=__metadata__"], 3, "reserves for metadata"),
+        ([path, out, "--include", "x.f32", "--rename", "x.f32="], 3, "leaves an empty name"),
         ([path, out, "--dtype", "float4_e2m1fn_x2"], 3, "does not convert"),
         ([path, out, "--dtype", "int8"], 2, "no floating-point dtype"),
         ([path, out, "--max-shard-size", "5 apples"], 2, "number of bytes"),
@@ -398,7 +398,7 @@ def _refused(path: Path, tmp_path: Path) -> list[tuple[list[object], int, str]]:
         ([path, there, "--format", "dcp"], 3, "exists"),
         ([path, there, "--format", "torch"], 3, "exists"),
         ([path, tmp_path / "link", "--format", "dcp"], 3, "exists"),
-        ([path, there / "below", "--format", "torch"], 3, "no directory"),
+        ([path, there / "below", "--format", "torch"], 3, "not a directory"),
         ([path, "/proc/self/out", "--format", "torch"], 3, "cannot save"),
         ([tmp_path / "nowhere", out], 3, "nothing is there"),
         ([path, out, "--format", "lightning", "--include", "x.*"], 3, "of one module"),

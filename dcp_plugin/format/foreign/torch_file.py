@@ -51,7 +51,7 @@ class _Archive:
     file: BinaryIO
     name: str
     size: int
-    where: str
+    label: str
     """Name of the file in messages."""
     records: dict[int, int]
     """Sizes of the storages' records in bytes, by the position at which each begins."""
@@ -74,7 +74,7 @@ def read_file(files: Files, name: str) -> Contents:
                 raise refusal
             held = type(tree).__name__
             raise CheckpointMismatch(
-                f"{archive.where} holds a {held}, not a state dict or a dictionary that contains a state dict"
+                f"{archive.label} holds a {held}, not a state dict or a dictionary that contains a state dict"
             )
         visits = _Visits()
         optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree, visits))
@@ -136,7 +136,7 @@ def _modules(
         raise refusal
     if not state_dicts and not may_be_none:
         raise CheckpointMismatch(
-            f"{archive.where} has no state dict in its first {_DEPTH} levels. Its first keys are {list(tree)[:8]}"
+            f"{archive.label} has no state dict in its first {_DEPTH} levels. Its first keys are {list(tree)[:8]}"
         )
     return state_dicts
 
@@ -233,14 +233,14 @@ def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
     begin = record_offset(tensor)
     if begin not in archive.records:
         raise CheckpointCorrupt(
-            f"{archive.where}: the zip has no record at the position where torch stores the bytes of {key}. If "
+            f"{archive.label}: the zip has no record at the position where torch stores the bytes of {key}. If "
             f"torch.load reads the file, save it again with torch.save."
         )
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     view = View(archive.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
     if first + view.span > archive.records[begin] or first < 0 or min(strides or (), default=0) < 0:
-        raise CheckpointCorrupt(f"{archive.where}: {key} lies outside of its record")
+        raise CheckpointCorrupt(f"{archive.label}: {key} lies outside of its record")
     return view
 
 
@@ -251,7 +251,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _not_plain(archive: _Archive, key: str, kind: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"{archive.where}: {key} is not a plain tensor ({kind}). Load the file with torch.load, convert the tensor "
+        f"{archive.label}: {key} is not a plain tensor ({kind}). Load the file with torch.load, convert the tensor "
         f"(to_dense(), dequantize(), resolve_conj()) and save it again."
     )
 
@@ -271,7 +271,7 @@ def _structure(
 
 def _refusal(archive: _Archive, name: object) -> UnsafeCheckpoint:
     return UnsafeCheckpoint(
-        f"{archive.where} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
+        f"{archive.label} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
         f"trust its origin, write the weights to a separate file once: held = torch.load({archive.name!r}, "
         f"weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a "
         f"module."
@@ -293,7 +293,7 @@ def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointError:
         for key, leaf in _named_leaves("", tree, set()):
             if isinstance(leaf, StandIn) and leaf.of in _NOT_ON_META:
                 return _not_plain(archive, key, f"a {_NOT_ON_META[leaf.of]} tensor")
-    return CheckpointCorrupt(f"{archive.where} is damaged: {type(error).__name__}: {error}")
+    return CheckpointCorrupt(f"{archive.label} is damaged: {type(error).__name__}: {error}")
 
 
 def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:

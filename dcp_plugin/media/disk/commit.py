@@ -178,8 +178,8 @@ def publish(reservation: Reservation[Path]) -> None:
             held.workspace.sync()
         except OSError as error:
             raise DurabilityUnknown(
-                f"{final} is saved, and can be loaded, but its name could not be made durable ({error}): after a loss "
-                f"of power what was there before may be back. Look at the disk, and save again."
+                f"{final} is saved, and can be loaded, but its name could not be made durable ({error}). After a loss "
+                f"of power the previous checkpoint may be back. Look at the disk, and save again."
             ) from error
         if keeps_others:
             # After the names are durable: otherwise a loss of power could undo the exchange, but not these renames.
@@ -190,8 +190,8 @@ def publish(reservation: Reservation[Path]) -> None:
             raise
         _let_go(reservation)
         logger.warning(
-            "%s is saved, but files of others that were in the checkpoint before could not be moved into it (%s). "
-            "They are in %s, and the next save beside it tries again.",
+            "%s is saved, but the extra files of the previous checkpoint could not be moved into it (%s). They are "
+            "in %s, and the next save in the same folder tries again.",
             *(final, error, directory.parent),
         )
     except BaseException:  # Ctrl-C, or the error above: the next sweep reads the record
@@ -333,7 +333,7 @@ def _as_it_was(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot {what}: {error}. What was there is there still.") from error
+        raise CheckpointError(f"cannot {what}: {error}. Nothing was changed.") from error
 
 
 def sweep(workspace: Path) -> None:
@@ -482,8 +482,7 @@ def _refuse_below_a_file(final: Path) -> None:
     for above in final.parents:
         if os.path.lexists(above) and not os.path.isdir(above):
             raise SaveFailed(
-                f"cannot save to {final}: {above} is in the way, which is no directory. Save to another place, or move "
-                f"that away."
+                f"cannot save to {final}: {above} is not a directory. Save to another path, or move that file away."
             )
 
 

@@ -180,16 +180,16 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
     client |= _table(user_options, "client_options")
     retries = {"max_retries": 100, "retry_timeout": timedelta(minutes=3), **_table(user_options, "retry_config")}
     if unknown := retries.keys() - _RETRIES:
-        raise ValueError(f"retry_config has no {min(unknown)!r}, but {', '.join(sorted(_RETRIES))}")
+        raise ValueError(f"retry_config has no {min(unknown)!r}. It has {', '.join(sorted(_RETRIES))}.")
     for name, value in user_options.items():
         if not isinstance(value, (str, bool)) and name != "credential_provider":
-            raise ValueError(f"{name} is text, not of type {type(value).__name__}")
+            raise ValueError(f"{name} must be text, not of type {type(value).__name__}")
     if path.scheme == "s3":
         user_options = s3.further_options(user_options) | user_options
         own = {name.lower().removeprefix("aws_"): value for name, value in user_options.items()}
         endpoint = next((own[name] for name in s3.ENDPOINT if name in own), "")
         if endpoint and not _ENDPOINT.match(endpoint):
-            raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
+            raise ValueError(f"the endpoint {endpoint!r} must be a URL that starts with http:// or https://")
         if endpoint.startswith("http://"):
             client["allow_http"] = True
         if not own.keys() & {"checksum_algorithm", "unsigned_payload"}:
@@ -198,10 +198,10 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
     return {**user_options, "client_options": client, "retry_config": retries}
 
 
-def _table(given: dict[str, Any], name: str) -> dict[str, Any]:
-    table = given.pop(name, {})
+def _table(options: dict[str, Any], name: str) -> dict[str, Any]:
+    table = options.pop(name, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{name} is a dict, not of type {type(table).__name__}")
+        raise ValueError(f"{name} must be a dict, not of type {type(table).__name__}")
     return table
 
 
@@ -235,8 +235,8 @@ class ObstoreClient:
         except Exception as error:
             reason = error_text(error, texts_in(path.options))
             raise ValueError(
-                f"{path.store} cannot be reached with these options: {reason}. Those of storage_options are named as "
-                f"obstore does (region, endpoint, access_key_id, …), and where none is given, they come from the "
+                f"{path.store} cannot be reached with these options: {reason}. storage_options has the names of "
+                f"obstore (region, endpoint, access_key_id, …). Options that are not given come from the "
                 f"environment."
             ) from None
 

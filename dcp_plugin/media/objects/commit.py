@@ -247,7 +247,7 @@ def _refuses(client: Client, record: str, contents: bytes) -> bool:
 def _warn_unconditional(store: str) -> None:
     logger.warning(
         "%s has no conditional requests: of two saves to one path at the same time, the last to end wins, and the "
-        "other is not told. Let one job save to a path at a time.",
+        "other does not notice. Let one job save to a path at a time.",
         store,
     )
 
@@ -313,8 +313,8 @@ def _publish_of_others(client: Client, reservation: Reservation[ObjectPath], fil
 def _refuse_if_taken_for_dead(client: Client, held: _Held) -> None:
     if _own(client, held) is None:
         raise SaveFailed(
-            f"cannot commit {held.reservation.final}: another job took this save for dead, since nothing was heard of "
-            f"it for {lease.LEASE / 60:.0f} minutes, and has deleted what it had written. Save again."
+            f"cannot commit {held.reservation.final}: another job took this save for dead, since its lease was not "
+            f"renewed for {lease.LEASE / 60:.0f} minutes, and has deleted its files. Save again."
         )
 
 
@@ -357,8 +357,8 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
                     continue
         if isinstance(failure, Changed):
             raise SaveFailed(
-                f"cannot commit {final}: another save was published there, or it was deleted, since this one began. "
-                f"What is there stays. Let one job save to a path at a time."
+                f"cannot commit {final}: another save was published there, or it was deleted, since this save began. "
+                f"This save was not published. Let one job save to a path at a time."
             ) from failure
         if failure.errno == errno.EACCES or time.monotonic() > until or attempt + 1 == _ATTEMPTS:
             break
@@ -392,14 +392,16 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
             return
         client, token = client_of(reservation.final), reservation.directory.stem
         if held.in_doubt:
-            raise OSError("nobody knows yet whether it was published")
+            raise OSError("it is not known yet whether the save was published")
         if token_at(client, reservation.final) != token:
             objects = client.below(reservation.final.key)
             client.delete([item.key for item in objects if token_in(_name_below(reservation.final, item.key)) == token])
         if all_ended:
             _let_go(client, reservation)
     except OSError as error:
-        logger.warning("what the save of %s has written is left for the next save: %s", reservation.final, error)
+        logger.warning(
+            "cannot delete the files of a failed save of %s; the next save deletes them: %s", reservation.final, error
+        )
     finally:
         _held.pop(reservation.token, held).ended.set()
 
@@ -437,7 +439,7 @@ def remove(path: ObjectPath) -> None:
             client.delete([path.key])
     except OSError as error:
         raise CheckpointError(
-            f"cannot delete {path}: {error}. It is there as it was, or is no checkpoint any more; delete it again."
+            f"cannot delete {path}: {error}. It is unchanged, or is no checkpoint any more. Delete it again."
         ) from error
 
 
@@ -482,7 +484,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         _commit(client, reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"cannot copy {target} to {path}: {why}. What was there is there still.") from error
+        raise CheckpointError(f"cannot copy {target} to {path}: {why}. Nothing was changed.") from error
     finally:
         if reservation is not None:
             _let_go(client, reservation)
@@ -620,7 +622,7 @@ def _failures_logged(path: ObjectPath | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.warning("what is left of a save of %s cannot be deleted: %s", path, error)
+        logger.warning("cannot delete the files of an interrupted save of %s: %s", path, error)
 
 
 def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> None:

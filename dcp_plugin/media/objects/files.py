@@ -122,7 +122,7 @@ class _Object(RawRanges):
 class ObjectFiles(Readable):
     """Objects below a prefix, looked up one by one. The tag of an object stays the same after that.
 
-    No file needs a pin: a save that replaces a checkpoint leaves its objects to the save after that.
+    No file needs a pin: a save that replaces a checkpoint keeps the old objects, and the next save deletes them.
     """
 
     cost = ReadCost(STREAMS, GAP, most=PART, hosts=1)

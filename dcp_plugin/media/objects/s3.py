@@ -23,13 +23,13 @@ ENDPOINT = {"endpoint", "endpoint_url"}
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 
 
-def further_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a client needs besides those given, as AWS's own tools choose them.
+def further_options(client_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a client needs besides these, as AWS's own tools choose them.
 
     Raises:
         ValueError: The environment names a profile that does not exist, or botocore, which reads it, is missing.
     """
-    own = {name.lower().removeprefix("aws_") for name in given}
+    own = {name.lower().removeprefix("aws_") for name in client_options}
     options: dict[str, Any] = {}
     if not own & {"access_key_id", "credential_provider", "skip_signature"} and _has_profile():
         options = _of_profile()
@@ -57,7 +57,7 @@ def _of_profile() -> dict[str, Any]:
         import botocore.session
     except ImportError as error:
         if named:
-            raise ValueError(f"AWS_PROFILE is {named}, and what reads it is missing: pip install botocore") from error
+            raise ValueError(f"AWS_PROFILE is {named}, and reading it needs botocore: pip install botocore") from error
         return {}
     session = botocore.session.Session()
     try:
@@ -134,7 +134,7 @@ def _failures_logged(url: str, prefix: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # its text may have secrets of the configuration
-        logger.debug("unfinished uploads below %s/%s cannot be seen to: %s", url, prefix, type(error).__name__)
+        logger.debug("cannot abort unfinished uploads below %s/%s: %s", url, prefix, type(error).__name__)
 
 
 def _client(config: Mapping[str, Any]) -> Any:

@@ -78,7 +78,7 @@ class Beside:
         try:
             content = json.loads(self.files[name])
         except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{name} is no JSON: {error}") from error
+            raise CheckpointCorrupt(f"{name} is not JSON: {error}") from error
         return content if isinstance(content, dict) else {}
 
 

@@ -39,7 +39,7 @@ class SafetensorsFile:
         for key, part in in_order:
             if key == _METADATA:
                 raise CheckpointMismatch(
-                    f"{path}: {part.key} would be called {key}, which safetensors files keep for something else. Leave "
+                    f"{path}: {part.key} would be called {key}, which safetensors reserves for metadata. Leave "
                     f"it out, or rename it."
                 )
             if part.dtype not in _NAMES:
@@ -80,7 +80,7 @@ def layout(selected: Selected, stem: str, most: int | None) -> Layout:
     path = selected.reader.path
     named = [(selected.names[key], selected.part(key)) for key in selected.tensors]
     if not named:
-        raise CheckpointMismatch(f"{path}: no tensor is selected, and safetensors has nothing else")
+        raise CheckpointMismatch(f"{path}: no tensor is selected, and a safetensors file has only tensors")
     shards = _shards(named, most)
     if len(shards) == 1:
         return Layout([SafetensorsFile.of(f"{stem}.safetensors", shards[0], path)])

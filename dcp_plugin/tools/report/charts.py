@@ -157,11 +157,11 @@ def _stages(save: Save) -> list[float]:
 
     They add up to the seconds of the save. The slowest ranks of two stages may differ, and work at the same time.
     """
-    left, stages = save.seconds or 0.0, []
+    remaining, stages = save.seconds or 0.0, []
     for seconds in (save.staging_seconds, save.write_seconds, save.upload_seconds):
-        stages.append(min(seconds or 0.0, left))
-        left -= stages[-1]
-    return [*stages, left]
+        stages.append(min(seconds or 0.0, remaining))
+        remaining -= stages[-1]
+    return [*stages, remaining]
 
 
 def _short(value: float | None) -> str:
