@@ -6,7 +6,9 @@ document.addEventListener("DOMContentLoaded", () => {
     table.classList.add("blocks");
     if (headings.length > 4) table.classList.add("many");
     for (const row of table.querySelectorAll("tbody tr")) {
-      [...row.cells].forEach((cell, column) => (cell.dataset.heading = headings[column] || ""));
+      [...row.cells].forEach((cell, column) => {
+        cell.dataset.heading = cell.textContent.trim() ? headings[column] || "" : "";
+      });
     }
   }
 });

@@ -260,6 +260,14 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(page: Path) -> None:
+    """The site drops the cells that are too many."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         path, _, heading = target.partition("#")

@@ -101,5 +101,5 @@ def test_llms_txt_is_up_to_date(site: Path) -> None:
 
 def test_what_is_said_of_a_field_is_there_as_a_whole(site: Path) -> None:
     """Napoleon would take what stands before a colon for a type."""
-    page = re.sub(r"<[^>]+>", "", (site / "reference/core.html").read_text())
+    page = re.sub(r"<[^>]+>", "", (site / "reference/configuration.html").read_text())
     assert "When a background save copies the state. &quot;blocking&quot;: before save returns." in page

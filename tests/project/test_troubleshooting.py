@@ -80,7 +80,7 @@ def _pieces(message: str) -> list[str]:
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_class_has_a_section_with_messages_of_its_own(kind: type[CheckpointError]) -> None:
     assert EXPLAINED.endswith("/troubleshooting.html")
-    (section,) = re.findall(rf"^### {kind.__name__}\n(.*?)^##", PAGE, re.M | re.S)
+    (section,) = re.findall(rf"^### {kind.__name__}\n(.*?)(?=^##|\Z)", PAGE, re.M | re.S)
     assert f"\n| `{kind.__name__}: " in section
     assert _explained(kind.__name__) == kind("text").__notes__[-1]
 
