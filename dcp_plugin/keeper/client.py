@@ -117,10 +117,7 @@ class KeeperClient:
         self.newest_time = self._job.newest
         """The greatest recorded time of the run that this rank has seen, in seconds since the epoch."""
         if self.rank == 0 and (behind := self.newest_time - time.time()) > 60:
-            logger.warning(
-                "the clock is %.0f s behind the newest save. Recorded times continue from the time of that save.",
-                behind,
-            )
+            logger.warning("the clock is %.0f s behind the newest save. Recorded times continue from there.", behind)
         self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
         self._thread.start()
 
