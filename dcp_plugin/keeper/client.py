@@ -274,11 +274,6 @@ class KeeperClient:
             raise self.lost()
         self.refuse_if_passed_over()
 
-    @property
-    def is_attached(self) -> bool:
-        """Return True if the keeper answers now."""
-        return self._is_attached.is_set() and self._failure is None
-
     # Saves
 
     def hand_over(self, path: Where, token: str, job: Attempt[RankJob], attached: Path | None, ranks: Ranks) -> None:

@@ -31,7 +31,7 @@ from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.keeper.local_checkpoints import Record, make_run, path_of, shown, time_of
 from dcp_plugin.keeper.node import Node, retried
 from dcp_plugin.keeper.records import End, Go, Head, Part, Peer, RankJob
-from dcp_plugin.keeper.requests import KeeperLost, Requests
+from dcp_plugin.keeper.requests import KeeperLost, Requests, sendable
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt
@@ -68,7 +68,6 @@ class Save:
     record: Record | None = None
     local: bool = False
     local_at: float | None = None
-    error: Exception | None = None
     published_at: float = 0.0
     """The recorded time of the checkpoint at its path; 0 if it is not there."""
     copies: int = 0
@@ -455,28 +454,21 @@ class Coordinator:
 
     def _replicate(self, save: Save) -> None:
         asked, others = save.job.config.replicas, len(save.nodes) - 1
+        copies = min(asked, others)
+        if asked > others:
+            nodes = f"{others + 1} node{'s' * bool(others)}"
+            text = f"saves have {others} of the {asked} copies that replicas asks for: the job has {nodes}"
+            self._degrade(save, text, once=True)
         try:
-            if asked > others:
-                nodes = f"{others + 1} node{'s' * bool(others)}"
-                text = f"saves have {others} of the {asked} copies that replicas asks for: the job has {nodes}"
-                self._degrade(save, text, once=True)
-            if asked and others:
-                self._copy_around(save, min(asked, others))
-                save.copies = min(asked, others)
-        except Exception as error:
-            save.error = SaveFailed(f"{save.path} has no copies on other nodes: {error}")
-            self._degrade(save, str(save.error))
-        try:
-            needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
-            run = self._run_of(save)
-            self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run, save.copies))
-            save.local, save.local_at = True, time.monotonic()
-        except Exception as error:
-            save.error = save.error or error
-            self._degrade(save, f"{save.path} is not complete locally: {error}")
+            if copies:
+                self._copy_around(save, copies)
+            save.copies = copies
+        except Exception as error:  # the next save has copies again, or says that it has none
+            self._degrade(save, f"{save.path} has no copies on other nodes: {error}")
+        failure = self._complete(save)
         every = save.job.config.durable_every
         drained = every is not None and (save.number % every == 0 or save.head.durable)
-        only_local = not drained and save.error is None
+        only_local = not drained and failure is None
         with self._lock:
             before, self._newest = self._newest, save if only_local else None
         if before is not None:
@@ -484,10 +476,22 @@ class Coordinator:
         if drained:
             self._draining.add(save)
             self._make_room(save)
-        elif save.error is not None:
-            self._fail(save, save.error)
+        elif failure is not None:
+            self._fail(save, failure)
         else:
             self._end(save, End(published=False, local=True))
+
+    def _complete(self, save: Save) -> Exception | None:
+        """Record on all nodes that they have their parts; return the failure of a node."""
+        needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
+        run = self._run_of(save)
+        try:
+            self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run, save.copies))
+        except Exception as error:
+            self._degrade(save, f"{save.path} is not complete locally: {error}")
+            return error
+        save.local, save.local_at = True, time.monotonic()
+        return None
 
     def _copy_around(self, save: Save, replicas: int) -> None:
         """Have each node send its part to the nodes that follow it."""
@@ -531,7 +535,7 @@ class Coordinator:
                 f"to bring {save.path} to its path",
             )
             self._prune(save)
-            self._end(save, End(published=True, local=save.local, error=save.error))
+            self._end(save, End(published=True, local=save.local))
         except DurabilityUnknown as error:
             self._end(save, End(published=True, local=save.local, error=error))
         except Exception as error:
@@ -620,7 +624,7 @@ class Coordinator:
             end,
             seconds=time.monotonic() - save.began,
             path=str(save.path),
-            error=_plain(end.error),
+            error=None if end.error is None else sendable(end.error),
             time=save.published_at,
             copies=save.copies,
             degraded=shown("; ".join(save.degraded)),
@@ -669,15 +673,6 @@ class Coordinator:
         """Return the end of a save with the bytes that the ranks of a node have written."""
         written = {peer.rank: save.parts[peer.rank].written for peer in node if peer.rank in save.parts}
         return replace(end, bytes={rank: (part.nbytes, part.bytes_reused) for rank, part in written.items()})
-
-
-def _plain(error: Exception | None) -> Exception | None:
-    """Return an exception that any process can unpickle."""
-    if error is None:
-        return None
-    if isinstance(error, CheckpointError):
-        return type(error)(shown(str(error)))
-    return SaveFailed(f"{type(error).__name__}: {shown(str(error))}")
 
 
 def _newest_at(path: Where, but: float, save_id: str) -> float:

@@ -21,7 +21,6 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
@@ -117,14 +116,6 @@ class Channel:
     def close(self) -> None:
         shut(self._socket)
         self._socket.close()
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def connect(address: Address, key: bytes, timeout: float) -> Channel:
@@ -231,21 +222,15 @@ def shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def own_address(towards: str | None = None) -> str:
-    """Return an address of this host that the other hosts of the job can probably reach.
-
-    Args:
-        towards: A host of the job; ``MASTER_ADDR`` by default. The address is that of the interface that leads there.
-    """
-    host = towards or os.environ.get("MASTER_ADDR", "")
-    for target in (host, socket.gethostname()):
-        if not target:
-            continue
+def own_address() -> str:
+    """Return the address of this host that the other hosts of the job can probably reach: that of the interface that
+    leads to ``MASTER_ADDR``."""
+    for target in filter(None, (os.environ.get("MASTER_ADDR", ""), socket.gethostname())):
         with suppress(OSError):
             family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)  # sends nothing
-                found = str(probe.getsockname()[0])
-            if not found.startswith("127.") and found != "::1":
-                return found
+                address = str(probe.getsockname()[0])
+            if not address.startswith("127.") and address != "::1":
+                return address
     return "127.0.0.1"

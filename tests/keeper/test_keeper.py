@@ -15,9 +15,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +32,11 @@ from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.keeper import locks, spool
 from dcp_plugin.keeper.client import start_keeper
-from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.coordinator import Coordinator, Save
 from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import new_token, time_of
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.records import End
+from dcp_plugin.keeper.records import End, Peer
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Channel
 from tests import launch, programs
@@ -287,13 +288,15 @@ class _HandedOver:
         shutil.copytree(self.spool.folder, to)
         return replace(self, spool=Spool(to))
 
-    def as_saved_to(self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None) -> str:
+    def as_saved_to(
+        self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None, **settings: Any
+    ) -> str:
         """Put it into the spool as another save."""
         token = token or new_token(time.time())
         journal = Journal(self.spool)
         job = journal.job(self.token, 0)
         local = None if local_dir is None else str(local_dir)
-        config = replace(job.config, local_dir=local, writer="process", timeout=5.0)
+        config = replace(job.config, local_dir=local, writer="process", timeout=5.0, **settings)
         items = job.items
         if fill is not None:
             known = [item.data for item in items.decoded(self.spool)]
@@ -443,6 +446,32 @@ def test_a_save_that_gives_way_to_newer_ones_says_that_its_path_lacks_it(
     assert "is in local_dir, and was not copied to its path" in end.degraded
 
 
+def test_a_save_whose_copies_fail_while_a_newer_one_waits_says_so_when_it_ends(
+    handed_over: _HandedOver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(self: Coordinator, save: Save, peer: Peer, what: str, args: tuple[Any, ...]) -> Any:
+        if what == "replicate":
+            raise ConnectionResetError("its keeper has just ended")
+        return getattr(self._node, what)(save.token, *args) if peer.rank == 0 else {}
+
+    monkeypatch.setattr(Coordinator, "_ask", ask)
+    monkeypatch.setattr(Save, "names_of", lambda save, node: [])
+    settings: dict[str, Any] = {"replicas": 1, "durable_every": None}
+    tokens = [handed_over.as_saved_to(tmp_path / f"run/{number}", tmp_path / "local", **settings) for number in (1, 2)]
+    journal = Journal(handed_over.spool)
+    for token in tokens:
+        go = journal.go_of(token)
+        journal.go(replace(go, peers=[*go.peers, Peer(1, "another node", "host", ("127.0.0.1", 0))]))
+    handed_over.alone()
+    leader, node, said = _coordinator(handed_over.spool)
+    leader.begin()
+    for number, token in enumerate(tokens, start=1):
+        end = _ended(node, token)
+        assert (end.local, end.copies, end.error) == (True, 0, None)
+        assert f"run/{number} has no copies on other nodes: its keeper has just ended" in end.degraded
+        assert end.degraded in said
+
+
 def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
     handed_over: _HandedOver, tmp_path: Path
 ) -> None:
@@ -517,7 +546,7 @@ def test_a_neighbour_can_put_nothing_beside_the_folder_of_a_save(handed_over: _H
     node = Node(Journal(handed_over.spool))
     node.steps(node.journal.job(token, 0)).make(token)
     ours, theirs = map(Channel, socket.socketpair())
-    with ours, theirs:
+    with closing(ours), closing(theirs):
         for name in ("../x", "/tmp/x", "..", "a/../../x"):
             node.put(theirs, token, name, 4, None)
             answer, error = ours.receive()

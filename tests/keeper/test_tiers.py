@@ -11,6 +11,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -410,7 +411,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Server, bytes]]:
 def test_ranges_of_files_come_as_they_are_and_end_where_the_file_does(served: tuple[Server, bytes]) -> None:
     server, key = served
     whole = bytes(range(256)) * 4096
-    with wire.connect(server.address, key, 10) as channel:
+    with closing(wire.connect(server.address, key, 10)) as channel:
         for offset, count in ((0, len(whole)), (5, 1000), (len(whole) - 10, 100), (len(whole), 5)):
             channel.send(("read", ("file", offset, count)))
             answer, told = channel.receive()
@@ -439,7 +440,7 @@ def test_silent_connections_of_others_take_no_descriptors_from_the_job(served: t
     silent: list[socket.socket] = []
     try:
         silent += [socket.create_connection(server.address, 10) for _ in range(1100)]  # type: ignore[arg-type]
-        with wire.connect(server.address, key, 10) as channel:
+        with closing(wire.connect(server.address, key, 10)) as channel:
             channel.send(("read", ("file", 0, 5)))
             assert channel.receive() == ("ok", 5)
         for one in silent[:1000]:
@@ -470,7 +471,7 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
 
 def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(str(tmp_path / "sock"), {}, {"greet": lambda name: {"hello": name}}, {})
-    with wire.connect(str(tmp_path / "sock"), b"", 10) as channel:
+    with closing(wire.connect(str(tmp_path / "sock"), b"", 10)) as channel:
         channel.send(("greet", (1,)))
         assert channel.receive() == ("ok", {"hello": 1})
     assert (tmp_path / "sock").stat().st_mode & 0o777 == 0o600
@@ -483,7 +484,7 @@ def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monk
 
 def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[Server, bytes]) -> None:
     server, key = served
-    with wire.connect(server.address, key, 10) as channel:
+    with closing(wire.connect(server.address, key, 10)) as channel:
         channel._socket.sendall(struct.pack("!Q", 1 << 60))
         with pytest.raises(ConnectionResetError):
             channel.receive()
