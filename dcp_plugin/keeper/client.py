@@ -29,7 +29,7 @@ from dcp_plugin.keeper.locks import described
 from dcp_plugin.keeper.records import Go, Peer, Progress, RankJob
 from dcp_plugin.keeper.requests import KeeperLost, Requests
 from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.keeper.wire import new_key
+from dcp_plugin.keeper.wire import NO_ADDRESS, Address, new_key
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
@@ -83,7 +83,8 @@ class KeeperClient:
         self._closing = False
         self._last_news = 0
         self._attached: Requests | None = None
-        self._info: dict[str, Any] | None = None
+        self._reached_at: tuple[str, Address] | None = None
+        """The host and the address at which other nodes reach the keeper."""
         self._is_attached = threading.Event()
         self._failure: NoSharedMemory | None = None
         """Reason for which saves bypass the keeper now; None if they use it."""
@@ -94,20 +95,8 @@ class KeeperClient:
         self.queue = SaveQueue()
         """The saves of the training, which says when it stops waiting for them."""
 
-        def enter() -> tuple[str, float]:
-            self.spool = Spool.of(self._root, config.local_dir)
-            self.spool.enter(self._root)
-            self.journal = Journal(self.spool)
-            self._node = node_of(Path(config.local_dir or self.spool.folder))
-            return self._node, self._newest_time()
-
-        def met(found: list[tuple[str, float]]) -> _Job:
-            nodes, times = zip(*found, strict=True)
-            mine = _jobs.get(self._process) or _Job(uuid.uuid4().hex, new_key())
-            return replace(mine, nodes=len(set(nodes)), first=nodes[0], newest=max(times))
-
         try:
-            self._job = _jobs[self._process] = ranks.combine(f"find the keepers for {root}", enter, met)
+            self._job = _jobs[self._process] = self._meet(root, ranks)
             ranks.agree(f"claim {root}", lambda: self.spool.claim(self._job.name))
         except BaseException:
             if hasattr(self, "spool"):
@@ -120,6 +109,23 @@ class KeeperClient:
             logger.warning("the clock is %.0f s behind the newest save. Recorded times continue from there.", behind)
         self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
         self._thread.start()
+
+    def _meet(self, root: Where, ranks: Ranks) -> _Job:
+        """Enter the journal of this node, and return the training with what all nodes know of it. Collective."""
+
+        def enter() -> tuple[str, float]:
+            self.spool = Spool.of(self._root, self._config.local_dir)
+            self.spool.enter(self._root)
+            self.journal = Journal(self.spool)
+            self._node = node_of(Path(self._config.local_dir or self.spool.folder))
+            return self._node, self._newest_time()
+
+        def met(found: list[tuple[str, float]]) -> _Job:
+            nodes, times = zip(*found, strict=True)
+            mine = _jobs.get(self._process) or _Job(uuid.uuid4().hex, new_key())
+            return replace(mine, nodes=len(set(nodes)), first=nodes[0], newest=max(times))
+
+        return ranks.combine(f"find the keepers for {root}", enter, met)
 
     def _newest_time(self) -> float:
         """Return the greatest recorded time in the journal, in ``local_dir``, and on rank 0 at the path as well."""
@@ -149,9 +155,9 @@ class KeeperClient:
         while not self._closing:
             try:
                 keeper = self._attached = self._open()
-                reached = (self._job.name, self._job.key) if self._job.nodes > 1 else None
-                self._info = keeper.ask(self._patience, "attach", self._config.keeper_linger, reached).get()
-                if self._info is None:
+                job = (self._job.name, self._job.key) if self._job.nodes > 1 else None
+                self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, job).get()
+                if self._reached_at is None:
                     raise ConnectionAbortedError("the keeper has just ended")
                 while not self._closing:
                     self._failure = None
@@ -297,8 +303,8 @@ class KeeperClient:
                 raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error
             if self._job.nodes > 1:
                 self._ready()
-            info = self._info or {"host": "localhost", "address": ("127.0.0.1", 0)}
-            return Peer(self.rank, self._node, info["host"], info["address"], self._config.local_dir or "")
+            host, address = self._reached_at or ("localhost", NO_ADDRESS)
+            return Peer(self.rank, self._node, host, address, self._config.local_dir or "")
 
         def go(peers: list[Peer]) -> Peer:
             self._go = Go(token, peers, self._job.key)

@@ -33,7 +33,7 @@ from dcp_plugin.keeper.records import End, Go, Peer
 from dcp_plugin.keeper.requests import Requests
 from dcp_plugin.keeper.server import Server
 from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.keeper.wire import Address, Channel, own_address
+from dcp_plugin.keeper.wire import NO_ADDRESS, Address, Channel, own_address
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Attempt
 
@@ -77,7 +77,6 @@ class Keeper:
         self._settling: set[str] = set()
         """The saves that a restart has waited for."""
         self._to_end = False
-        self._ended = False
         self._lock = threading.Lock()
         self._news: deque[tuple[int, str]] = deque(maxlen=_MOST_NEWS)
         self._has_news = threading.Condition()
@@ -155,8 +154,7 @@ class Keeper:
                 self._gone = self.spool.take_away()
             except (OSError, NoSharedMemory):
                 logger.exception("cannot remove %s now", self.spool.folder)
-            self._ended = self._gone is not None
-            return self._ended
+            return self._gone is not None
 
     def _look_around(self) -> None:
         self._clients, has_death = self.spool.clients()
@@ -208,21 +206,20 @@ class Keeper:
 
         return call
 
-    def _attach(self, linger: float, job: tuple[str, bytes] | None) -> dict[str, Any] | None:
-        """Accept a rank as a client. Return None if this keeper has just ended.
+    def _attach(self, linger: float, job: tuple[str, bytes] | None) -> tuple[str, Address] | None:
+        """Return the host and the address for other nodes to a new rank; None if this keeper has just ended.
 
         Args:
             job: The name and the key of a training that has several nodes.
         """
         with self._lock:
-            if self._ended:
+            if self._gone is not None:
                 return None
             self._linger = linger
             if job is not None:
                 self._add_key(*job)
                 self._tcp = self._tcp or self._listen()
-        address = self._tcp.address if self._tcp else ("127.0.0.1", 0)
-        return {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
+        return socket.gethostname(), self._tcp.address if self._tcp else NO_ADDRESS
 
     def _add_key(self, job: str, key: bytes) -> None:
         if self._keys.get(job) != key:

@@ -32,6 +32,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USE
 
 Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
+NO_ADDRESS: Address = ("127.0.0.1", 0)
+"""Of the keeper of a job that has one node."""
 
 
 def new_key() -> bytes:
@@ -129,36 +131,40 @@ def connect(address: Address, key: bytes, timeout: float) -> Channel:
         TimeoutError: The other end is there, and does not answer.
         OSError: No process listens, or it does not know the key, or is another user's.
     """
+    deadline = time.monotonic() + timeout
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(timeout)
-        try:
+    else:
+        connection = socket.create_connection(address, timeout)
+    try:
+        if isinstance(address, str):
             connection.connect(address)
             _refuse_other_user(connection)
-        except BlockingIOError as error:  # more connections wait than the kernel queues
-            connection.close()
-            raise TimeoutError(errno.ETIMEDOUT, "the other end accepts no connection") from error
-        except BaseException:
-            connection.close()
-            raise
-        return Channel(connection)
-    deadline = time.monotonic() + timeout
-    connection = socket.create_connection(address, timeout)
-    try:
-        _tune(connection)
-        mine = secrets.token_bytes(_NUMBER)
-        theirs = _read(connection, _NUMBER, deadline)
-        connection.sendall(_name_of(key) + mine + _proof(key, b"client", theirs, mine))
-        if not hmac.compare_digest(_read(connection, _NUMBER, deadline), _proof(key, b"server", theirs, mine)):
-            raise PermissionError(errno.EACCES, f"{address} is of another job")
-    except ConnectionResetError:
+        else:
+            _prove(connection, key, deadline, address)
+    except BlockingIOError as error:  # more connections wait than the kernel queues
         connection.close()
-        reason = f"{address} closed the handshake: its keeper has just ended, or is of another job"
-        raise PermissionError(errno.EACCES, reason) from None
+        raise TimeoutError(errno.ETIMEDOUT, "the other end accepts no connection") from error
     except BaseException:
         connection.close()
         raise
     return Channel(connection)
+
+
+def _prove(connection: socket.socket, key: bytes, deadline: float, address: Address) -> None:
+    """Prove to the other end, which proves it as well, that this process knows the key of the job."""
+    _tune(connection)
+    mine = secrets.token_bytes(_NUMBER)
+    try:
+        theirs = _read(connection, _NUMBER, deadline)
+        connection.sendall(_name_of(key) + mine + _proof(key, b"client", theirs, mine))
+        proof = _read(connection, _NUMBER, deadline)
+    except ConnectionResetError:
+        reason = f"{address} closed the handshake: its keeper has just ended, or is of another job"
+        raise PermissionError(errno.EACCES, reason) from None
+    if not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine)):
+        raise PermissionError(errno.EACCES, f"{address} is of another job")
 
 
 def accept(connection: socket.socket, keys: Sequence[bytes]) -> Channel:
