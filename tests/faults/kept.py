@@ -178,9 +178,16 @@ def live(life: Life) -> dict[str, Any]:
         error = None
     except dcp.CheckpointError as failed:
         error = str(failed)
-    ends = {int(handle.step or 0): str(handle.exception() or handle.finished.tier) for handle in handles}
+    ends = {int(handle.step or 0): _end_of(handle, checkpointer) for handle in handles}
     dist.destroy_process_group()
     return {**found, "rank": int(os.environ["RANK"]), "ends": ends, "error": error}
+
+
+def _end_of(handle: dcp.SaveHandle, checkpointer: dcp.Checkpointer) -> str:
+    if handle.finished is None or handle.exception() is not None:
+        return str(handle.exception())
+    is_short = handle.finished.tier == "local" and handle.finished.copies < checkpointer.config.replicas
+    return f"{handle.finished.tier}{', without its copies' * is_short}"
 
 
 def holdings(spool: Spool) -> dict[str, int]:
