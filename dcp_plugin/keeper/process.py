@@ -98,7 +98,7 @@ class Keeper:
             **{what: self._of_leader(getattr(self.node, what)) for what in _OF_LEADERS},
         }
         """What ranks of this node, and other keepers, may ask for."""
-        self._streams: dict[str, Callable[..., None]] = {"news": self._send_news, "put": self.node.put}
+        self._streams: dict[str, Callable[..., None]] = {"news": self._send_news, "put": self._put}
 
     def say(self, text: str) -> None:
         """Send a message to the ranks, and log it."""
@@ -164,15 +164,22 @@ class Keeper:
         self._has_crashed |= has_death
         self.coordinator.begin()
         in_flight = self._journal.in_flight()
-        self._give_up_left(in_flight)
-        self.spool.drop_host_copies({self._of(token).client for token in in_flight})
+        self._left = {token: self._left.get(token) or self._left_of(token) for token in in_flight}
+        self._give_up_left()
+        self.spool.drop_host_copies({left.client for left in self._left.values()})
 
-    def _give_up_left(self, in_flight: list[str]) -> None:
+    def _left_of(self, token: str) -> _Left:
+        try:
+            job = self._journal.job(token, self._journal.ranks_of(token)[0])
+            limit = _NEVER_CALLED + (job.config.timeout if self._journal.is_free(token) else 0.0)
+            return _Left(job.client, job.beside_rank_zero, limit, time.monotonic())
+        except Exception:  # it cannot be read, or has just ended
+            return _Left("", False, 0.0, time.monotonic())
+
+    def _give_up_left(self) -> None:
         """End saves that cannot complete: the training died before all ranks had handed over, or the node that leads
         the save is gone."""
-        self._left = {token: left for token, left in self._left.items() if token in in_flight}
-        for token in in_flight:
-            left = self._of(token)
+        for token, left in self._left.items():
             if self.coordinator.leads(token) or self.spool.is_used_by(left.client):
                 left.heard = time.monotonic()
             elif left.leads or time.monotonic() - left.heard > left.limit:
@@ -183,28 +190,25 @@ class Keeper:
                 local = self._journal.progress(token).local
                 self.node.end(token, self._journal.ranks_of(token), End(False, local, error))
 
-    def _of(self, token: str) -> _Left:
-        if token not in self._left:
-            try:
-                job = self._journal.job(token, self._journal.ranks_of(token)[0])
-                limit = _NEVER_CALLED + (job.config.timeout if self._journal.is_free(token) else 0.0)
-                left = _Left(job.client, job.beside_rank_zero, limit, time.monotonic())
-            except Exception:  # it cannot be read, or has just ended
-                left = _Left("", False, 0.0, time.monotonic())
-            self._left[token] = left
-        return self._left[token]
-
     # Requests
 
     def _of_leader(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Note that the leader of a save lives when it asks for some work."""
+        """Return a request that also notes that the leader of a save lives."""
 
         def call(token: str, *args: Any) -> Any:
-            if token in self._left:
-                self._left[token].heard = time.monotonic()
+            self._hear(token)
             return work(token, *args)
 
         return call
+
+    def _hear(self, token: str) -> None:
+        if (left := self._left.get(token)) is not None:
+            left.heard = time.monotonic()
+
+    def _put(self, channel: Channel, token: str, *args: Any) -> None:
+        """Take a file as :meth:`Node.put` does; a neighbour sends it because the leader of the save has asked."""
+        self._hear(token)
+        self.node.put(channel, token, *args)
 
     def _attach(self, linger: float, job: tuple[str, bytes] | None) -> tuple[str, Address] | None:
         """Return the host and the address for other nodes to a new rank; None if this keeper has just ended.
