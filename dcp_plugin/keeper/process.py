@@ -220,6 +220,7 @@ class Keeper:
             if self._gone is not None:
                 return None
             self._linger = linger
+            self._has_crashed = False  # a rank that comes and leaves between two looks has not crashed either
             if job is not None:
                 self._add_key(*job)
                 self._tcp = self._tcp or self._listen()
