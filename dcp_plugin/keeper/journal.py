@@ -219,7 +219,8 @@ class Journal:
         Raises:
             SaveFailed: The journal has no records of the save.
         """
-        if self.progress(token).end is None and not self.ranks_of(token):
+        # In this order: a save that ends meanwhile loses its records, and has an end by then.
+        if not self.ranks_of(token) and self.progress(token).end is None:
             raise SaveFailed(f"this keeper has no record of the save {token}: its host copies are gone")
 
         with self._changed:

@@ -472,6 +472,20 @@ def test_a_save_whose_copies_fail_while_a_newer_one_waits_says_so_when_it_ends(
         assert end.degraded in said
 
 
+def test_a_save_that_ends_while_it_is_looked_up_is_not_lost(
+    handed_over: _HandedOver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, journal = handed_over.as_saved_to(tmp_path / "run/a", None), Journal(handed_over.spool)
+    ranks_of = journal.ranks_of
+
+    def after_the_end(token: str) -> list[int]:
+        journal.end(token, End(published=True, local=False))
+        return ranks_of(token)
+
+    monkeypatch.setattr(journal, "ranks_of", after_the_end)
+    assert journal.wait(token, "written", 0.0).end == End(published=True, local=False)
+
+
 def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
     handed_over: _HandedOver, tmp_path: Path
 ) -> None:
