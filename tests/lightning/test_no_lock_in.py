@@ -77,7 +77,8 @@ def test_stock_lightning_resumes_a_mesh_of_replicas_and_shards(root: Path) -> No
     from tests.lightning.stock_training import resume
 
     jobs = _jobs(root, 4)
-    launch.run(resume, 4, jobs)
+    for job in jobs:
+        launch.run(resume, 4, *job)
     _check(root, jobs)
 
 

@@ -576,7 +576,7 @@ def test_what_a_store_refuses_is_told_once_with_the_way_out_and_without_secrets(
     ("options", "said"),
     [
         ({"acess_key_id": _SECRET}, "acess_key_id"),
-        ({"region": 7}, "region is text"),
+        ({"region": 7}, "region must be text"),
         ({"endpoint": "localhost:9000"}, "http://"),
         ({"client_options": {"timout": "1s"}}, "timout"),
         ({"retry_config": {"retries": 1}}, "retries"),
