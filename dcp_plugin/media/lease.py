@@ -47,15 +47,26 @@ def in_flight(noted: Mapping[str, Any], time: float) -> InFlight:
     return InFlight(target_in(noted) or "?", time, noted.get("launch"))
 
 
-def start_heartbeat(ended: threading.Event, touch: Callable[[], None]) -> None:
-    """Call ``touch`` every minute in a thread until ``ended`` is set. An OSError of ``touch`` misses one beat."""
+def start_heartbeat(touch: Callable[[], None]) -> Callable[[], None]:
+    """Call ``touch`` every minute in a thread. An OSError of ``touch`` misses one beat.
+
+    Returns:
+        A function that ends the thread. It waits for the thread, but not longer than a second: the path may hang.
+    """
+    ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(_BEAT):
             with suppress(OSError):
                 touch()
 
-    threading.Thread(target=beat, name="dcp-heartbeat", daemon=True).start()
+    def stop() -> None:
+        ended.set()
+        thread.join(1.0)
+
+    thread = threading.Thread(target=beat, name="dcp-heartbeat", daemon=True)
+    thread.start()
+    return stop
 
 
 def has_ended(noted: Mapping[str, Any], age: Callable[[], float]) -> bool:

@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.format import index_file
-from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.media import WORKSPACE, lease, medium_of
 from dcp_plugin.media.disk import commit
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import catalog
@@ -524,3 +525,14 @@ def _link_and_die(root: Path) -> None:
     posix.exchange = die  # type: ignore[assignment]
     os.replace = die  # type: ignore[assignment]
     catalog.link(root / "last", root / "2")
+
+
+def test_no_thread_is_left_when_a_save_has_returned(place: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites of others look for threads that a test has left, as Lightning's own does."""
+    monkeypatch.setattr(lease, "_BEAT", 0.0)  # its thread is at work at every moment
+    before = set(threading.enumerate())
+    medium = medium_of(place)
+    for number in range(20):
+        medium.discard(medium.reserve(place / f"step-{number}"))
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert "dcp-heartbeat" not in left

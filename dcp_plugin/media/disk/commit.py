@@ -33,13 +33,12 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,7 +73,7 @@ class _Held:
     naming: bool = False
     """True while the save gets its final name and after that: then its directory may be the old checkpoint, with files
     of the user."""
-    ended: threading.Event = field(default_factory=threading.Event)
+    stop_heartbeat: Callable[[], None] = lambda: None
     """Ends the heartbeat of the record."""
 
 
@@ -553,7 +552,7 @@ def _note_maker(reservation: Reservation[Path], **entries: str) -> None:
     held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
     _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **entries})
     # By its path: the descriptor may belong to another file once the record is closed.
-    lease.start_heartbeat(held.ended, lambda: os.utime(record, follow_symlinks=False))
+    held.stop_heartbeat = lease.start_heartbeat(lambda: os.utime(record, follow_symlinks=False))
 
 
 def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
@@ -622,7 +621,7 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
     held = _held.pop(reservation.token, None)
     if held is None:
         return
-    held.ended.set()
+    held.stop_heartbeat()
     if finished:
         held.workspace.delete(f"{reservation.token}.json")
     held.workspace.close()

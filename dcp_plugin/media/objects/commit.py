@@ -32,7 +32,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -95,7 +95,7 @@ class _Held:
     """The token in that ``.metadata``; empty if it has none."""
     contents: bytes
     """The contents of its record."""
-    ended: threading.Event
+    stop_heartbeat: Callable[[], None] = lambda: None
     replaces_file: bool = False
     """True if an object of the name is a checkpoint in a single file: some frameworks write both under one name."""
     in_doubt: bool = False
@@ -179,7 +179,7 @@ def _begin(client: Client, final: ObjectPath, published: ObjectInfo | None, **no
     except BaseException:
         _let_go(client, held.reservation)
         raise
-    lease.start_heartbeat(held.ended, lambda: _put_again(client, held))
+    held.stop_heartbeat = lease.start_heartbeat(lambda: _put_again(client, held))
     return held.reservation
 
 
@@ -193,7 +193,7 @@ def _put_record(
     tag = published.tag if published else None
     text = json.dumps({"target": target, **lease.maker(now), "replaces": tag, **noted}).encode()
     replaced = _token_of(client, published)
-    held = _held[token] = _Held(reservation, tag, replaced, text, threading.Event())
+    held = _held[token] = _Held(reservation, tag, replaced, text)
     try:
         client.put(_record(reservation), text)
     except BaseException:
@@ -403,7 +403,7 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
             "cannot delete the files of a failed save of %s; the next save deletes them: %s", reservation.final, error
         )
     finally:
-        _held.pop(reservation.token, held).ended.set()
+        _held.pop(reservation.token, held).stop_heartbeat()
 
 
 def _name_below(path: ObjectPath, key: str) -> str:
@@ -413,7 +413,7 @@ def _name_below(path: ObjectPath, key: str) -> str:
 def _let_go(client: Client, reservation: Reservation[ObjectPath]) -> None:
     held = _held.pop(reservation.token, None)
     if held is not None:
-        held.ended.set()
+        held.stop_heartbeat()
     with suppress(OSError):  # the next save in the folder finds no objects of it
         client.delete([_record(reservation)])
 
