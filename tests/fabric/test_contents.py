@@ -172,7 +172,6 @@ def test_a_filter_is_a_callable_per_name_of_the_state(tmp_path: Path) -> None:
     assert all("bias" in key for key in ours["net"])
 
 
-@pytest.mark.one_of("layouts")
 @pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
 @on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
 def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:

@@ -19,12 +19,7 @@ from tests.compare import assert_same, full, same_bytes
 from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
 
-ONE_RANK_OR_SHARDED = pytest.mark.parametrize("layouts", [("single",), ("fsdp1", "fsdp2")], ids="+".join)
-
-
-def on_one_rank_and_sharded(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the test in both in `make test-long`, and in one of both in `make test`."""
-    return pytest.mark.one_of("layouts")(ONE_RANK_OR_SHARDED(test))
+on_one_rank_and_sharded = pytest.mark.parametrize("layouts", [("single",), ("fsdp1", "fsdp2")], ids="+".join)
 
 
 def _run(work: Callable[[Path, str], None], layouts: tuple[str, ...], root: Path) -> None:
@@ -118,7 +113,6 @@ def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> Non
         apply_model(model, loaded, {}, strict=True)
 
 
-@pytest.mark.one_of("layouts")
 @pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
 def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     _run(_save_a_part_and_more, layouts, tmp_path)
@@ -156,7 +150,6 @@ def _save_a_part_and_more(root: Path, layout: str) -> None:
         assert same_bytes(full(average), torch.arange(3) + added)
 
 
-@pytest.mark.one_of("layouts")
 @pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
 def test_a_module_that_saves_nothing_resumes(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     _run(_save_nothing, layouts, tmp_path)
