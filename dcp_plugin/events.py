@@ -2,9 +2,9 @@
 
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
 so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. A subscriber
-that raises before the checkpoint is published makes the save fail; later errors are logged. Subscribers themselves are
-the file of JSON lines (:func:`append_to`), the figures of a run (:mod:`dcp_plugin.runs.figures`) and the progress line
-on rank 0 (:mod:`dcp_plugin.saving.progress`).
+that raises before the checkpoint is published makes the save fail; later errors are logged. This package has three
+subscribers of its own: the file of JSON lines (:func:`append_to`), the figures of a run
+(:mod:`dcp_plugin.runs.figures`) and the progress line on rank 0 (:mod:`dcp_plugin.saving.progress`).
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.ranks import Attempt
 
 BUSY = "busy"
-"""In place of a reply: the keeper works on the request."""
+"""Marker that a server sends while it works on a request."""
 BEAT = 2.0
-"""Seconds between two of these."""
-
+"""Seconds between two markers."""
 
 logger = logging.getLogger("dcp_plugin.keeper")
 
@@ -34,7 +33,7 @@ class Requests:
     """Requests to one server over one connection, which the first of them opens. One thread at a time makes them.
 
     Args:
-        key: Of the job; empty for the Unix socket of the keeper of this node.
+        key: Key of the job; empty for the Unix socket of the keeper of this node.
         connect_seconds: Seconds until both ends have authenticated.
     """
 

@@ -115,7 +115,7 @@ class SaveTiming:
         """Proposal from all measurements so far. A save in flight counts when it is complete, with its slower steps."""
         if (cost := self.cost) is None:
             return None
-        from dcp_plugin.saving.cheapest_interval import propose  # imported already, as in cost
+        from dcp_plugin.saving.cheapest_interval import propose  # few programs ask for an interval
 
         drain_seconds = statistics.median_low(self._drains) if self._drains else 0.0
         return propose(cost, self._failures.mtbf_seconds, self.step_seconds, drain_seconds)

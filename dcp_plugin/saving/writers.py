@@ -1,5 +1,7 @@
-"""Writers of saves, and the one whose caller waits: the calling thread. The others are a background thread
-(:mod:`dcp_plugin.saving.background`) and the keeper (:mod:`dcp_plugin.sources`).
+"""The protocol of all writers of saves, and the writer whose caller waits, the calling thread.
+
+The other two writers are a background thread (:mod:`dcp_plugin.saving.background`) and the keeper
+(:mod:`dcp_plugin.sources`).
 
 A writer takes live objects through all stages of :mod:`~dcp_plugin.saving.job`. It also plans, because a background
 save plans in the background, and a lazy save has no staged state when the call returns.

@@ -646,7 +646,7 @@ def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
 def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
     """Return the garbage that :func:`collect_garbage` would delete, by the clock of this machine."""
     garbage: list[Leftover[ObjectPath]] = []
-    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: a live save has a record by then
+    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: each save in flight has one by then
     records = _Records(client, workspace)
     for record in records.read():
         if record.path is not None and record.is_dead(time.time()):
