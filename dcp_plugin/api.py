@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike
 from dcp_plugin.records import LoadReport
+
+if TYPE_CHECKING:
+    from dcp_plugin.partial import PartialLoad
 
 
 def save(

@@ -13,19 +13,16 @@ import logging
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.keys import join
-from dcp_plugin.loading.matching import LoadMode, Matching, locate
-from dcp_plugin.loading.suggestions import about_shapes
-from dcp_plugin.loading.union import Answer, Union, ask_all
-from dcp_plugin.partial import PartialLoad
+from dcp_plugin.loading.matching import LoadMode, Matching
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
@@ -36,6 +33,10 @@ from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
+
+if TYPE_CHECKING:
+    from dcp_plugin.loading.union import Answer, Union
+    from dcp_plugin.partial import PartialLoad
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -168,7 +169,7 @@ class Loading:
         def open_here() -> _Request:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
-            selection = None if self._partial is None else locate(self._partial, adapters)
+            selection = self._located(adapters)
             return self._open(selection)
 
         def compare(requests: list[_Request]) -> tuple[str, float]:
@@ -177,15 +178,25 @@ class Loading:
         difference, least = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least), difference
 
+    def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
+        """Return the partial load, with the position of its submodule in the state; None for a load of everything."""
+        if self._partial is None:
+            return None
+        from dcp_plugin.loading.renames import locate  # most loads are of everything
+
+        return locate(self._partial, adapters)
+
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
+        from dcp_plugin.loading.union import Union
+
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
-        selection = None if self._partial is None else locate(self._partial, adapters)
+        selection = self._located(adapters)
         with self._reader:
             context = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
         matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode)
         matching.run(adapters)
-        matching.judge(Union())
+        matching.differences.judge(Union())
         return self._plan(context, matching.match).match
 
     def _open(self, selection: PartialLoad | None) -> _Request:
@@ -245,22 +256,40 @@ class Loading:
             matching.run(context.adapters)
             return matching.questions
 
-        union = ask_all(self._ranks, step, match, matching.answer)
-        fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union or Union(), allocated))
+        union = self._ask_all(step, match, lambda asked: matching.differences.answer(asked))
+        fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union, allocated))
         if union is not None:
             warnings_of_all = self._ranks.combine(step, lambda: fitted.get().match.warnings, said_by_ranks)
             matching.match.warnings[:] = warnings_of_all
         step = f"read the values of {self._path}"
         return self._ranks.agree(step, lambda: self._read_values(context, fitted.get()))
 
-    def _judge_and_plan(self, context: _Begun, matching: Matching, union: Union, allocated: list[str]) -> _Fitted:
+    def _ask_all(
+        self, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
+    ) -> Union | None:
+        """Run ``work`` on every rank, and have all ranks answer its questions; None if no rank has any. Collective."""
+        questions = work() if self._ranks.size == 1 else []
+        if questions is None:
+            return None
+        from dcp_plugin.loading.union import Union, ask_all  # a process alone rarely has questions
+
+        if self._ranks.size > 1:
+            return ask_all(self._ranks, step, work, answer)
+        return Union.of(questions, [answer(questions)])
+
+    def _judge_and_plan(
+        self, context: _Begun, matching: Matching, union: Union | None, allocated: list[str]
+    ) -> _Fitted:
         """Judge the match, plan the reads, and open the files to read.
 
         Raises:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
         match = matching.match
-        matching.judge(union)
+        if union is None:
+            matching.judge_dtypes()
+        else:
+            matching.differences.judge(union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if unset:
@@ -298,6 +327,8 @@ class Loading:
             for adapter in context.adapters
             if adapter.kind == "module"
         }
+        from dcp_plugin.loading.suggestions import about_shapes  # the load has failed; nothing is overwritten
+
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
@@ -352,9 +383,13 @@ class Loading:
             return sorted(unexpected()) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
+            from dcp_plugin.loading.union import Answer
+
             return Answer.of(asked, match.stored.keys() - unexpected(), (), frozenset())
 
         def judge(union: Union) -> None:
+            from dcp_plugin.partial import PartialLoad  # most loads are of everything
+
             rules = context.selection or PartialLoad()
             problems = [
                 line for name, each in incompatible.items() for line in self._judge(name, rules, match, each, union)
@@ -362,7 +397,7 @@ class Loading:
             if problems:
                 raise CheckpointMismatch(misfit(self._path, problems))
 
-        union = ask_all(self._ranks, step, take, answer)
+        union = self._ask_all(step, take, answer)
         if union is not None:
             self._ranks.agree(step, lambda: judge(union))
 

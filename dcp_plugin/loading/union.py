@@ -59,7 +59,7 @@ class Union:
 def ask_all(
     ranks: Ranks, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
 ) -> Union | None:
-    """Run ``work`` on every rank, and have all ranks answer its questions. Collective.
+    """Run ``work`` on each of several ranks, and have all ranks answer its questions. Collective.
 
     Args:
         work: Returns the keys that this rank asks about, possibly none; None if the rank does not need the union.
@@ -68,9 +68,6 @@ def ask_all(
     Returns:
         The union, equal on every rank; None if no rank needs it.
     """
-    if ranks.size == 1:
-        questions = work()
-        return None if questions is None else Union.of(questions, [answer(questions)])
     packed = ranks.combine(step, lambda: _packed(work()), _joined)
     if packed is None:
         return None

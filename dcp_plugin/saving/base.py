@@ -27,7 +27,7 @@ from dcp_plugin.errors import MAX_CANDIDATES, CheckpointError, CheckpointMismatc
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
-from dcp_plugin.loading.key_map import find_prefix
+from dcp_plugin.loading.renames import find_prefix
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, relative_to, resolved
 from dcp_plugin.planning.load import ShardedLoadPlanner

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.loading.key_map import find_prefix
+from dcp_plugin.loading.renames import find_prefix
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import WORLD_SIZE, build, train, whole_state

@@ -1,8 +1,8 @@
-"""The mapping between keys of a state and keys of a checkpoint.
+"""Keys of a state that are stored under other names. A load imports this module only if it has such keys.
 
-An object of the state is stored under its own name, unless a rename maps it to another. A rename comes from the user
-(:class:`~dcp_plugin.partial.PartialLoad`) or from :func:`find_prefix`, which finds a module that was saved as a part of
-a larger module, or the reverse. An optimizer follows its module.
+A rename comes from the user (:class:`~dcp_plugin.partial.PartialLoad`) or from :func:`find_prefix`, which finds a
+module that was saved as a part of a larger module, or the reverse. An optimizer follows its module. Objects whose names
+overlap (``a`` and ``a.b``) also need this module, which decides to which of them a stored key belongs.
 
 Every key has exactly one place. Regular expressions take precedence over prefixes, and longer prefixes over shorter
 ones. The object's own name is an additional prefix, so the same rule finds keys without a rename.
@@ -14,17 +14,19 @@ checkpoint has (data, the slots of an optimizer), and the search for stored keys
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from dcp_plugin.format.columns import default_path
+from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.format.keys import join
-from dcp_plugin.partial import PATTERN
-from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
+from dcp_plugin.loading.matching import KeyMap, path_below
+from dcp_plugin.partial import PATTERN, PartialLoad
+from dcp_plugin.state.adapters import StateAdapter
+from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath
 
 Prefixes = tuple[tuple[str, str], ...]
@@ -108,17 +110,18 @@ def _longest_first(rules: Mapping[str, str]) -> Prefixes:
     return tuple(sorted(rules.items(), key=lambda rule: -len(rule[0])))
 
 
-class KeyMap:
-    """The place of each key of one object in the checkpoint.
+class RenamedKeys(KeyMap):
+    """The place of each key of an object of which any key may be stored under another name.
 
     Args:
-        kind: ``"module"``, ``"optimizer"``, or any other text for data.
+        kind: As in :class:`KeyMap`.
         source: The name of the object in the checkpoint.
         rules: The prefixes of the object.
         special: Keys whose place a regular expression decides: relative key -> full key in the checkpoint. For an
             optimizer, both are prefixes that end with a dot.
-        names: The keys of the object (:meth:`StateAdapter.names`), needed if a key is renamed. For a module or an
-            optimizer, only prefixes that apply to one of these names are searched; for data, all prefixes are.
+        names: The keys of the object (:meth:`StateAdapter.names`). For a module or an optimizer, only prefixes that
+            apply to one of these names are searched; for data, all prefixes are.
+        is_of_another: Returns whether a relative key belongs to another object; None if no name overlaps.
     """
 
     def __init__(
@@ -128,26 +131,18 @@ class KeyMap:
         rules: Prefixes,
         special: Mapping[str, str] | None = None,
         names: Iterable[str] = (),
+        is_of_another: Callable[[str], bool] | None = None,
     ) -> None:
-        self.name = source
-        self.unnamed_groups = False
-        """True if a stock optimizer's param groups are left out, because their keys have no FQN to rename."""
+        super().__init__(kind, source)
         self._rules = rules
         self._special = special or {}
         self._names = frozenset(names)
-        self.is_of_another: Callable[[str], bool] | None = None
-        """Function that returns whether a relative key belongs to another object. None if no name overlaps."""
+        self._is_of_another = is_of_another
         self._optimizer = kind == "optimizer"
-        self._is_data = kind not in ("module", "optimizer")
         self._stored: dict[str, str] = {}
-
-    @property
-    def is_renamed(self) -> bool:
-        """True if any key may be stored under another name than the object's."""
-        return self._rules != (("", f"{self.name}."),) or bool(self._special)
+        self.is_renamed = rules != (("", f"{source}."),) or bool(special)
 
     def stored(self, key: str) -> str:
-        """Return the full key in the checkpoint for a key relative to the object."""
         if key in self._stored:
             return self._stored[key]
         dotted = f"{key}." if self._optimizer else key  # a prefix of all keys of the parameter
@@ -155,10 +150,6 @@ class KeyMap:
         return place.removesuffix(".") if dotted != key or not key else place
 
     def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
-        """Return the stored entries of the object by relative key, and the path of each key if it is known.
-
-        If the object's name itself is a stored key, its relative key is ``""``.
-        """
         full_keys: dict[str, str] = {}
         paths: dict[str, KeyPath | None] = {}
         bare = self._by_prefix("").removesuffix(".")
@@ -173,31 +164,24 @@ class KeyMap:
                 if self._optimizer and prefix and any(isinstance(step, int) for step in path):
                     self.unnamed_groups = True
                     continue
-                full_keys[key], paths[key] = full, _below(prefix, stored_prefix, path)
+                full_keys[key], paths[key] = full, path_below(prefix, stored_prefix, path)
         for key, full in self._special.items():
             for stored in _under(index, full) if self._optimizer else [full]:
                 if stored in index:
                     relative = key + stored.removeprefix(full)
                     full_keys[relative], paths[relative] = stored, None
-        if self.is_of_another is not None:
-            full_keys = {key: full for key, full in full_keys.items() if not self.is_of_another(key)}
+        if self._is_of_another is not None:
+            full_keys = {key: full for key, full in full_keys.items() if not self._is_of_another(key)}
         self._stored = self._without_second_names(full_keys) if len(self._rules) > 1 or self._special else full_keys
         self.unnamed_groups &= not any(key.startswith("param_groups.") for key in self._stored)
-        at = {key: paths[key] or self._own_path(key) for key in self._stored}
-        return (
-            {key: index[full] for key, full in self._stored.items()},
-            {key: path for key, path in at.items() if path is not None},
-        )
+        return self.entries_at(index, self._stored, paths)
 
-    def _own_path(self, key: str) -> KeyPath | None:
-        """Return the path of a key whose path does not follow from the stored path. None for data, which knows its own
-        paths."""
-        if not key or self._is_data:
-            return None if key else ()
-        return tuple(key.split(".")) if self.is_renamed else default_path(key)
+    def own_path(self, key: str) -> KeyPath | None:
+        path = super().own_path(key)
+        return tuple(key.split(".")) if path and self.is_renamed else path
 
     def _rules_in_use(self) -> Prefixes:
-        if self._is_data or not self.is_renamed:
+        if self.is_data or not self.is_renamed:
             return self._rules
         used = {next(rule for rule in self._rules if name.startswith(rule[0])) for name in self._names}
         return tuple(rule for rule in self._rules if rule in used)
@@ -229,40 +213,23 @@ def _under(index: CheckpointIndex, prefix: str) -> Iterable[str]:
     return index.under(prefix) if prefix else index
 
 
-def _below(prefix: str, stored_prefix: str, path: KeyPath) -> KeyPath | None:
-    """Return the path of a relative key: the stored key's ``path`` with ``prefix`` in place of ``stored_prefix``. None
-    if ``stored_prefix`` ends inside a step, which may contain dots, as keys of a flat dictionary do."""
-    front = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
-    text = ""
-    for depth, step in enumerate(path):
-        if text == stored_prefix:
-            return front + path[depth:]
-        text += f"{step[1] if isinstance(step, tuple) else step}."
-    return None
-
-
-class KeyMaps:
-    """The key maps of one load. Modules must precede their optimizers, which follow their prefixes.
+class Renames:
+    """The renamed keys of one load. Modules must precede their optimizers, which follow their prefixes.
 
     Args:
+        renames: ``rename`` of the partial load.
         modules: Names of the modules in the checkpoint, where recorded; a stock checkpoint records none.
+        overlapping: Keys of the objects whose names overlap: one name begins with the other, as ``a.b`` begins with
+            ``a``.
     """
 
-    def __init__(self, rename: Rename, modules: Iterable[str]) -> None:
-        self._rename, self._renames = rename, rename != Rename()
+    def __init__(
+        self, renames: Mapping[str, str], modules: Iterable[str], overlapping: Mapping[str, frozenset[str]]
+    ) -> None:
+        self.rename = Rename.of(renames)
         self._modules = list(modules)
         self._followed: dict[nn.Module | None, tuple[str, Prefixes]] = {}
-        self._overlapping: dict[str, frozenset[str]] = {}
-
-    def distinguish(self, adapters: Sequence[StateAdapter]) -> None:
-        """Record the keys of objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``.
-        Collective if one of these contains FSDP1."""
-        outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
-        overlapping: set[str] = set()
-        for name in (adapter.name for adapter in adapters if outer):  # one pass: a state may have thousands of names
-            if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
-                overlapping |= {name, *above}
-        self._overlapping = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
+        self._overlapping = overlapping
 
     def _is_of_another(self, name: str, key: str) -> bool:
         """Return whether a key, given relative to the object ``name``, belongs to another object.
@@ -278,7 +245,7 @@ class KeyMaps:
 
     def is_about(self, adapter: StateAdapter) -> bool:
         """Return whether a renamed prefix covers keys of this object and so determines its place."""
-        rename = self._rename.without_empty if adapter.kind == "optimizer" else self._rename
+        rename = self.rename.without_empty if adapter.kind == "optimizer" else self.rename
         front = f"{adapter.name}."
         return any(prefix.startswith(front) or front.startswith(prefix) for prefix, _ in rename.prefixes)
 
@@ -289,33 +256,27 @@ class KeyMaps:
             source: The name of the object in the checkpoint.
             prefix: Result of :func:`find_prefix` for the object.
         """
-        key_map = self._of(adapter, source, prefix)
-        if adapter.name in self._overlapping:
-            key_map.is_of_another = partial(self._is_of_another, adapter.name)
-        return key_map
-
-    def _of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None) -> KeyMap:
-        is_optimizer = adapter.kind == "optimizer"
+        is_optimizer, overlaps = adapter.kind == "optimizer", adapter.name in self._overlapping
         follows = is_optimizer and adapter.module in self._followed
-        if prefix is None and not follows and not self._renames:
-            return KeyMap(adapter.kind, source, (("", f"{source}."),))
+        if prefix is None and not follows and self.rename == Rename() and not overlaps:
+            return KeyMap(adapter.kind, source)
         names = adapter.names()
         special: dict[str, str] = {}
         if is_optimizer:
-            rename = self._rename.without_empty
-            rules = prefixes_of(adapter.name, source, rename)
+            rules = prefixes_of(adapter.name, source, self.rename.without_empty)
             if follows:
                 rules, special = self._following(adapter.module, rules, names)
         else:
-            rules = prefixes_of(adapter.name, source, self._rename)
-            places = ((key, self._rename.by_pattern(join(adapter.name, key))) for key in names)
+            rules = prefixes_of(adapter.name, source, self.rename)
+            places = ((key, self.rename.by_pattern(join(adapter.name, key))) for key in names)
             special = {key: place for key, place in places if place is not None}
             if prefix is not None:
                 here, stored_prefix = prefix
                 rules = _longest_first({"": f"{source}.", here: f"{source}.{stored_prefix}"})
             if adapter.kind == "module":
                 self._followed[adapter.module] = (adapter.name, rules)
-        return KeyMap(adapter.kind, source, rules, special, names)
+        is_of_another = partial(self._is_of_another, adapter.name) if overlaps else None
+        return RenamedKeys(adapter.kind, source, rules, special, names, is_of_another)
 
     def _following(
         self, module: nn.Module | None, own: Prefixes, names: Iterable[str]
@@ -337,7 +298,7 @@ class KeyMaps:
         special = {}
         for key in names:
             kind, _, fqn = key.removesuffix(".").partition(".")
-            if (place := self._rename.by_pattern(join(name, fqn))) is not None:
+            if (place := self.rename.by_pattern(join(name, fqn))) is not None:
                 special[key] = f"{front}{kind}.{_without_name(place, module_names)}."
         return _longest_first(rules), special
 
@@ -346,3 +307,42 @@ def _without_name(key: str, names: Iterable[str]) -> str:
     """Return a key or prefix without the name of its module, which is the longest of ``names`` that it starts with."""
     fronts = [f"{name}." for name in names if name and key.startswith(f"{name}.")]
     return key.removeprefix(max(fronts, key=len)) if fronts else key
+
+
+def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
+    """Find the sub-module of a partial load, if it has one. No communication.
+
+    Raises:
+        TypeError: ``partial`` is no PartialLoad. Settings from a file may have any type, whatever the annotation is.
+        CheckpointMismatch: The sub-module is in no module of the state.
+    """
+    if not isinstance(partial, PartialLoad):
+        raise TypeError(f"partial must be a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
+    if partial.of is None:
+        return partial
+    modules = [adapter for adapter in adapters if adapter.kind == "module" and adapter.module is not None]
+    for candidate in unwrapped(partial.of.module):
+        for adapter in modules:
+            assert adapter.module is not None
+            for name, child in adapter.module.named_modules(remove_duplicate=False):
+                if child is candidate:
+                    inner = CleanNames(adapter.module)(name)
+                    return partial.located(f"{adapter.name}.{inner}." if inner else f"{adapter.name}.")
+    kind = type(unwrapped(partial.of.module)[-1]).__name__
+    labels = [
+        f"{adapter.name!r}, a {type(unwrapped(adapter.module)[-1]).__name__}{_inside(adapter.module)}"
+        for adapter in modules
+        if adapter.module
+    ]
+    raise CheckpointMismatch(
+        f"PartialLoad.submodule: this {kind} is in no module of the state, which has "
+        f"{'; '.join(labels) or 'no module at all'}. Give the object that is a part of the model itself, not a copy "
+        f"or a rebuilt model."
+    )
+
+
+def _inside(module: nn.Module) -> str:
+    clean = CleanNames(module)
+    names = dict.fromkeys(clean(name) for name, _ in module.named_modules())
+    children = [name for name in names if name and "." not in name]
+    return f" with {some(children)}" if children else ""
