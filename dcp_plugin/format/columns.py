@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,29 +120,6 @@ class KeyColumns:
         first, last = self.chunk_starts[slot : slot + 2].tolist()
         boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
         return boxes[:, 0], boxes[:, 1]
-
-    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> KeyColumns:
-        """Return the columns of some of the keys, under other names."""
-        ndim, counts = self.columns["ndim"][slots].astype(np.int64), np.diff(self.chunk_starts)[slots]
-        columns = {
-            **{name: self.columns[name][slots] for name in ("dtype", "ndim")},
-            "shape": self.columns["shape"][ranges(self.shape_starts[slots], ndim)],
-            "chunk_ends": np.cumsum(counts),
-            "box": self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)],
-        }
-        unusual = {key: path for key, path in paths.items() if path != default_path(key)}
-        return KeyColumns(keys, self.dtypes, unusual, columns)
-
-    def with_added(self, other: KeyColumns) -> KeyColumns:
-        """Return the columns of both, one after the other. No key may be in both."""
-        dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
-        numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
-        numbers[: len(other.dtypes)] = [dtypes.index(name) for name in other.dtypes]
-        first, second = self.columns, other.columns
-        columns = {name: np.concatenate((first[name], second[name])) for name in ("ndim", "shape", "box")}
-        columns["dtype"] = np.concatenate((first["dtype"], numbers[second["dtype"]]))
-        columns["chunk_ends"] = np.concatenate((first["chunk_ends"], second["chunk_ends"] + self.chunk_starts[-1]))
-        return KeyColumns([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """Yield all keys, grouped by their number of dimensions, in that order and then by key.

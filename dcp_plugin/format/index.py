@@ -11,10 +11,9 @@ checks run over full columns, so a million items take a fraction of a second.
 from __future__ import annotations
 
 import functools
-import posixpath
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,13 +30,11 @@ from dcp_plugin.format.columns import (
     KeyColumns,
     Location,
     Places,
-    default_path,
     in_all,
     in_any,
     order_of,
     partitioned,
     product,
-    ranges,
     totals,
 )
 from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
@@ -238,65 +235,6 @@ class CheckpointIndex(Mapping[str, Entry]):
             columns |= {"hashed": hashed, "hash": places.hash[hashed]}
         return cls(table, columns, files)
 
-    def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
-        """Return the index of some keys under other names.
-
-        Args:
-            names: The new name of each key, and its name here. A key may get several.
-            paths: The paths of the new names that do not follow the default.
-            below: Path of the files relative to the folder of the new index.
-        """
-        slots = np.array([self.slots[key] for key in names.values()], np.int64)
-        table = self.table.take(slots, list(names), paths)
-        counts = np.diff(self.table.chunk_starts)[slots]
-        files = {posixpath.join(below, name): size for name, size in self.files.items()}
-        places = replace(self.places, files=list(files)).take(ranges(self.table.chunk_starts[slots], counts))
-        selected = CheckpointIndex.of(table, places, files)
-        selected.transforms = {
-            (posixpath.join(below, name), at): descriptors for (name, at), descriptors in self.transforms.items()
-        }
-        selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
-        selected.empty = [new for new, key in names.items() if key in self.empty] if self.empty else ()
-        return selected
-
-    def renamed(self, names: Mapping[str, str], below: str = "") -> CheckpointIndex:
-        """Return the index of the keys whose first segment is in ``names``, with another first segment.
-
-        Args:
-            names: The new name of each first segment.
-            below: As in :meth:`selected`.
-        """
-        keys: dict[str, str] = {}
-        paths: dict[str, KeyPath] = {}
-        for key in self:
-            first, dot, remainder = key.partition(".")
-            if first in names:
-                renamed = names[first] + dot + remainder
-                keys[renamed] = key
-                paths[renamed] = (names[first], *self.path_of(key)[1:])
-        return self.selected(keys, paths, below)
-
-    def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
-        """Return the index of the keys of both. No key and no file may be in both."""
-        added = other.places
-        if other.smallest_block != self.smallest_block:  # the checksums of `other` are of blocks of another size
-            added = added.without_checksums()
-        places = Places.joined((self.places, added))
-        both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
-        both.smallest_block = self.smallest_block
-        both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
-        both.left_out, both.extra_files, both.label = self.left_out, self.extra_files, self.label
-        both.empty = [*self.empty, *other.empty]
-        return both
-
-    def as_stock_knows_it(self) -> CheckpointIndex:
-        """Return the index without the keys that stock would not have made."""
-        if not self.empty:
-            return self
-        selected = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
-        selected.planner_data, selected.version = self.planner_data, self.version
-        return selected
-
     @functools.cached_property
     def places(self) -> Places:
         """Places of the items."""
@@ -306,38 +244,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         blocks = np.diff(self.columns["block_ends"], prepend=0)
         items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
         return Places(files=self.file_names, blocks=blocks, hash=hashes, **items)
-
-    @classmethod
-    def build(
-        cls, entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
-    ) -> CheckpointIndex:
-        """Return the index of these entries. ``paths`` may name all keys; only those that differ from the default are
-        stored."""
-        keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
-        locations: list[Location] = []
-        for key, entry in entries:
-            keys.append(key)
-            if isinstance(entry, StoredValue):
-                dtype.append(NO_TENSOR)
-                ndim.append(0)
-                locations.append(entry.location)
-            else:
-                dtype.append(dtype_names.setdefault(str(entry.dtype).removeprefix("torch."), len(dtype_names)))
-                ndim.append(len(entry.shape))
-                shape.extend(entry.shape)
-                for chunk in entry.chunks:
-                    box.extend((*chunk.offsets, *chunk.sizes))
-                    locations.append(chunk.location)
-            chunk_ends.append(len(locations))
-        columns: dict[str, Column] = {
-            "dtype": np.array(dtype, np.uint8),
-            "ndim": np.array(ndim, np.uint8),
-            "shape": np.array(shape, np.int64),
-            "chunk_ends": np.array(chunk_ends, np.int64),
-            "box": np.array(box, np.int64),
-        }
-        unusual = {key: path for key, path in (paths or {}).items() if path != default_path(key)}
-        return cls.of(KeyColumns(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
         """Check that the tensors take about as much memory as the files hold.

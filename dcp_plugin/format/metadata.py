@@ -3,7 +3,8 @@
 The pickle holds five objects for each chunk; making a million of these and pickling them would take longer than the
 rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ only in some
 integers. So :func:`encode` writes one such record opcode by opcode, repeats it as the rows of an array, and fills in
-the integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
+the integers by column. A test compares the result with
+``pickle.dumps`` of :func:`~dcp_plugin.format.stock_objects.metadata_of`.
 
 *Under other keys.* A framework's own sharded loader looks for the same bytes under other keys. Aliases are additional
 keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are additional ``.metadata`` files in sub-folders:
@@ -16,7 +17,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,57 +34,21 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import METADATA
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
-from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.columns import NO_TENSOR, Column
+from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.tensors._torch import StorageInfo
 from dcp_plugin.types import KeyPath, Shape
 
 
-def state_metadata(table: KeyColumns) -> dict[str, Any]:
-    """Return DCP's metadata of each key in a table."""
-    state: dict[str, Any] = {}
-    for slot, key in enumerate(table.keys):
-        dtype = table.dtype_of(slot)
-        if dtype is None:
-            state[key] = BytesStorageMetadata()
-            continue
-        offsets, sizes = (boxes.tolist() for boxes in table.boxes_of(slot))
-        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
-        state[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(table.shape_of(slot)), chunks)
-    return state
+def as_stock_knows_it(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index without the keys that stock would not have made."""
+    if not index.empty:
+        return index
+    from dcp_plugin.format.derived_index import selected  # few states have empty mappings
 
-
-def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
-    """Return the DCP metadata of an index, for planners of other packages."""
-    index = index.as_stock_knows_it()
-    state = state_metadata(index.table)
-    storage: dict[MetadataIndex, Any] = {}
-    for key in state:
-        entry = index[key]
-        if isinstance(entry, StoredValue):
-            storage[MetadataIndex(key)] = storage_info(entry.location)
-        else:
-            storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
-    planner_data = (
-        index.planner_data[0] if index.planner_data else {key: stock_path(index.path_of(key)) for key in state}
-    )
-    return Metadata(state, planner_data, storage, storage_meta or StorageMeta(), index.version)
-
-
-def storage_info(location: Location) -> Any:
-    """Return a location as DCP's ``_StorageInfo``."""
-    return StorageInfo(location.file, location.offset, location.length)
-
-
-def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath] | None:
-    """Return the paths of keys that DCP's own planners note; None if another planner noted something else."""
-    if not isinstance(planner_data, Mapping):
-        return None
-    is_paths = all(
-        key in keys and isinstance(path, (tuple, list)) and all(isinstance(part, (str, int, tuple)) for part in path)
-        for key, path in planner_data.items()
-    )
-    return dict(planner_data) if is_paths else None
+    known = selected(index, {key: key for key in index if key not in set(index.empty)}, index.table.paths)
+    known.planner_data, known.version = index.planner_data, index.version
+    return known
 
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
@@ -97,7 +62,7 @@ def stock_path(path: KeyPath) -> Sequence[str | int]:
 
 def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     """Return the bytes of ``.metadata`` in the form that stock readers expect."""
-    index = index.as_stock_knows_it()
+    index = as_stock_knows_it(index)
     table, memo = index.table, _Memo()
     keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
@@ -249,18 +214,6 @@ def _text(value: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
-def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
-    """Yield each key of DCP's metadata with its entry, given the places of items. Raises KeyError if an item has no
-    place."""
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            yield key, StoredValue(places[MetadataIndex(key)])
-        else:
-            located = ((c, places[MetadataIndex(key, c.offsets)]) for c in stored.chunks)
-            chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), location) for c, location in located)
-            yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
-
-
 Aliases = Mapping[str, tuple[str, KeyPath]]
 """Map from a key to another name of the same bytes, and the path of that name. Keys that are not stored are skipped."""
 
@@ -273,14 +226,20 @@ def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:
     repeated = {alias: key for key, (alias, _) in aliases.items() if key in index and alias not in index}
     if not repeated:
         return index
+    from dcp_plugin.format.derived_index import selected  # only frameworks have aliases
+
     paths = {**index.table.paths, **dict(aliases.values())}
-    return index.selected({**{key: key for key in index}, **repeated}, paths)
+    return selected(index, {**{key: key for key in index}, **repeated}, paths)
 
 
 def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> dict[str, bytes]:
     """Return the ``.metadata`` files of the views by name, to be stored with the checkpoint's own."""
+    if not views:
+        return {}
+    from dcp_plugin.format.derived_index import renamed  # only frameworks have views
+
     return {
-        f"{folder}/{METADATA}": encode(index.renamed(names, below=".."), storage_meta)
+        f"{folder}/{METADATA}": encode(renamed(index, names, below=".."), storage_meta)
         for folder, names in views.items()
     }
 

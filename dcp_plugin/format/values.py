@@ -24,11 +24,14 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.pickles.described import FACTORIES, VALUE
-from dcp_plugin.format.pickles.unpickler import TENSOR, Refused, load_bytes
+from dcp_plugin.format.pickles.unpickler import TENSOR, VALUE, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import public
 from dcp_plugin.tensors.kinds import classes_of, copied
+
+FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
+FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
+"""Classes that a ``defaultdict`` may have as its factory, by name."""
 
 MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,

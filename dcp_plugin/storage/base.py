@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.format import derived_index
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media import RangedFile, Readable, ReadCost
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
@@ -86,9 +87,9 @@ def with_base(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
         raise CheckpointMismatch(
             f"{base_checkpoint.path} has no {lost[0]}, but {opened.path} leaves it out and has this base"
         )
-    added = base_checkpoint.index.selected(left_out, {}, below=base_checkpoint.files.where)
+    added = derived_index.selected(base_checkpoint.index, left_out, {}, below=base_checkpoint.files.where)
     files = _WithBase(opened.files, base_checkpoint.files)
-    return replace(opened, files=files, index=opened.index.with_added(added), base=base_checkpoint)
+    return replace(opened, files=files, index=derived_index.joined(opened.index, added), base=base_checkpoint)
 
 
 def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> OpenCheckpoint:

@@ -29,9 +29,7 @@ from torch.futures import Future
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.format.metadata import metadata_of
 from dcp_plugin.format.payload import block_size
-from dcp_plugin.format.pickles.described import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.paths import StorageOptions, as_path, is_path
@@ -207,6 +205,8 @@ class ShardedReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata that DCP requests at the start of each load, of the checkpoint that is at the path
         now."""
+        from dcp_plugin.format.stock_objects import metadata_of  # only planners that DCP drives need it
+
         self._forget()
         save_id = self.summary.save_id if self.summary else None
         noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
@@ -372,6 +372,8 @@ class ShardedReader(StorageReader):
         return self._plain(values[read.location.file, read.location.offset], read.location)
 
     def _value_here(self, key: str) -> bytes:
+        from dcp_plugin.format.foreign.torch_file import RefusedValue  # only such files have values in their index
+
         value = self.index.values_here[key]
         if isinstance(value, RefusedValue):
             raise UnsafeCheckpoint(

@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
-from dcp_plugin.format import metadata as dcp_metadata
+from dcp_plugin.format import stock_objects
 from dcp_plugin.format.columns import NO_TENSOR, default_path
-from dcp_plugin.format.index import CheckpointIndex, Location
+from dcp_plugin.format.derived_index import index_of
+from dcp_plugin.format.index import Location
 from dcp_plugin.format.keys import flatten, is_empty_mapping, walked_by_stock
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.values import WholeItem
@@ -50,7 +51,7 @@ from dcp_plugin.planning.save import encode_state, narrow
 from dcp_plugin.records import NewItem
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
-from dcp_plugin.tensors._torch import settled
+from dcp_plugin.tensors._torch_sharded import settled
 from dcp_plugin.tensors.kinds import is_stored_whole, require_memory
 from dcp_plugin.types import EncodedValue, KeyPath, Shape, ShardedValue
 
@@ -127,7 +128,7 @@ class ShardedSavePlanner(SavePlanner):
         ]
         table = global_plan.table
         paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
-        return plans, Metadata(dcp_metadata.state_metadata(table), planner_data=paths)
+        return plans, Metadata(stock_objects.state_metadata(table), planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -336,15 +337,15 @@ class ShardedWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
         try:
-            entries = list(dcp_metadata.entries_of(metadata, places))
+            entries = list(stock_objects.entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        paths = dcp_metadata.planner_paths(metadata.planner_data, metadata.state_dict_metadata)
-        index = CheckpointIndex.build(entries, self._publication.file_sizes(), paths)
+        paths = stock_objects.planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        index = index_of(entries, self._publication.file_sizes(), paths)
         if paths is None:
             index.planner_data = (metadata.planner_data,)
         self._publication.publish(index, replace(self._facts, world_size=len(results)))
-        metadata.storage_data = {item: dcp_metadata.storage_info(location) for item, location in places.items()}
+        metadata.storage_data = {item: stock_objects.storage_info(location) for item, location in places.items()}
         metadata.storage_meta = self.storage_meta()
 
     @property

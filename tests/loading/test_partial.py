@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dcp_plugin as dcp
-from dcp_plugin.format.index import CheckpointIndex, Location, StoredValue
+from dcp_plugin.format.derived_index import index_of
+from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.loading.renames import Rename, RenamedKeys, prefixes_of
 from dcp_plugin.partial import PartialLoad
 from tests.compare import assert_same, same_bytes
@@ -86,7 +87,7 @@ def test_every_key_has_one_place_and_what_is_nobodys_is_told_once(
 ) -> None:
     rules = prefixes_of("m", "m", Rename.of({f"m.{here}": there for here, there in rename.items()}))
     nothing = StoredValue(Location("file", 0, 0, 0, 0))
-    index = CheckpointIndex.build([(f"m.{key}", nothing) for key in sorted(stored)], {"file": 0})
+    index = index_of([(f"m.{key}", nothing) for key in sorted(stored)], {"file": 0})
     source = RenamedKeys("module", "m", rules, names=names)
     entries, _ = source.entries(index)
     for name in names:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin.format.metadata import metadata_of, stock_path
+from dcp_plugin.format.metadata import stock_path
+from dcp_plugin.format.stock_objects import metadata_of
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import PlanExchange, encode_state
 from dcp_plugin.ranks import Ranks
@@ -156,12 +157,13 @@ def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Pa
 
 def test_stock_metadata_holds_offsets_beyond_32_bits() -> None:
     from dcp_plugin.format.columns import Location
-    from dcp_plugin.format.index import CheckpointIndex, StoredChunk, StoredTensor
+    from dcp_plugin.format.derived_index import index_of
+    from dcp_plugin.format.index import StoredChunk, StoredTensor
     from dcp_plugin.format.metadata import encode
 
     where = Location("__0_0.distcp", 1 << 40, 100, None, 0)
     chunk = StoredChunk((0,), (1 << 33,), where)
-    index = CheckpointIndex.build([("t", StoredTensor(torch.uint8, (1 << 33,), (chunk,)))], {"__0_0.distcp": 1 << 41})
+    index = index_of([("t", StoredTensor(torch.uint8, (1 << 33,), (chunk,)))], {"__0_0.distcp": 1 << 41})
     found = pickle.loads(encode(index, None))
     assert found.state_dict_metadata["t"].chunks[0].sizes == torch.Size([1 << 33])
     assert next(iter(found.storage_data.values())).offset == 1 << 40

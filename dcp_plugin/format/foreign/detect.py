@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
-from dcp_plugin.format import METADATA, Files, exists, read, stock_metadata
+from dcp_plugin.format import METADATA, Files, derived_index, exists, read, stock_metadata
 from dcp_plugin.format.foreign import Contents, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.torch_archive import MAGIC
@@ -218,7 +218,7 @@ def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
     """Return the index of a sharded directory of Lightning (``.metadata`` and ``meta.pt``), with our names."""
     index = stock_metadata.read_index(files)
     names = lightning_names(key.partition(".")[0] for key in index)
-    renamed = index.renamed(names)
+    renamed = derived_index.renamed(index, names)
     renamed.validate(files.where)
     return renamed, _kinds(names.values())
 
@@ -242,8 +242,8 @@ def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex,
     parts = []
     for folder, name in zip(folders, names, strict=True):
         index = stock_metadata.read_index(files, f"{folder}/")
-        parts.append(index.renamed({key.partition(".")[0]: name for key in index}, below=folder))
-    joined = functools.reduce(CheckpointIndex.with_added, parts)
+        parts.append(derived_index.renamed(index, {key.partition(".")[0]: name for key in index}, below=folder))
+    joined = functools.reduce(derived_index.joined, parts)
     joined.validate(files.where)
     return joined, _kinds(names)
 

@@ -27,7 +27,6 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
-from dcp_plugin.format.pickles.described import RefusedValue, leaves_of, refused_in
 from dcp_plugin.format.pickles.follow import pickle_of
 from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn, load
 from dcp_plugin.format.torch_archive import MAGIC
@@ -55,6 +54,38 @@ class _Archive:
     """Name of the file in messages."""
     records: dict[int, int]
     """Sizes of the storages' records in bytes, by the position at which each begins."""
+
+
+@dataclass(frozen=True)
+class RefusedValue:
+    """Entry of an index for a value with stand-ins in it. ``of`` is the name of the refused global."""
+
+    of: str
+
+
+def refused_in(value: Any) -> str:
+    """Return the name of the global of the first stand-in in a value; empty if the value has none."""
+    for leaf in leaves_of(value):
+        if isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn)):
+            return leaf.of
+    return ""
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested containers and the keys of mappings. A pickle can nest containers endlessly, and in
+    themselves."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (Mapping, list, tuple, set, frozenset)):
+            if id(node) not in seen:
+                seen.add(id(node))
+                todo += node
+                if isinstance(node, Mapping):
+                    todo += node.values()
+        else:
+            yield node
 
 
 def read_file(files: Files, name: str) -> Contents:

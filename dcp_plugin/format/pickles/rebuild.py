@@ -1,6 +1,6 @@
 """Rebuilding of objects that only executing code would restore, from their pickles and without execution.
 
-While a value is unpickled, a :class:`~dcp_plugin.format.pickles.described.Described` takes the place of each such
+While a value is unpickled, a :class:`~dcp_plugin.format.pickles.unpickler.Described` takes the place of each such
 object. :func:`rebuilt` makes the objects afterwards, so that the unpickler neither hashes nor fills them:
 
 - an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin.format.pickles.described import FACTORIES, Described
-from dcp_plugin.format.pickles.unpickler import Refused
+from dcp_plugin.format.pickles.unpickler import Described, Refused
+from dcp_plugin.format.values import FACTORIES
 
 
 def rebuilt(value: Any, notes: list[str]) -> Any:

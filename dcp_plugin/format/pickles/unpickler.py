@@ -9,8 +9,7 @@ use                 is for                                          another glob
 ``FILE``            a file of another tool                          has a stand-in that keeps nothing
 ==================  ==============================================  ================================================
 
-``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes, and
-``VALUE`` in :mod:`~dcp_plugin.format.pickles.described`.
+``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes.
 """
 
 from __future__ import annotations
@@ -58,6 +57,24 @@ class StandIn:
         pass
 
 
+class Described(StandIn):
+    """Object of a value that is to be rebuilt: it keeps its arguments and its state.
+
+    :mod:`dcp_plugin.format.pickles.rebuild` makes the object afterwards, or refuses it.
+    """
+
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> Described:
+        described = super().__new__(cls)
+        described.args = args  # type: ignore[attr-defined]
+        return described  # type: ignore[return-value]
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 @dataclass(frozen=True)
 class Use:
     """Purpose of unpickling, and the globals that it needs.
@@ -97,6 +114,7 @@ _TENSORS: dict[str, Any] = {
 
 TENSOR = Use(_TENSORS)
 FILE = Use({**_TENSORS, "collections.Counter": Counter}, StandIn)
+VALUE = replace(FILE, stand_in=Described)
 
 
 class Accepted:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from dcp_plugin.format.derived_index import index_of
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.media import medium_of
@@ -119,7 +120,7 @@ class DcpCheckpoint:
                 entries.append((name, StoredTensor(dtype, stored.shape, tuple(chunks[source]))))
             if name == key:
                 paths[name] = index.path_of(key)
-        made = CheckpointIndex.build(entries, files, paths)
+        made = index_of(entries, files, paths)
         made.empty = [name for key, name in self._selected.names.items() if key in index.empty]
         return made
 
