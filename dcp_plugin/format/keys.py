@@ -204,9 +204,9 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         return
     kind = mapping_class(value)
     for key, child in value.items():
-        if isinstance(key, str) and not key:
+        step = key if isinstance(key, str) else _as_step(key)
+        if step == "":
             raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
-        step = int(key) if isinstance(key, np.integer) else key if _fits_path(key) else str(key)
         yield step if isinstance(step, str) and not kind else (kind or "k", step), child
 
 
@@ -235,11 +235,19 @@ def holds_sharded(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
 
 
+def _as_step(key: Any) -> Any:
+    """Return the key of a mapping as a path has it: its text, if a path cannot hold the key."""
+    if isinstance(key, np.integer):
+        return int(key)
+    return key if _fits_path(key) else str(key)
+
+
+_STEPS = (str, int, float, np.integer, type(None))
+
+
 def _fits_path(key: Any) -> bool:
     """Return whether a path can hold the key of a mapping."""
-    if type(key) is tuple:
-        return all(isinstance(step, (str, int, float, type(None))) or _fits_path(step) for step in key)
-    return isinstance(key, (str, int, float, np.integer, type(None)))
+    return isinstance(key, _STEPS) or (type(key) is tuple and all(map(_fits_path, key)))
 
 
 def _is_walked_list(value: Any) -> bool:
