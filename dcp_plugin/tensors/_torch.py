@@ -12,22 +12,18 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from math import prod
-from operator import add
 from types import SimpleNamespace
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import nn
 from torch._utils import IMPORT_MAPPING, NAME_MAPPING  # ``pickle`` has them, but does not export them
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
 from torch.distributed._shard.sharded_tensor.api import (
     ShardedTensor as ShardedTensor,
 )  # FSDP1 state dicts consist of these
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # no public function returns a group's store
     _get_object_coll_device,  # no public function returns a group's device
@@ -50,47 +46,21 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
 
     ``any_rank`` applies to plain tensors. For other tensors, the mesh determines which ranks hold the same bytes.
 
-    The position of a shard comes from the protocols that DCP uses: ``__create_chunk_list__`` (DTensor,
-    ``LocalShardsWrapper``; a public ``compute_local_shape_and_global_offset`` does not exist) and, since torch 2.14,
-    ``CheckpointableTensor``.
-
     Raises:
         CheckpointMismatch: The tensor has no memory that could be stored or filled. The message lacks the key.
     """
     if type(value) in EXACTLY_TENSORS and not hasattr(value, "global_shape"):
-        return _of_full(value, any_rank)
-    if isinstance(value, ShardedTensor):
-        metadata = value.metadata()
-        chunks = [
-            _chunk(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor)
-            for shard in value.local_shards()
-        ]
-        return _of_chunks(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
-    if isinstance(value, DTensor):
-        with torch.no_grad():  # with gradients, to_local() would make a view for autograd, which is slow
-            local = settled(value.to_local())
-        if hasattr(local, "__create_chunk_list__"):
-            return _of_protocol(local, tuple(value.shape), value.dtype, value)
-        box = _box_of(value)
-        return _of_chunks(tuple(value.shape), value.dtype, [] if box is None else [_chunk(*box, local)], value)
-    value = settled(value)
-    if hasattr(value, "__create_chunk_list__"):
-        return _of_protocol(value, tuple(value.shape), value.dtype)
-    if all(hasattr(value, name) for name in _CHECKPOINTABLE):
-        return _of_chunks(tuple(value.global_shape), value.dtype, _chunks_from_fields(value))
-    return _of_full(value, any_rank)
+        return of_full(value, any_rank)
+    from dcp_plugin.tensors import _torch_sharded  # only tensors of other classes need it
+
+    return _torch_sharded.described(value, any_rank)
 
 
-_CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The fields of the protocol ``CheckpointableTensor``. They may be set on a tensor of any class."""
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective and return its result; return any other tensor unchanged."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+def of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     """Describe a tensor that is complete on each rank."""
     if is_dense_memory(value):
         plain = type(value) is torch.Tensor and not value.requires_grad
@@ -107,61 +77,6 @@ def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     return ShardedValue.of_all(tensor, any_rank)
 
 
-def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
-    """Describe a distributed tensor."""
-    stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
-    for chunk in chunks:
-        (require_parts if stored_whole else require_memory)(chunk.tensor)
-    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
-
-
-def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
-    return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
-
-
-def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
-    """Describe a tensor with DCP's protocol ``_Checkpointable``. Chunks without elements are left out."""
-    chunks = []
-    for number, chunk in enumerate(value.__create_chunk_list__()):
-        if 0 not in chunk.sizes or 0 in shape:
-            shard = settled(value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number)))
-            chunks.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
-    if chunks:  # the dtype of a LocalShardsWrapper differs from that of its shards
-        dtype = chunks[0].tensor.dtype
-    return _of_chunks(shape, dtype, chunks, origin)
-
-
-def _chunks_from_fields(value: Any) -> list[LocalChunk]:
-    """Return the chunks of a ``CheckpointableTensor``, as views that leave out its padding.
-
-    Raises:
-        CheckpointMismatch: The fields contradict each other, or describe elements outside of the tensor.
-    """
-    fields = [[tuple(map(int, bounds)) for bounds in getattr(value, name)] for name in _CHECKPOINTABLE[1:]]
-    shape = tuple(value.global_shape)
-    chunks = []
-    try:
-        for offsets, start, sizes in zip(*fields, strict=True):
-            _check_inside(offsets, sizes, shape)
-            _check_inside(start, sizes, tuple(value.shape))
-            part = value.detach()
-            for dim, (at, size) in enumerate(zip(start, sizes, strict=True)):
-                if size < part.shape[dim]:
-                    part = part.narrow(dim, at, size)
-            if 0 not in sizes or 0 in shape:
-                chunks.append(LocalChunk(offsets, sizes, part))
-    except ValueError as error:
-        names = ", ".join(f"{name} {getattr(value, name)}" for name in _CHECKPOINTABLE)
-        raise CheckpointMismatch(f"a tensor of shape {tuple(value.shape)} with {names}: {error}") from error
-    return chunks
-
-
-def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
-    for at, size, length in zip(offsets, sizes, shape, strict=True):
-        if at < 0 or size < 0 or at + size > length:
-            raise ValueError(f"{size} elements at {at} are not inside of {length}")
-
-
 def laid_out_like(value: Any, parameter: Any) -> Any:
     """Return a tensor of optimizer state with the ``CheckpointableTensor`` fields of its parameter, which ``detach()``
     and ``zeros_like()`` lose. Return any other value unchanged."""
@@ -170,7 +85,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
     if hasattr(value, "global_shape") or value.shape != parameter.shape:
         return value
     made: Any = value.detach()
-    for name in _CHECKPOINTABLE:
+    for name in CHECKPOINTABLE:
         setattr(made, name, getattr(parameter, name))
     return made
 
@@ -208,62 +123,14 @@ def _device_of_process() -> torch.device | str:
     return "cpu" if device.type == "meta" else device  # the default is meta inside ``with torch.device("meta")``
 
 
-def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
-    """Return offsets and sizes of this rank's shard; None if the rank has no shard.
-
-    Torch takes 0.3 ms for the computation. Layers are mostly alike, so results are cached.
-    """
-    coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not part of the tensor's mesh
-        return None
-    layout = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
-    if layout not in _boxes:
-        _check_placements(value)
-        chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        assert len(chunks) == 1, "a DTensor has one chunk per rank"
-        sizes = tuple(chunks[0].sizes)
-        fewer_rows_than_ranks = 0 in sizes and 0 not in value.shape
-        if len(_boxes) >= _MOST_BOXES:
-            _boxes.clear()
-        _boxes[layout] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
-    return _boxes[layout]
-
-
 def shard_of(value: Any) -> tuple[Shape, Shape] | None:
     """Return begin and end of this rank's part of a tensor that is sharded over several ranks. Both are empty if the
     rank has no part. Return None for any other tensor."""
-    if not isinstance(value, DTensor) or not any(
-        placement.is_shard() and size > 1
-        for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
-    ):
+    if not isinstance(value, DTensor):
         return None
-    box = _box_of(value)
-    return ((), ()) if box is None else (box[0], tuple(map(add, *box)))
+    from dcp_plugin.tensors import _torch_sharded  # only DTensors need it
 
-
-def _check_placements(value: DTensor) -> None:
-    """Check that the part of each rank is a single box.
-
-    Raises:
-        CheckpointMismatch: A rank has a summand of the tensor, or several boxes.
-    """
-    description = f"a DTensor with the placements {value.placements}"
-    if any(placement.is_partial() for placement in value.placements):
-        raise CheckpointMismatch(
-            f"{description}, of which each rank has only a summand: redistribute() it to Shard or Replicate"
-        )
-    for number, placement in enumerate(value.placements):
-        split = getattr(placement, "split_factor", 1)  # _StridedShard: number of cuts of the dimension before this one
-        dim = getattr(placement, "dim", None)
-        within = (at for at, other in enumerate(value.placements) if at > number and getattr(other, "dim", -1) == dim)
-        if split != 1 and split != prod(value.device_mesh.size(at) for at in within):
-            raise CheckpointMismatch(f"{description}, of which each rank has several boxes: redistribute() it to Shard")
-
-
-_MOST_BOXES = 10_000
-_boxes: dict[Any, tuple[Shape, Shape] | None] = {}
-"""Boxes by all values that determine a shard's position. The mesh itself is no key: a later process group makes a new
-one."""
+    return _torch_sharded.shard_of(value)
 
 
 def empty_like(like: Any, dtype: torch.dtype) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
-from dcp_plugin.tensors import _torch
+from dcp_plugin.tensors import _torch_sharded
 from tests.compare import same_bytes
 from tests.launch import on_ranks
 
@@ -228,7 +228,7 @@ def _freed(left: int) -> torch.Tensor:
 
 def _content(value: Any) -> Any:
     """All that a tensor is: class, shape and bytes, of its parts if it consists of some."""
-    value = _torch.settled(value)
+    value = _torch_sharded.settled(value)
     if isinstance(value, DTensor):
         return _content(value.to_local())
     if isinstance(value, LocalShardsWrapper):

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dcp_plugin as dcp
 from dcp_plugin.format.pickles.unpickler import FILE, load
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
-from dcp_plugin.tensors import _torch, _torch_modules
+from dcp_plugin.tensors import _torch, _torch_modules, _torch_sharded
 from tests import launch
 from tests.compare import full, same_bytes
 from tests.launch import on_ranks
@@ -173,7 +173,8 @@ def test_torch_has_no_address_for_what_has_no_memory() -> None:
 
 def test_a_collective_that_is_under_way_is_waited_for() -> None:
     pending = AsyncCollectiveTensor(torch.arange(3.0))
-    assert type(_torch.settled(pending)) is torch.Tensor and torch.equal(_torch.settled(pending), torch.arange(3.0))
+    result = _torch_sharded.settled(pending)
+    assert type(result) is torch.Tensor and torch.equal(result, torch.arange(3.0))
 
 
 def test_tensors_with_the_protocol_of_dcp_tell_their_chunks() -> None:
@@ -182,7 +183,7 @@ def test_tensors_with_the_protocol_of_dcp_tell_their_chunks() -> None:
     assert [(chunk.offsets, chunk.sizes) for chunk in value.chunks] == [((0, 0), (2, 1)), ((0, 1), (2, 2))]
     assert [chunk.tensor.data_ptr() for chunk in value.chunks] == [part.data_ptr() for part in parts]
     fields = getattr(torch.distributed.checkpoint, "CheckpointableTensor", None)  # from torch 2.14 on
-    assert fields is None or set(fields.__annotations__) == set(_torch._CHECKPOINTABLE)
+    assert fields is None or set(fields.__annotations__) == set(_torch.CHECKPOINTABLE)
 
 
 def test_to_leave_safe_globals_forgets_what_was_known_before() -> None:
