@@ -22,21 +22,20 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.media import medium_of, unpacked
-from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported, wait_until_copied
 from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState
 
 if TYPE_CHECKING:
+    from dcp_plugin.partial import PartialLoad
     from dcp_plugin.saving.cheapest_interval import SaveInterval
 
 logger = logging.getLogger("dcp_plugin")
@@ -320,7 +319,7 @@ class Checkpointer:
         began = time.monotonic()
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
-            take_off_hooks()
+            self._writer.free_modules()
             self.save_timing.paused(time.monotonic() - began, saving=False)
             Attempt(None, first_unreported(ended)).get()
 
@@ -337,7 +336,7 @@ class Checkpointer:
             return
         with self._queue.call("wait"):
             self._queue.wait_recoverable()
-            take_off_hooks()
+            self._writer.free_modules()
 
     def bring_newest(self) -> None:
         """Copy the newest save to its path if only ``local_dir`` has it. :meth:`close` does the same. With

@@ -156,8 +156,11 @@ class KeeperWriter:
         for handle in self._queue.handles:
             handle.wait_turn()
         self._queue.drop_succeeded()
-        take_off_hooks()
+        self.free_modules()
         return self._groups.main()
+
+    def free_modules(self) -> None:
+        take_off_hooks()
 
     def is_free(self) -> bool:
         return self._below.is_free() if self.saves is None else self.saves.is_free()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.format import derived_index  # noqa: F401
 from dcp_plugin.format.pickles import rebuild  # noqa: F401
 from dcp_plugin.media import packed  # noqa: F401
 from dcp_plugin.planning import load_balance  # noqa: F401
@@ -23,7 +24,7 @@ from dcp_plugin.saving import cheapest_interval, progress  # noqa: F401
 from dcp_plugin.saving.job import SavePipeline, as_staged
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import CallingThread
-from dcp_plugin.staging.guard import Guard
+from dcp_plugin.staging.guard import Guard, take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.state.step_stable import StepStableMemory, live_objects
@@ -140,6 +141,9 @@ class BackgroundThread(CallingThread):
             else:
                 copy.release()  # no thread will make the copy that training waits for
                 publication.discard()
+
+    def free_modules(self) -> None:
+        take_off_hooks()
 
     def holdings(self) -> list[str]:
         return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]

@@ -487,6 +487,13 @@ def first_unreported(ended: list[SaveHandle]) -> Exception | None:
 _unattended: set[SaveQueue] = set()  # queues with saves that no caller has waited for
 
 
+def wait_until_copied() -> None:
+    """Wait until no save in flight in this process copies the memory of a state. Called before parameters change."""
+    for queue in tuple(_unattended):
+        for handle in queue.handles:
+            handle.wait_staged()
+
+
 def _end_all_in_fork() -> None:
     for queue in tuple(_unattended):
         queue.end_in_fork()

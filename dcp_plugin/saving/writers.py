@@ -22,7 +22,6 @@ from dcp_plugin.records import LiveState, SaveRequest
 from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
-from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
@@ -54,6 +53,10 @@ class Writer(Protocol):
 
     def is_free(self) -> bool:
         """Return whether the next save would begin without waiting for an earlier one."""
+
+    def free_modules(self) -> None:
+        """Take hooks off the modules that have been copied. Called in the training thread."""
+        return
 
     def holdings(self) -> list[str]:
         """Return the resources that :meth:`close` gives back, in words."""
@@ -155,7 +158,7 @@ class CallingThread(Writer):
         noticed yet, and making a new group is a collective. The next call that waits for that save makes it.
         """
         ended = self._queue.wait_for_all_but(self._may_go_on if begins_save else 0)
-        take_off_hooks()
+        self.free_modules()
         unreported = first_unreported(ended)
         last_group = self._groups.known
         try:

@@ -78,13 +78,15 @@ _NEED_NO_STATE_DICT = (
     nn.modules.batchnorm._NormBase._load_from_state_dict,  # for files from before torch 0.4.1
     nn.modules.instancenorm._InstanceNorm._load_from_state_dict,  # refuses keys that it does not have
 )
-_HOOKS_OF_TORCH = {
+_HARMLESS_HOOKS = {
     # FSDP2 puts the sharded parameters back in place before a load, and inspects them again after the load.
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group",
      "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
     # Activation checkpointing inserts its segment into the keys.
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._pre_load_state_dict_hook"),
+    # Ours waits for a copy. A load has waited before it reads.
+    ("dcp_plugin.staging.guard", "_before_load"),
 }  # fmt: skip
 """Hooks that change nothing if a load fills the memory of the parameters."""
 
@@ -212,7 +214,7 @@ def takes_state_dict(module: nn.Module) -> bool:
     """Return whether code of a submodule sees the state dict during a load, and so may change the loaded values."""
     if type(module)._load_from_state_dict not in _NEED_NO_STATE_DICT or "_load_from_state_dict" in vars(module):
         return True
-    return any(not _is_of_torch(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
+    return any(not _is_harmless(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
 
 
 def load_from_state_dict(
@@ -226,7 +228,7 @@ def load_from_state_dict(
 
 def has_post_load_hooks(module: nn.Module) -> bool:
     """Return whether user code runs after a submodule was loaded."""
-    return any(not _is_of_torch(hook) for hook in module._load_state_dict_post_hooks.values())
+    return any(not _is_harmless(hook) for hook in module._load_state_dict_post_hooks.values())
 
 
 def call_post_load_hooks(module: nn.Module, incompatible: Incompatible, of_torch_too: bool) -> None:
@@ -237,7 +239,7 @@ def call_post_load_hooks(module: nn.Module, incompatible: Incompatible, of_torch
     """
     keys = _IncompatibleKeys(incompatible.missing, incompatible.unexpected)
     for hook in tuple(module._load_state_dict_post_hooks.values()):
-        if (of_torch_too or not _is_of_torch(hook)) and hook(module, keys) is not None:
+        if (of_torch_too or not _is_harmless(hook)) and hook(module, keys) is not None:
             raise AssertionError(
                 f"the load_state_dict post hook {hook} has returned a value. It may only change the list of keys in "
                 f"place"
@@ -258,9 +260,9 @@ def reshard(module: nn.Module) -> None:
     The public ``FSDPModule.reshard`` does nothing after an exception in a forward pass.
     """
     for hook in tuple(module._state_dict_pre_hooks.values()):
-        if getattr(hook, "__qualname__", "") == _RESHARDS and _is_of_torch(hook):
+        if getattr(hook, "__qualname__", "") == _RESHARDS and _is_harmless(hook):
             hook()
 
 
-def _is_of_torch(hook: Any) -> bool:
-    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _HOOKS_OF_TORCH
+def _is_harmless(hook: Any) -> bool:
+    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _HARMLESS_HOOKS
