@@ -375,31 +375,18 @@ class Loading:
         step, match = f"apply {self._path}", fitted.match
         incompatible: dict[str, Incompatible] = {}
 
-        def unexpected() -> set[str]:
-            return {join(name, key) for name, each in incompatible.items() for key in each.unexpected}
-
         def take() -> list[str] | None:
             incompatible.update(self._take(context, fitted))
-            return sorted(unexpected()) if incompatible else None
+            return _unexpected(incompatible) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
-            from dcp_plugin.loading.union import Answer
+            from dcp_plugin.loading.union import Answer  # as in _ask_all
 
-            return Answer.of(asked, match.stored.keys() - unexpected(), (), frozenset())
-
-        def judge(union: Union) -> None:
-            from dcp_plugin.partial import PartialLoad  # most loads are of everything
-
-            rules = context.selection or PartialLoad()
-            problems = [
-                line for name, each in incompatible.items() for line in self._judge(name, rules, match, each, union)
-            ]
-            if problems:
-                raise CheckpointMismatch(misfit(self._path, problems))
+            return Answer.of(asked, match.stored.keys() - set(_unexpected(incompatible)), (), frozenset())
 
         union = self._ask_all(step, take, answer)
         if union is not None:
-            self._ranks.agree(step, lambda: judge(union))
+            self._ranks.agree(step, lambda: self._judge(context, match, incompatible, union))
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
         """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
@@ -430,27 +417,38 @@ class Loading:
         planner.use_index(targets, self._reader.index, stored)
         self._reader.read_parts(planner.plan_apart(), planner)
 
-    def _judge(
-        self, name: str, rules: PartialLoad, match: Match, incompatible: Incompatible, union: Union
-    ) -> list[str]:
-        """Return the problems that a module's load hooks report. Keys that were not selected may be missing, and keys
-        that another rank has taken are not unexpected."""
-        left_out = set(match.report.left_out)
-        missing = [key for key in (join(name, inner) for inner in incompatible.missing) if key not in left_out]
-        unexpected = [key for key in (join(name, inner) for inner in incompatible.unexpected) if key not in union.taken]
-        match.report.missing.extend(missing)
-        match.report.unexpected.extend(unexpected)
-        problems = list(incompatible.errors)
-        for keys, policy, adjective in (
-            (missing, rules.missing, "missing"),
-            (unexpected, rules.unexpected, "unexpected"),
-        ):
-            line = f"{some(keys)}: {adjective} after the load hooks of {name!r}"
-            if keys and policy == "error" and self._strict:
-                problems.append(line)
-            elif keys and policy == "warn":
-                match.warnings.append(f"{self._path}: {line}.")
-        return problems
+    def _judge(self, context: _Begun, match: Match, incompatible: Mapping[str, Incompatible], union: Union) -> None:
+        """Judge the keys that load hooks report as missing or unexpected. Keys that were not selected may be missing,
+        and keys that another rank has taken are not unexpected.
+
+        Raises:
+            CheckpointMismatch: The policies make them errors.
+        """
+        from dcp_plugin.partial import PartialLoad  # most loads are of everything, and report no keys
+
+        rules, left_out, problems = context.selection or PartialLoad(), set(match.report.left_out), list[str]()
+        for name, each in incompatible.items():
+            missing = [key for key in (join(name, inner) for inner in each.missing) if key not in left_out]
+            unexpected = [key for key in (join(name, inner) for inner in each.unexpected) if key not in union.taken]
+            match.report.missing.extend(missing)
+            match.report.unexpected.extend(unexpected)
+            problems += each.errors
+            for keys, policy, adjective in (
+                (missing, rules.missing, "missing"),
+                (unexpected, rules.unexpected, "unexpected"),
+            ):
+                line = f"{some(keys)}: {adjective} after the load hooks of {name!r}"
+                if keys and policy == "error" and self._strict:
+                    problems.append(line)
+                elif keys and policy == "warn":
+                    match.warnings.append(f"{self._path}: {line}.")
+        if problems:
+            raise CheckpointMismatch(misfit(self._path, problems))
+
+
+def _unexpected(incompatible: Mapping[str, Incompatible]) -> list[str]:
+    """Return the unexpected keys of all objects."""
+    return sorted({join(name, key) for name, each in incompatible.items() for key in each.unexpected})
 
 
 def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
