@@ -40,13 +40,23 @@ from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.integration.files import META, is_regular_file, load_torch_file
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name, numbered, plain
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    Callbacks,
+    RandomStreams,
+    among,
+    keys_by_name,
+    numbered,
+    plain,
+)
 from dcp_plugin.paths import Where
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
     BESIDE,
     GROUPS,
-    CalledLast,
     NamesOnly,
     OwnLayout,
     PerRank,
@@ -75,18 +85,6 @@ OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
 
 Filter = Callable[[str, Any], bool]
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Object of the state that consists of two functions, which the core calls when all ranks take part."""
-
-    state_dict: Callable[[], dict[str, Any]] = dict
-    load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
-
-
-class RandomStreams(Callbacks, CalledLast):
-    """Random streams of a rank, saved and restored after the dataloaders, which may draw from them."""
 
 
 def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:

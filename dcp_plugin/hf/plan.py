@@ -219,11 +219,8 @@ def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, s
         model = _build(settings, dtype, tied)
     if settings.adapter_config is not None:
         return _plan_with_adapters(settings, model, path, index, prefix, strict)
-    keys, name = list(model.state_dict()), type(model).__name__
-    if prefix is not None:
-        match = _prefix(prefix, keys, index, path, name)
-    else:
-        match = find_model_prefix(keys, index, path, name, model.base_model_prefix)
+    keys = list(model.state_dict())
+    match = _prefix(prefix, keys, index, path, type(model).__name__, model.base_model_prefix)
     return _compare(settings, model, model, [(Source(path, match), index, keys)], strict)
 
 
@@ -277,9 +274,11 @@ def _plan_with_adapters(
         return _compare(settings, model, module, parts, strict)
 
 
-def _prefix(requested: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
+def _prefix(
+    requested: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str, base: str = ""
+) -> ModelPrefix:
     if requested is None:
-        return find_model_prefix(keys, index, path, name)
+        return find_model_prefix(keys, index, path, name, base)
     prefix = f"{requested}." if requested and not requested.endswith(".") else requested
     if not any(prefix + key in index for key in keys):
         raise CheckpointMismatch(

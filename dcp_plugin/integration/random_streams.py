@@ -13,7 +13,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class SavedStreams:
     rank: int
     world_size: int
     device: torch.device
+    loaded: dict[str, Any] = field(default_factory=dict)
+    """The state that was restored last, or that a load has filled into this mapping."""
 
     @classmethod
     def among(cls, names: Iterable[str], rank: int, world_size: int, device: torch.device) -> SavedStreams:
@@ -64,16 +66,18 @@ class SavedStreams:
         """True if the checkpoint, made by fewer ranks, has no streams of this rank."""
         return self.rank not in self.saved_on
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None = None) -> None:
         """Continue this rank's streams, or start derived streams if the checkpoint has none of this rank.
 
         Args:
-            state: The value of :func:`of_rank` for the rank :attr:`source`.
+            state: The value of :func:`of_rank` for the rank :attr:`source`; by default the state in :attr:`loaded`, and
+                nothing happens without one.
         """
-        if self.is_new_rank:
-            derive(state["streams"], self.rank)
-        else:
-            restore(state["streams"], self.device)
+        self.loaded.update(state or {})
+        if self.loaded and self.is_new_rank:
+            derive(self.loaded["streams"], self.rank)
+        elif self.loaded:
+            restore(self.loaded["streams"], self.device)
 
     @property
     def about_new_ranks(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -27,11 +27,24 @@ from dcp_plugin.format.values import is_storable as is_storable
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
+from dcp_plugin.state import CalledLast
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
+
+
+@dataclasses.dataclass(frozen=True)
+class Callbacks:
+    """Object of the state that consists of two functions, which the core calls when all ranks take part."""
+
+    state_dict: Callable[[], dict[str, Any]] = dict
+    load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
+
+
+class RandomStreams(Callbacks, CalledLast):
+    """Random streams of a rank, saved and restored after the dataloaders, which may draw from them."""
 
 
 def numbered(name: str, count: int) -> list[str]:

@@ -44,9 +44,10 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, inspect_files, plain
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, inspect_files, plain
 from dcp_plugin.paths import PathLike, Where, as_path, local_path, on_file_system
 from dcp_plugin.runs import catalog, retention
+from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import contains_fsdp1, unwrapped_optimizer
@@ -86,36 +87,18 @@ def _plain_parts(trainer: Trainer) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-class ToLoad:
-    """Targets of a load into a trainer, and the objects that take the loaded values afterwards.
+def to_load(trainer: Trainer, names: frozenset[str], streams: SavedStreams) -> dict[str, Any]:
+    """Return the targets of a load into a trainer, by name.
 
     Args:
         names: The names in the checkpoint, see :class:`Found`.
+        streams: Random streams that are loaded, and not yet restored.
     """
-
-    def __init__(self, trainer: Trainer, names: frozenset[str]) -> None:
-        self._trainer = trainer
-        extra = (name.removeprefix(f"{EXTRA}.") for name in names)
-        args = trainer.args
-        self.streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
-        self.streams_continue = False
-        self.state: dict[str, Any] = {MODEL: model_of(trainer)}
-        if OPTIM in names:
-            self.state[OPTIM] = unwrapped_optimizer(trainer.optimizer)
-        wanted = [f"{EXTRA}.{name}" for name in (self.streams.name, SCHEDULER, SCALER)]
-        self.state.update({name: {} for name in wanted if name in names})
-
-    def finish(self) -> None:
-        """Load the values that were read into the schedule and the scaler."""
-        for name, target in _plain_parts(self._trainer).items():
-            if saved := self.state.get(f"{EXTRA}.{name}"):
-                target.load_state_dict(saved)
-
-    def continue_streams(self) -> None:
-        """Set this rank's random generators, when the loop has reached the point of the checkpoint."""
-        self.streams_continue = True
-        if self.streams.name is not None:
-            self.streams.restore(self.state[f"{EXTRA}.{self.streams.name}"])
+    state: dict[str, Any] = {MODEL: model_of(trainer), OPTIM: unwrapped_optimizer(trainer.optimizer)}
+    state[f"{EXTRA}.{streams.name}"] = streams.loaded
+    for name, part in _plain_parts(trainer).items():
+        state[f"{EXTRA}.{name}"] = Callbacks(load_state_dict=part.load_state_dict)
+    return {name: target for name, target in state.items() if name in names}
 
 
 def random_position() -> tuple[Any, ...]:
@@ -156,14 +139,11 @@ class Found:
     has_trainer_state: bool = True
 
 
-def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState] = ()) -> Found | Where:
-    """Return the complete checkpoint of the highest step in a Trainer's output directory.
+def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState] = ()) -> Where:
+    """Return the complete checkpoint of the highest step in a Trainer's output directory. Called on rank 0.
 
     Args:
         local: Checkpoints that only the local tier of nodes has.
-
-    Returns:
-        The checkpoint; or only its path, if it is one of ``local``.
 
     Raises:
         CheckpointNotFound: The directory has no complete checkpoint.
@@ -174,10 +154,11 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     steps = [step for step, path in by_step if not path.name.endswith(".aside")]
     if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
         return newest_local.path
-    newest_usable, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
+    newest_usable, refused = catalog.first_usable(candidates, lambda path: examine(path, config).path)
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
     if newest_usable is not None:
+        note_chosen(newest_usable)
         return newest_usable
     torn = f" Passed over: {'; '.join(map(str, refused))}." if refused else ""
     # The message begins like stock's, for programs that compare it.

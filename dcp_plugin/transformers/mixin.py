@@ -38,9 +38,7 @@ from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
 from dcp_plugin.paths import PathLike, as_local, resolved
-from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.sources import SourceFiles
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -58,7 +56,7 @@ from dcp_plugin.transformers._transformers import (
     unwrapped,
     users_of_folder,
 )
-from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found, ToLoad
+from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -185,10 +183,10 @@ class DCPTrainerMixin(Trainer):
     _load_scaler = _unless("found", "_load_scaler")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._dcp.loaded is None:
+        if self._dcp.streams is None:
             super()._load_rng_state(checkpoint)
         else:
-            self._dcp.loaded.continue_streams()
+            self._dcp.continue_streams()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         return self._dcp.get_batches(partial(super().get_batch_samples, *args, **kwargs))
@@ -228,7 +226,8 @@ class TrainerAdapter(BaseAttachment):
         super().__init__(trainer.checkpoint_config)
         self._reference = weakref.ref(trainer)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
-        self.loaded: ToLoad | None = None
+        self.streams: SavedStreams | None = None  # of the loaded checkpoint
+        self._streams_continue = False
         self.scratch: str | None = None  # directory of the Trainer's small files while a checkpoint is made
         self._small_files = ExitStack()
         """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
@@ -256,40 +255,26 @@ class TrainerAdapter(BaseAttachment):
         try:
             self.finish(close=True)
         finally:
-            self.found = self.loaded = None
+            self.found = self.streams = None
             self._small_files.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
         """Return the path from which the Trainer resumes, or None. Rank 0 decides for all ranks."""
         if resume is None or resume is False:
             return None
-        config, output_dir = self.config, str(self._trainer.args.output_dir)
-        ranks = self.checkpointer.ranks
-        chosen: Found | PathLike
+        config, ranks, output_dir = self.config, self.checkpointer.ranks, str(self._trainer.args.output_dir)
         if resume is True:
             root = resolved(Path(output_dir))
             local = [state for state in self.checkpointer.surviving(output_dir) if state.path.parent == root]
-            chosen = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
-        else:
-            chosen = resume
-        if isinstance(chosen, Found):
-            note_chosen(chosen.path)
-            return self._resume_from(chosen)
-        path = self.where(chosen)
+            resume = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
+        path = self.where(resume)
         with self.checkpointer.shown(path) as files:
             checkpoint = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
-            return self._resume_from(checkpoint, files)
-
-    def _resume_from(self, checkpoint: Found, files: SourceFiles | None = None) -> str | None:
-        self.found = None if checkpoint.stock else checkpoint
-        if not checkpoint.stock and not checkpoint.has_trainer_state:  # a new training, with loaded weights
-            return None
-
-        def directory() -> str:
+            self.found = None if checkpoint.stock else checkpoint
+            if not checkpoint.has_trainer_state:  # a new training, with loaded weights
+                return None
             copy = local_copy(self.where(checkpoint.path), lambda name: name == TRAINER_STATE_NAME, files)
-            return os.fspath(self._small_files.enter_context(copy))
-
-        return self.checkpointer.ranks.agree(f"read {checkpoint.path}", directory)
+            return os.fspath(ranks.agree(f"read {path}", lambda: self._small_files.enter_context(copy)))
 
     def finish(self, close: bool = False) -> None:
         """Wait for the save in flight. If it succeeded and ``push_to_hub`` is set, push its checkpoint to the hub."""
@@ -458,11 +443,19 @@ class TrainerAdapter(BaseAttachment):
         """Load the checkpoint of :meth:`find`, after the Trainer has wrapped model and optimizer."""
         if self.found is None:
             return
-        self.loaded = ToLoad(self._trainer, self.found.names)
-        self.checkpointer.restore(self.loaded.state, self.found.path)
-        self.loaded.finish()
+        args = self._trainer.args
+        extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
+        self.streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
+        self._streams_continue = False
+        self.checkpointer.restore(checkpoints.to_load(self._trainer, self.found.names, self.streams), self.found.path)
         if self._trainer.is_world_process_zero():
-            self._warn_of_differences(self.found, self.loaded.streams)
+            self._warn_of_differences(self.found, self.streams)
+
+    def continue_streams(self) -> None:
+        """Set this rank's random generators, when the loop has reached the point of the checkpoint."""
+        assert self.streams is not None
+        self._streams_continue = True
+        self.streams.restore()
 
     def load_best_model(self) -> bool:
         """Load the best model. If stock transformers has saved it, return False and load nothing."""
@@ -482,7 +475,7 @@ class TrainerAdapter(BaseAttachment):
         In the middle of an epoch, the Trainer restores the random streams after it has fetched these batches. If the
         data itself draws from the streams, the batches and later draws differ from those of an uninterrupted training.
         """
-        if self.loaded is None or self.loaded.streams_continue:
+        if self.streams is None or self._streams_continue:
             return get()
         expected = checkpoints.random_positions_after_iter()
         batches = get()
