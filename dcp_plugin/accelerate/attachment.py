@@ -19,7 +19,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -32,7 +32,6 @@ from dcp_plugin.accelerate.attendance import Attendance
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
-from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
@@ -80,69 +79,14 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
         ...     checkpoints.wait()  # from here on it is there
     """
     wanted = CheckpointConfig.merge(config, **overrides)
-    kept: _Kept | None = vars(accelerator).get(_ATTRIBUTE)
-    if kept is None:
-        kept = _Kept.of(accelerator, wanted)
+    attachment: Attachment | None = vars(accelerator).get(_ATTRIBUTE)
+    if attachment is None:
+        attachment = Attachment(accelerator, wanted)
         accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types
-        vars(accelerator)[_ATTRIBUTE] = kept
-    elif kept.config != wanted and (config is not None or overrides):
-        raise ValueError(f"{kept.config} is attached already: detach() first to attach {wanted}.")
-    return _attachment_of(accelerator)
-
-
-@dataclass
-class _Kept:
-    """State of an attachment between calls.
-
-    The accelerator refers to this object, which refers to the accelerator's loaders weakly. An accelerator without
-    other references is therefore freed at once, with its models and optimizers.
-    """
-
-    config: CheckpointConfig
-    checkpointer: Checkpointer
-    trackers: list[Tracker]
-    attendance: Attendance | None
-    """None for a single process, and if no save of rank 0 alone would be complete."""
-    alone: Checkpointer | None = None
-    """The Checkpointer of rank 0 for saves without the other ranks; None before the first such save."""
-    last_load: LoadReport | None = None
-    has_announced: bool = False
-    attachment: Callable[[], Attachment | None] = lambda: None  # returns the user's attachment, if it is alive
-
-    @classmethod
-    def of(cls, accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
-        """Return the state of a new attachment."""
-        refuse_silent_fallbacks(accelerator)
-        _refuse_trackers_at_url(accelerator)
-        Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
-        config = config.that_waits("the rotation of checkpoints")
-        checkpointer = FrameworkCheckpointer(config, solo=accelerator.num_processes == 1)
-        trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
-        may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
-        return cls(config, checkpointer, trackers, Attendance(accelerator, config.timeout) if may_be_alone else None)
-
-    def checkpointer_alone(self) -> Checkpointer:
-        """Return the Checkpointer of saves on rank 0 without the other ranks. It saves directly to the path: in
-        a local tier, other nodes would have no part of the checkpoint."""
-        if self.alone is None:
-            self.alone = FrameworkCheckpointer(self.config.without_local_tier(), solo=True)
-            self.alone.save_timing = self.checkpointer.save_timing
-        return self.alone
-
-    def finish_alone(self) -> None:
-        """Wait for a save of rank 0 alone.
-
-        Raises:
-            SaveFailed: The save failed; raised on rank 0.
-        """
-        if self.alone is not None:
-            self.alone.wait()
-
-
-def _attachment_of(accelerator: Accelerator) -> Attachment:
-    """Return the attachment that the user has, or a new attachment with the same state."""
-    kept: _Kept = vars(accelerator)[_ATTRIBUTE]
-    return kept.attachment() or Attachment(accelerator, kept)
+        vars(accelerator)[_ATTRIBUTE] = attachment
+    elif attachment.config != wanted and (config is not None or overrides):
+        raise ValueError(f"{attachment.config} is attached already: detach() first to attach {wanted}.")
+    return attachment
 
 
 @functools.cache
@@ -155,7 +99,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
     def replaced(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(kind, name))
         def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-            return getattr(_attachment_of(self), name)(*args, **kwargs)
+            return getattr(vars(self)[_ATTRIBUTE], name)(*args, **kwargs)
 
         return method
 
@@ -169,23 +113,40 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
 
 
 class Attachment(BaseAttachment):
-    """Saves and loads of one accelerator, until :meth:`detach`. The end of its ``with`` block detaches."""
+    """Saves and loads of one accelerator, until :meth:`detach`. The end of its ``with`` block detaches.
 
-    def __init__(self, accelerator: Accelerator, kept: _Kept) -> None:
-        super().__init__(kept.config)
-        self._accelerator = accelerator
-        self._kept = kept
-        self._checkpointer = kept.checkpointer
-        kept.attachment = weakref.ref(self)
+    The accelerator refers to this object, which refers to the accelerator weakly. An accelerator without other
+    references is therefore freed at once, with its models and optimizers.
+    """
+
+    last_load: LoadReport | None = None
+    """The report of the last ``load_state``; None if it loaded files of stock Accelerate."""
+
+    def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
+        refuse_silent_fallbacks(accelerator)
+        _refuse_trackers_at_url(accelerator)
+        Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
+        super().__init__(config.that_waits("the rotation of checkpoints"))
+        self._reference = weakref.ref(accelerator)
+        self._alone = FrameworkCheckpointer(config.without_local_tier(), solo=True)
+        """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
+        part of the checkpoint."""
+        self._alone.save_timing = self.checkpointer.save_timing
+        may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
+        self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
+        self._has_announced = False
+        self._trackers()  # tracks the loaders that are prepared
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        accelerator = self._reference()
+        if accelerator is None:
+            raise CheckpointError("The attached Accelerator no longer exists: keep it as long as you save and load.")
+        return accelerator
 
     @property
     def world_size(self) -> int:
         return int(self._accelerator.num_processes)
-
-    @property
-    def last_load(self) -> LoadReport | None:
-        """The report of the last ``load_state``; None if it loaded files of stock Accelerate."""
-        return self._kept.last_load
 
     # Methods in place of the accelerator's
 
@@ -211,11 +172,10 @@ class Attachment(BaseAttachment):
         """
         self.checkpointer.wait_until_kept()
         accelerator = self._accelerator
-        refuse_silent_fallbacks(accelerator)
-        earlier = Attempt.of(self._kept.finish_alone)
+        earlier = Attempt.of(self._alone.wait)
         project = self._project()
         training = Training.of(accelerator)
-        attendance = self._kept.attendance
+        attendance = self._attendance
         path = self._path_to_save(project, output_dir)
         # A rank that has saved alone has counted more automatic names, so all ranks compare the project's directory.
         folder = path if project is None else project.root
@@ -226,7 +186,7 @@ class Attachment(BaseAttachment):
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
-        checkpointer = self._kept.checkpointer_alone() if alone else self.checkpointer
+        checkpointer = self._alone if alone else self.checkpointer
         self._announce_background_save(path)
         step = self._step_to_save()
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
@@ -242,7 +202,7 @@ class Attachment(BaseAttachment):
             if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, step)
             # After the hooks, which may draw random numbers.
-            state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
+            state.update(extra_state.gather(accelerator, self._trackers(), training.registered, step, self.config.rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         named = _step_named(path.name)
@@ -271,12 +231,10 @@ class Attachment(BaseAttachment):
                 loaded; raised on every rank.
         """
         self.checkpointer.wait_until_kept()
-        self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._kept.finish_alone)
-        accelerator = self._accelerator
-        refuse_silent_fallbacks(accelerator)
+        self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._alone.wait)
         project = self._project()
         if project is not None:
-            project = project.with_local(self.checkpointer)
+            project = project.with_local(self.checkpointer.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
         with self.checkpointer.shown(path) as files:
             self._load_state(path, files, load_kwargs, load_model_func_kwargs)
@@ -305,7 +263,7 @@ class Attachment(BaseAttachment):
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
         taken = [] if training.sharded else self._run_load_hooks(training.models, path, files)
         if is_stock:
-            self._kept.last_load = None
+            self.last_load = None
             models = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=models)
             accelerator.step = stock_format.load(
@@ -340,23 +298,23 @@ class Attachment(BaseAttachment):
             CheckpointError: No model is prepared; see also :func:`dcp_plugin.resume_or_init`.
             ValueError: See :func:`dcp_plugin.resume_or_init`.
         """
-        options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         models = Training.of(self._accelerator).models
         if not models:
             raise CheckpointError(
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
         self.wait()
+        options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         project = self._project() if root is None else None
-        folder: Where = Path() if project is not None else self._given(root)
+        folder = self._given(root) if project is None else project.root
+        options = options.with_local(self.checkpointer, folder)
         if project is not None:
-            project = project.with_local(self.checkpointer)
-        else:
-            options = options.with_local(self.checkpointer, folder)
+            project = project.with_local(options.local)
 
         def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):
-                return project.resume_from(resume == "must", damaged)
+                must = resume == "must"
+                return project.newest(must, damaged) if must or project.paths() else None
             return options.find(folder, (ACCELERATE,), damaged)
 
         def load(path: Where) -> LoadReport | None:
@@ -366,18 +324,15 @@ class Attachment(BaseAttachment):
         return options.start(self.checkpointer, models, find, load)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        tracked = self._tracked()
-        before = len(_accelerate.dataloaders(self._accelerator))
         with untracked_sampler(data_loader):
             prepared = self._original("prepare_data_loader")(data_loader, *args, **kwargs)
-        new = _accelerate.dataloaders(self._accelerator)[before:]
-        self._kept.trackers = [*tracked, *map(Tracker.of, new)]
+        self._trackers()  # tracks the new loader
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         skipping = self._original("skip_first_batches")(dataloader, num_batches)
-        for tracker in self._kept.trackers:
-            if tracker.tracks(dataloader) and skipping is not dataloader:
+        for tracker in self._trackers():
+            if tracker.loader is dataloader:
                 tracker.follow(skipping, num_batches)
         return skipping
 
@@ -395,14 +350,13 @@ class Attachment(BaseAttachment):
 
     def wait(self) -> None:
         super().wait()
-        self._kept.finish_alone()
+        self._alone.wait()
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            if self._kept.alone is not None:
-                self._kept.alone.close()
+            self._alone.close()
 
     def detach(self) -> None:
         """Restore the accelerator's own methods, and wait for the save in flight.
@@ -410,21 +364,22 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: A save failed, as in :meth:`wait`.
         """
-        if vars(self._accelerator).get(_ATTRIBUTE) is self._kept:
-            self._accelerator.__class__ = type(self._accelerator).__base__
-            del vars(self._accelerator)[_ATTRIBUTE]
-            for tracker in self._kept.trackers:
+        accelerator = self._reference()
+        if accelerator is not None and vars(accelerator).get(_ATTRIBUTE) is self:
+            del vars(accelerator)[_ATTRIBUTE]
+            accelerator.__class__ = type(accelerator).__base__
+            for tracker in self._trackers():
                 tracker.untrack()
-            if self._kept.attendance is not None:
-                self._kept.attendance.close()
+            if self._attendance is not None:
+                self._attendance.close()
         self.close()
 
     # Save
 
     def _announce_background_save(self, path: Where) -> None:
         """Log once that the directory of an asynchronous save does not exist until the save is complete."""
-        if self.config.async_save and not self._kept.has_announced and self._accelerator.is_main_process:
-            self._kept.has_announced = True
+        if self.config.async_save and not self._has_announced and self._accelerator.is_main_process:
+            self._has_announced = True
             logger.info(
                 "%s does not exist until its save is complete. Before the script writes files of its own into it: "
                 "checkpoints.wait(), or os.makedirs(path, exist_ok=True), and the files stay.",
@@ -453,8 +408,6 @@ class Attachment(BaseAttachment):
                 "starts with the first batch of the window. To continue exactly, save if accelerator.sync_gradients.",
                 stacklevel=3,
             )
-        for tracker in self._tracked():
-            tracker.step_back = within
         return step - within
 
     # Load
@@ -474,13 +427,11 @@ class Attachment(BaseAttachment):
         return [name for name, model in models.items() if all(model is not other for other in remaining)]
 
     def _load(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
-        restoring = extra_state.RestoringExtraState(self._accelerator, self._tracked(), training.registered, extra_keys)
+        extra, messages = extra_state.to_restore(self._accelerator, self._trackers(), training.registered, extra_keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
-        named.update(training.shared_names)
-        state = {**training.models, **named, **training.optimizers, **restoring.targets()}
-        self._kept.last_load = self.checkpointer.restore(state, path, strict=strict)
-        messages = self.checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
-        for message in messages if self._accelerator.is_main_process else ():
+        state = {**training.models, **named, **training.shared_names, **training.optimizers, **extra}
+        self.last_load = self.checkpointer.restore(state, path, strict=strict)
+        for message in filter(None, messages if self._accelerator.is_main_process else ()):
             logger.warning("%s: %s", path, message)
 
     def _original(self, name: str) -> Callable[..., Any]:
@@ -488,10 +439,9 @@ class Attachment(BaseAttachment):
         method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
         return method
 
-    def _tracked(self) -> list[Tracker]:
-        """Return the trackers of loaders in the order of ``prepare``, without loaders that ``free_memory`` drops."""
-        prepared = _accelerate.dataloaders(self._accelerator)
-        return [tracker for tracker in self._kept.trackers if any(map(tracker.tracks, prepared))]
+    def _trackers(self) -> list[Tracker]:
+        """Return the trackers of the loaders in the order of ``prepare``. Track those that are new."""
+        return [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)]
 
     def _project(self) -> Project | None:
         return Project.of(self._accelerator, self.config.storage_options)

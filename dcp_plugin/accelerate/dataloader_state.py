@@ -22,6 +22,7 @@ until the garbage collector runs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -54,20 +55,17 @@ class TrackedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         (order, skip), self._next = self._next, (None, 0)
-        own = getattr(self.inside, "generator", None)
-        takes_generator = hasattr(self.inside, "generator")
-        if order is not None and takes_generator:
-            generator = own if own is not None else torch.Generator()
+        sampler = self.inside
+        if type(sampler).__iter__ is RandomSampler.__iter__ and sampler.generator is None:
+            # Give a copy the generator that the sampler would make for this epoch, and would show to no one.
+            sampler = copy.copy(sampler)
+            sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        own: torch.Generator | None = getattr(sampler, "generator", None)
+        generator = torch.default_generator if own is None else own
+        if order is not None:  # the default generator is restored at the first batch
             generator.set_state(order)
-            self.inside.generator = generator
-        elif order is not None:  # the sampler may draw from the global generator, restored at the first batch
-            torch.set_rng_state(order)
-        self.order = self._order_to_come()
-        try:
-            yield from islice(iter(self.inside), skip, None)
-        finally:
-            if order is not None and takes_generator:
-                self.inside.generator = own
+        self.order = generator.get_state()
+        yield from islice(iter(sampler), skip, None)
 
     def next_order(self) -> torch.Tensor | None:
         """Return the state of the sampler's own generator, which orders the next epoch; None without a generator."""
@@ -81,18 +79,6 @@ class TrackedSampler(Sampler[int]):
         if name == "inside":
             raise AttributeError(name)
         return getattr(self.inside, name)
-
-    def _order_to_come(self) -> torch.Tensor:
-        """Return the state of the generator that gives the order: the sampler's own, or a copy of the global state."""
-        if (own := self.next_order()) is not None:
-            return own
-        state = torch.get_rng_state()
-        if isinstance(self.inside, RandomSampler):  # its first global draw seeds its own generator
-            peek = torch.Generator()
-            peek.set_state(state)
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=peek).item())
-            return torch.Generator().manual_seed(seed).get_state()
-        return state
 
 
 @contextmanager
@@ -129,7 +115,7 @@ Position = dict[str, Any]
 
 
 @dataclass
-class _Iteration:
+class _Loop:
     """One loop over a loader, or over the loader that skips its first batches."""
 
     loader: weakref.ref[Any]
@@ -148,26 +134,23 @@ class _Iteration:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """Loaded position, until the next iteration begins at this position."""
+    """Loaded position, until the next loop begins at this position."""
 
     position: Position
-    own_state: Any
     restore_rng: Callable[[], None] | None
-    batches_to_skip: int
-    """Number of batches that the script has to skip, if the loader does not skip them."""
+    batches: int
+    by_itself: bool
+    """True if the loader skips these batches, and not the script."""
 
 
 class Tracker:
-    """Position of one prepared dataloader."""
+    """Position of one prepared dataloader, whose ``DataLoader`` inside has it in its ``__iter__``."""
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._loader = weakref.ref(loader)
-        self.step_back = 0  # number of batches to repeat, since their gradients are not saved
-        self._iteration: _Iteration | None = None  # the newest iteration, running or not
-        self._skipping: Callable[[], Any] = lambda: None
-        self._to_skip = 0
+        self._loop: _Loop | None = None  # the newest loop, running or not
         self._resumed: _Resumed | None = None
-        self._at_first_batch: Callable[[], None] | None = None
+        self._resumed_state: Any = None  # the loaded state of the loader, which its state_dict does not return
         self._owner = owner_of_sampler(loader)
         if self._owner is not None and not isinstance(self._owner.sampler, TrackedSampler):
             self._owner.sampler = TrackedSampler(self._owner.sampler)
@@ -176,14 +159,13 @@ class Tracker:
         """True if a number of samples is a position: all batches have the size that their sampler reports, and the
         dataset has no state."""
         self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-        _TrackedIter(self, loader.base_dataloader).install()
+        vars(loader.base_dataloader)["__iter__"] = _TrackedIter(self, loader)
 
     @classmethod
     def of(cls, loader: PreparedLoader) -> Tracker:
-        """Return the tracker of a loader: its present tracker if it is prepared again, or by a second accelerator."""
+        """Return the tracker of a loader. Track the loader from now on if it has none."""
         installed = vars(loader.base_dataloader).get("__iter__")
-        is_ours = isinstance(installed, _TrackedIter) and installed.tracker.tracks(loader)
-        return installed.tracker if is_ours else cls(loader)
+        return installed.tracker if isinstance(installed, _TrackedIter) else cls(loader)
 
     @property
     def loader(self) -> PreparedLoader:
@@ -192,27 +174,20 @@ class Tracker:
         assert loader is not None, "only a live loader is iterated over, saved and loaded"
         return loader
 
-    def tracks(self, loader: PreparedLoader) -> bool:
-        return self._loader() is loader
-
     @property
     def name(self) -> str:
         return f"the dataloader over {type(self.loader.dataset).__name__}"
 
     @property
     def running(self) -> bool:
-        return self._iteration is not None and self._iteration.running
+        return self._loop is not None and self._loop.running
 
     def follow(self, skipping: Any, batches: int) -> None:
         """Also track ``skipping``, which ``skip_first_batches`` has made from the loader: both have the same epoch."""
-        self._skipping, self._to_skip = weakref.ref(skipping), batches
-        _TrackedIter(self, skipping.base_dataloader).install()
+        vars(skipping.base_dataloader)["__iter__"] = _TrackedIter(self, skipping, batches)
 
     def untrack(self) -> None:
-        loader = self._loader()
-        installed = {} if loader is None else vars(loader.base_dataloader)
-        if getattr(installed.get("__iter__"), "tracker", None) is self:
-            del installed["__iter__"]
+        del vars(self.loader.base_dataloader)["__iter__"]
         if self._sampler is not None:
             self._owner.sampler = self._sampler.inside
 
@@ -223,30 +198,30 @@ class Tracker:
 
     # Save
 
-    def position(self, others_run: bool) -> Position | None:
+    def position(self, others_run: bool, repeated: int) -> Position | None:
         """Return the position of the training; None on a rank to which another rank dispatches the data.
 
         An epoch ends with its last batch.
 
         Args:
             others_run: True if a loop over any dataloader is running.
+            repeated: Number of batches to repeat after a resume, since their gradients are not saved.
         """
-        if isinstance(self.loader, DataLoaderDispatcher) and self.loader.state.process_index != 0:
+        loader, loop, sampler = self.loader, self._loop, self._sampler
+        if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index != 0:
             return None
         if self._resumed is not None:
             return self._resumed.position
-        loop = self._iteration
         over = loop is None or loop.over
         within, consumed = False, 0
         # A training that stopped in its loop continues there. A program that has left the loop for another loader, or
-        # evaluated, begins its next iteration with the first batch.
+        # evaluated, begins its next loop with the first batch.
         was_left = loop is not None and not loop.running and (others_run or not loop.with_gradients)
         if loop is not None and not over and not was_left:
-            within, consumed = True, max(0, loop.skipped + loop.delivered - self._ahead(loop) - self.step_back)
-        sampler = self._sampler
-        in_last_batch = over and any(other is self.loader for other in self.loader.gradient_state.dataloader_references)
+            within, consumed = True, max(0, loop.skipped + loop.delivered - self._ahead(loop) - repeated)
+        in_last_batch = over and any(other is loader for other in loader.gradient_state.dataloader_references)
         return {
-            "epoch": self.loader.iteration + int(in_last_batch),  # Accelerate counts an epoch after its loop
+            "epoch": loader.iteration + int(in_last_batch),  # Accelerate counts an epoch after its loop
             "batches": consumed,
             "samples": consumed * self._samples_per_batch(),
             "order": None if sampler is None else sampler.order if within else sampler.next_order(),
@@ -257,15 +232,29 @@ class Tracker:
         """Return the state of a stateful loader over a dataset with a position of its own; None for other loaders."""
         if not self._is_stateful or self._counts:
             return None
-        return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
+        return self.loader.state_dict() if self._resumed is None else self._resumed_state
+
+    def _ahead(self, loop: _Loop) -> int:
+        """Return the number of batches that Accelerate's loader has read but not yielded."""
+        if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
+            processes: int = self.loader.state.num_processes  # one batch for each process; fewer at the end
+            return loop.delivered % processes or processes
+        return 1
 
     # Load
 
-    def resume(self, position: Position, own_state: Any, restore_rng: Callable[[], None]) -> str:
-        """Continue at ``position`` with the next iteration. Return a message for the user, if any."""
+    def resume_dataset(self, state: Any) -> None:
+        """Continue at the position of the dataset itself, see :meth:`own_state`, with the next loop."""
+        self.loader.load_state_dict(state)
+        self._resumed_state = state
+
+    def resume(self, position: Position, has_own_state: bool, restore_rng: Callable[[], None]) -> str:
+        """Continue at ``position`` with the next loop. Return a message for the user, if any.
+
+        Args:
+            has_own_state: True if :meth:`resume_dataset` is called, too.
+        """
         self.loader.set_epoch(position["epoch"])
-        if own_state is not None:
-            self.loader.load_state_dict(own_state)
         counts_itself = self._is_stateful and self._counts
         if counts_itself:
             # A StatefulDataLoader has a first iterator from its construction, with an order of its own: use it up.
@@ -273,14 +262,12 @@ class Tracker:
                 _untracked_iter(self.loader.base_dataloader)
         samples, total = position["samples"], self._samples_per_batch()
         batches, remainder = divmod(samples, total) if total else (position["batches"], 0)
-        by_itself = own_state is not None or counts_itself
+        by_itself = has_own_state or counts_itself
         if self._sampler is not None:
             if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
                 self._sampler.inside.initial_seed = position["seed"]
             self._sampler.resume(position["order"], batches * total if by_itself else 0)
-        to_skip = 0 if by_itself else batches
-        self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None, to_skip)
-        self._to_skip = batches if by_itself else 0
+        self._resumed = _Resumed(position, restore_rng if position["batches"] else None, batches, by_itself)
         if not position["batches"]:
             return ""
         parts = []
@@ -288,25 +275,44 @@ class Tracker:
             parts.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
         if remainder:
             parts.append(
-                f"had consumed {position['samples']} samples of this epoch, which is no multiple of the "
+                f"had consumed {samples} samples of this epoch, which is no multiple of the "
                 f"{total} that all processes now take at once: {remainder} are repeated"
             )
         return f"{self.name} {'; '.join(parts)}" if parts else ""
 
-    # Called by _TrackedIter
+    def _samples_per_batch(self) -> int:
+        if not self._counts:
+            return 0
+        if isinstance(self.loader, DataLoaderDispatcher):
+            return int(self.loader.batch_sampler.batch_size)
+        return int(self.loader.total_batch_size)
 
-    def begin(self, base: Any) -> _Iteration:
-        skipping = self._skipping()
-        loader = skipping if base is getattr(skipping, "base_dataloader", None) else self.loader
-        self._iteration = _Iteration(weakref.ref(loader), self._to_skip, torch.is_grad_enabled())
-        self._warn_unless_skipped()
-        resumed, self._resumed, self._to_skip = self._resumed, None, 0
-        self._at_first_batch = resumed.restore_rng if resumed is not None else None
-        return self._iteration
+    # A loop
 
-    def _warn_unless_skipped(self) -> None:
-        batches = 0 if self._resumed is None or self._to_skip else self._resumed.batches_to_skip
-        if batches and PartialState().is_main_process:
+    def iterate(self, loader: PreparedLoader, skipped: int) -> Iterator[Any]:
+        """Yield the batches of the ``DataLoader`` inside of ``loader``, and count them."""
+        batches = _untracked_iter(loader.base_dataloader)
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.by_itself:
+            skipped += resumed.batches
+        elif resumed is not None and resumed.batches > 0 and not skipped:
+            self._warn_that_none_are_skipped(resumed.batches)
+        loop = self._loop = _Loop(weakref.ref(loader), skipped, torch.is_grad_enabled())
+        try:
+            for batch in batches:
+                loop.delivered += 1
+                self._resumed = None  # a loop that began before the load continues
+                if loop.delivered == 1 and resumed is not None and resumed.restore_rng is not None:
+                    resumed.restore_rng()
+                yield batch
+            loop.exhausted = True
+            if loader is not self.loader:  # skip_first_batches counts its own epochs
+                self.loader.iteration += 1
+        finally:
+            loop.running = False  # at the end, or when the loop breaks
+
+    def _warn_that_none_are_skipped(self, batches: int) -> None:
+        if PartialState().is_main_process:
             logger.warning(
                 "%s was after batch %d of an epoch (as this number of processes counts them) and keeps no position: "
                 "iterate over accelerator.skip_first_batches(dataloader, %d) first, or prepare it with "
@@ -316,61 +322,24 @@ class Tracker:
                 batches,
             )
 
-    def deliver(self, iteration: _Iteration) -> None:
-        iteration.delivered += 1
-        self._resumed = None  # an iteration that began before the load continues
-        if (restore := self._at_first_batch) is not None:
-            self._at_first_batch = None
-            restore()
-
-    def end(self, iteration: _Iteration, base: Any) -> None:
-        iteration.exhausted = True
-        if base is not self.loader.base_dataloader:  # skip_first_batches counts its own epochs
-            self.loader.iteration += 1
-
-    def _ahead(self, iteration: _Iteration) -> int:
-        """Return the number of batches that Accelerate's loader has read but not yielded."""
-        if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
-            processes: int = self.loader.state.num_processes  # one batch for each process; fewer at the end
-            return iteration.delivered % processes or processes
-        return 1
-
-    def _samples_per_batch(self) -> int:
-        if not self._counts:
-            return 0
-        if isinstance(self.loader, DataLoaderDispatcher):
-            return int(self.loader.batch_sampler.batch_size)
-        return int(self.loader.total_batch_size)
-
 
 def _untracked_iter(base: Any) -> Iterator[Any]:
     return type(base).__iter__(base)  # type: ignore[no-any-return]
 
 
 class _TrackedIter:
-    """``__iter__`` of one ``DataLoader``, for callers that look up the method on the instance.
+    """``__iter__`` of the ``DataLoader`` inside of a loader, for callers that look up the method on the instance.
 
     A pickled copy of the loader is not tracked.
     """
 
-    def __init__(self, tracker: Tracker, base: Any) -> None:
+    def __init__(self, tracker: Tracker, loader: Any, skipped: int = 0) -> None:
         self.tracker = tracker
-        self._base = weakref.ref(base)
+        self._loader: Callable[[], Any] = weakref.ref(loader)
+        self._skipped = skipped
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_untracked_iter, self._base())
-
-    def install(self) -> None:
-        vars(self._base())["__iter__"] = self
+        return functools.partial, (_untracked_iter, self._loader().base_dataloader)
 
     def __call__(self) -> Iterator[Any]:
-        base = self._base()
-        batches = _untracked_iter(base)
-        iteration = self.tracker.begin(base)
-        try:
-            for batch in batches:
-                self.tracker.deliver(iteration)
-                yield batch
-            self.tracker.end(iteration, base)
-        finally:
-            iteration.running = False  # at the end, or when the loop breaks
+        return self.tracker.iterate(self._loader(), self._skipped)

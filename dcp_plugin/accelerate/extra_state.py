@@ -33,7 +33,7 @@ from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, numbered
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, RandomStreams, numbered
 from dcp_plugin.state import NamesOnly, contains_fsdp1, groups_of, loose_module
 from dcp_plugin.tensors._torch import DTensor
 
@@ -105,7 +105,7 @@ def gather(
         extra[f"schedulers.{number}"] = {"state": scheduler.state_dict(), "stride": steps}
     training_goes_on = any(tracker.running for tracker in trackers)
     for number, tracker in enumerate(trackers):
-        if (position := tracker.position(training_goes_on)) is not None:
+        if (position := tracker.position(training_goes_on, accelerator.step - step)) is not None:
             extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own
@@ -117,8 +117,12 @@ def gather(
     return {f"{EXTRA}.{name}": value for name, value in extra.items()}
 
 
-class RestoringExtraState:
-    """Extra state of a load: the targets that the core fills, and the objects that then take the values.
+def to_restore(
+    accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], stored: Iterable[str]
+) -> tuple[dict[str, Any], list[str | None]]:
+    """Return the targets of the extra state by name, and a list that gets messages for the user during the load.
+
+    Make the targets before the optimizers are loaded, see :class:`RestoringSchedule`.
 
     Args:
         stored: The keys of the checkpoint, without the leading ``extra.``.
@@ -126,84 +130,70 @@ class RestoringExtraState:
     Raises:
         CheckpointMismatch: The checkpoint has another number of registered objects.
     """
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    names = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
+    _check_registered(registered, names)
+    targets, absent = _datasets_to_restore(trackers, names, rank, ranks)
+    messages: list[str | None] = []
+    streams = SavedStreams.among(names, rank, ranks, accelerator.device)
 
-    def __init__(
-        self, accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], stored: Iterable[str]
-    ) -> None:
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        self._accelerator = accelerator
-        self._stored = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
-        self._streams = SavedStreams.among(self._stored, rank, ranks, accelerator.device)
-        self._targets: dict[str, Any] = {}
-        self._puts: list[tuple[str, Callable[[Any], str | None]]] = []
-        self._absent: list[str] = []
-        self._check_registered(registered)
-        self._want("accelerate", "step", self._put_counters)
-        for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-            description = f"state of the scheduler {type(scheduler.scheduler).__name__}"
-            schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
-            self._want(f"schedulers.{number}", description, schedule.finish)
-        for number, tracker in enumerate(trackers):
-            put = partial(self._put_position, tracker, f"datasets.{number}.{rank}")
-            self._want(f"dataloaders.{number}", f"position of {tracker.name}", put)
-            saved_on = sum(name.startswith(f"datasets.{number}.") for name in self._stored)
-            if saved_on == ranks:
-                self._want(f"datasets.{number}.{rank}")
-            elif saved_on:
-                self._absent.append(f"place of {ranks} processes in {tracker.name}")
-        for number, value in enumerate(registered):
-            self._want(f"registered.{number}", f"state of the registered {type(value).__name__}", target=value)
-        if accelerator.scaler is not None:
-            self._want("scaler", "gradient scaler", accelerator.scaler.load_state_dict)
-        if self._streams.name is not None:
-            self._want(self._streams.name)
-
-    def targets(self) -> dict[str, Any]:
-        """Return the targets of the core, by name."""
-        return {f"{EXTRA}.{name}": target for name, target in self._targets.items()}
-
-    def apply(self) -> list[str]:
-        """Restore all objects from the filled targets. Return messages for the user, the same on all ranks."""
-        messages = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
-        messages += [message for name, put in self._puts if (message := put(self._targets[name]))]
-        self._puts.clear()  # some are methods of this object: the cycle would keep the accelerator alive
-        self._restore_rng()
-        if self._streams.about_new_ranks:
-            messages.append(f"it has {self._streams.about_new_ranks}")
-        return messages
-
-    def _want(
-        self, name: str, description: str = "", put: Callable[[Any], str | None] = lambda _: None, target: Any = None
-    ) -> None:
-        """Have the core fill ``target``, or a new mapping, from a name of the checkpoint, and pass it to ``put`` later.
-
-        Args:
-            description: Text for the message if the checkpoint lacks the name.
-        """
-        if name in self._stored:
-            self._targets[name] = {} if target is None else target
-            self._puts.append((name, put))
+    def want(name: str, description: str, target: Any) -> None:
+        if name in names:
+            targets[name] = target
         else:
-            self._absent.append(description)
+            absent.append(description)
 
-    def _check_registered(self, registered: list[Any]) -> None:
-        count = sum(name.startswith("registered.") and name.count(".") == 1 for name in self._stored)
-        if "accelerate" in self._stored and count != len(registered):
-            raise CheckpointMismatch(
-                f"the checkpoint has {count} objects given to register_for_checkpointing, this run has "
-                f"{len(registered)}: register the same ones, in the same order"
-            )
+    def given_to(put: Callable[[Any], str | None]) -> Callbacks:
+        return Callbacks(load_state_dict=lambda value: messages.append(put(value)))
 
-    def _put_counters(self, saved: dict[str, Any]) -> None:
-        self._accelerator.step = saved["step"]
-        self._accelerator.project_configuration.iteration = saved["iteration"] + 1
+    want("accelerate", "step", given_to(partial(_set_counters, accelerator)))
+    for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
+        description = f"state of the scheduler {type(scheduler.scheduler).__name__}"
+        schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
+        want(f"schedulers.{number}", description, given_to(schedule.finish))
+    for number, tracker in enumerate(trackers):
+        has_own_state = f"datasets.{number}.{rank}" in targets
+        resume = partial(tracker.resume, has_own_state=has_own_state, restore_rng=streams.restore)
+        want(f"dataloaders.{number}", f"position of {tracker.name}", given_to(resume))
+    for number, value in enumerate(registered):
+        want(f"registered.{number}", f"state of the registered {type(value).__name__}", value)
+    if accelerator.scaler is not None:
+        want("scaler", "gradient scaler", accelerator.scaler)
+    if streams.name is not None:
+        targets[streams.name] = RandomStreams(load_state_dict=streams.restore)
+    if absent:
+        messages.append(f"it has no {', '.join(absent)}: kept as they are")
+    if streams.about_new_ranks:
+        messages.append(f"it has {streams.about_new_ranks}")
+    return {f"{EXTRA}.{name}": target for name, target in targets.items()}, messages
 
-    def _put_position(self, tracker: Tracker, own_state: str, position: dict[str, Any]) -> str:
-        return tracker.resume(position, self._targets.get(own_state), self._restore_rng)
 
-    def _restore_rng(self) -> None:
-        if self._streams.name is not None:
-            self._streams.restore(self._targets[self._streams.name])
+def _datasets_to_restore(
+    trackers: list[Tracker], names: set[str], rank: int, ranks: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return targets for the positions of datasets, and descriptions of positions that other processes have saved."""
+    targets, absent = {}, []
+    for number, tracker in enumerate(trackers):
+        saved_on = sum(name.startswith(f"datasets.{number}.") for name in names)
+        if saved_on == ranks:
+            targets[f"datasets.{number}.{rank}"] = Callbacks(load_state_dict=tracker.resume_dataset)
+        elif saved_on:
+            absent.append(f"place of {ranks} processes in {tracker.name}")
+    return targets, absent
+
+
+def _check_registered(registered: list[Any], names: set[str]) -> None:
+    count = sum(name.startswith("registered.") and name.count(".") == 1 for name in names)
+    if "accelerate" in names and count != len(registered):
+        raise CheckpointMismatch(
+            f"the checkpoint has {count} objects given to register_for_checkpointing, this run has "
+            f"{len(registered)}: register the same ones, in the same order"
+        )
+
+
+def _set_counters(accelerator: Accelerator, saved: dict[str, Any]) -> None:
+    accelerator.step = saved["step"]
+    accelerator.project_configuration.iteration = saved["iteration"] + 1
 
 
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
@@ -241,16 +231,17 @@ class RestoringSchedule:
     def finish(self, saved: dict[str, Any]) -> str:
         """Set the schedule to the saved moment. Return a message for the user, if any."""
         inner, state = self.scheduler.scheduler, saved["state"]
-        if saved["stride"] == self.stride:
-            inner.load_state_dict(state)
-            return ""
-        name = type(inner).__name__
-        if not self._fresh:
+        name, is_same = type(inner).__name__, saved["stride"] == self.stride
+        if is_same or not self._fresh:
             inner.load_state_dict(state)
             return (
-                f"{name} goes on at position {state.get('last_epoch')}, counted in steps of {saved['stride']} per "
-                f"optimizer step; it is now stepped {self.stride} times: a schedule on a metric, or one that has "
-                f"already been stepped, cannot be converted"
+                ""
+                if is_same
+                else (
+                    f"{name} goes on at position {state.get('last_epoch')}, counted in steps of {saved['stride']} per "
+                    f"optimizer step; it is now stepped {self.stride} times: a schedule on a metric, or one that has "
+                    f"already been stepped, cannot be converted"
+                )
             )
         position = state["last_epoch"] * self.stride // saved["stride"]
         for group, rates in zip(inner.optimizer.param_groups, self._rates, strict=True):

@@ -34,6 +34,7 @@ from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.foreign import RANDOM_STATES
 from dcp_plugin.sources import Source
+from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -192,9 +193,9 @@ class Project:
         config = accelerator.project_configuration
         return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
-    def with_local(self, checkpointer: Checkpointer) -> Project:
-        """Return the project with the checkpoints that only the local tier of nodes has. Collective."""
-        paths = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
+    def with_local(self, states: Iterable[CheckpointState]) -> Project:
+        """Return the project with the checkpoints among ``states`` that only the local tier of nodes has."""
+        paths = [self.root / state.path.name for state in states]
         return replace(self, local=tuple(path for path in paths if _NUMBERED.fullmatch(path.name)))
 
     def __post_init__(self) -> None:
@@ -230,7 +231,7 @@ class Project:
         Raises:
             CheckpointNotFound: The project has no committed checkpoint.
         """
-        paths = [path for path in reversed(self._paths()) if path not in without]
+        paths = [path for path in reversed(self.paths()) if path not in without]
         newest, refused = catalog.first_usable(paths, self._require_complete)
         for error in refused:
             logger.warning("passing over %s", error)
@@ -240,17 +241,9 @@ class Project:
             note_chosen(newest)
         return newest
 
-    def resume_from(self, must: bool, without: Collection[Where] = ()) -> Where | None:
-        """Return :meth:`newest`; without ``must``, None if the project has no checkpoints. Called on rank 0.
-
-        Raises:
-            CheckpointNotFound: No checkpoint can be resumed from, and ``must`` is set or checkpoints are incomplete.
-        """
-        return self.newest(must, without) if must or self._paths() else None
-
     def continue_numbering(self) -> None:
         """Number the next save after a load above all checkpoints of the project, even those of another branch."""
-        if paths := self._paths():
+        if paths := self.paths():
             self.config.iteration = _number_of(paths[-1]) + 1
 
     def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = retention.remove) -> None:
@@ -258,7 +251,7 @@ class Project:
         ``local_keep`` limits the checkpoints in the local tier."""
         if self.config.total_limit is not None and event.tier == "durable":
             complete: list[Where] = []
-            for path in self._paths():
+            for path in self.paths():
                 with suppress(OSError):  # a checkpoint that cannot be read stays, and does not count
                     complete += [] if _why_incomplete(path) else [path]
             retention.rotate(complete, max(1, self.config.total_limit), delete)
@@ -268,7 +261,8 @@ class Project:
         """Directory of all checkpoints of the project."""
         return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
-    def _paths(self) -> list[Where]:
+    def paths(self) -> list[Where]:
+        """Return the checkpoints of the project, lowest number first; they may be incomplete."""
         paths = [path for _, path in catalog.numbered(self.root, _PREFIX)]
         return sorted({*paths, *self.local}, key=_number_of)
 

@@ -126,8 +126,9 @@ def _project(root: Path, project: Where) -> None:
         delete_file(project / "checkpoints" / f"checkpoint_{number}" / ".metadata")
     with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
         run.attached.resume_or_init(init_from=root / "pretrained")
+    unnamed = t.start("single")
     with pytest.raises(ValueError, match="A directory is needed"):
-        t.start("single").attached.resume_or_init()
+        unnamed.attached.resume_or_init()
     with pytest.raises(ValueError, match="init_from=PATH"):
         run.attached.resume_or_init(partial=dcp.PartialLoad())
 
@@ -140,7 +141,8 @@ def test_nothing_is_resumed_before_the_model_is_prepared(tmp_path: Path) -> None
     from tests.accelerate import training as t
 
     t.start("single").accelerator.save_state(str(tmp_path / "step-1"))
-    attached = attach(Accelerator(cpu=True))
+    accelerator = Accelerator(cpu=True)
+    attached = attach(accelerator)
     with pytest.raises(dcp.CheckpointError, match=r"call resume_or_init after accelerator\.prepare"):
         attached.resume_or_init(tmp_path)
     with pytest.raises(dcp.CheckpointMismatch, match=r"call load_state after accelerator\.prepare"):
