@@ -167,6 +167,42 @@ def test_the_core_that_a_plain_save_and_load_import_does_not_grow(tmp_path: Path
     assert (len(sizes) <= CORE_FILES, sum(sizes.values()) <= CORE_STATEMENTS) == (True, True), sizes
 
 
+IMPORTS_OF_THREADS = """
+import importlib.abc, importlib.util, sys, threading
+
+names = []
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if threading.current_thread() is not threading.main_thread() and name.startswith("dcp_plugin"):
+            names.append(name)
+sys.meta_path.insert(0, Watch())
+
+import torch, dcp_plugin as dcp
+model = torch.nn.Linear(4, 4)
+state, root = {"model": model, "empty": {}}, sys.argv[1]
+aliases, views = {"model.weight": ("alias.weight", ("alias", "weight"))}, {"view": {"model": "module"}}
+saver = dcp.Checkpointer(async_save=True, staging="lazy", keep_last=2)
+for step in range(3):
+    saver.save(state, f"{root}/step-{step}", step=step, aliases=aliases, views=views).wait()
+open(f"{root}/file", "w").close()
+try:
+    saver.save(state, f"{root}/file/step-3").wait()
+except dcp.CheckpointError as error:
+    print(type(error).__name__, *names)
+watched = threading.Thread(target=importlib.util.find_spec, args=("dcp_plugin.seen",))
+watched.start()
+watched.join()
+print(*names)
+"""
+
+
+def test_a_background_save_imports_no_module_in_its_thread(tmp_path: Path) -> None:
+    """An import in a thread can meet a changed file of the package, or a fork: it would fail hours after the start."""
+    command = [sys.executable, "-c", IMPORTS_OF_THREADS, str(tmp_path)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert printed == ["SaveFailed", "dcp_plugin.seen"], "the last name is one that a thread asks for here"
+
+
 def test_only_the_keeper_and_one_registration_know_that_a_keeper_exists() -> None:
     importing = {
         str(path.relative_to(ROOT))
