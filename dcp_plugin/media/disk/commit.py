@@ -82,8 +82,6 @@ _held: dict[str, _Held] = {}
 of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
-_OF_A_SAVE = (".saving", ".aside", ".deleted")
-"""Suffixes of the entries that a save may have besides its record."""
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
 
@@ -121,7 +119,7 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
             os.mkdir(reservation.directory.name, dir_fd=held.workspace.descriptor)
     except OSError as error:
         if reservation is not None:
-            _tidy_up(reservation)
+            _end_own(reservation)
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
     return reservation
 
@@ -157,61 +155,50 @@ def publish(reservation: Reservation[Path]) -> None:
         OSError: The final name is unchanged.
         DurabilityUnknown: The checkpoint is published, but a loss of power may undo that.
     """
-    final, directory = reservation.final, reservation.directory
+    final, name = reservation.final, reservation.directory.name
     held = _held[reservation.token]
-    with held.workspace.folder(directory.name) as folder:
+    with held.workspace.folder(name) as folder:
         folder.sync()
     replaces = os.path.lexists(final)
-    keeps_others = replaces and not held.as_a_whole
-    if keeps_others:
-        _note_in_record(reservation, {"publishing": _identity(held.workspace, directory.name)})
+    publishing = _identity(held.workspace, name) if replaces and not held.as_a_whole else None
+    if publishing is not None:
+        _note_in_record(reservation, {"publishing": publishing})
     held.naming = True
     try:
-        try:
-            _take_name(reservation, replaces)
-        except OSError:
-            held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
-            raise
-        try:
-            posix.sync_directory(final.parent)
-            held.workspace.sync()
-        except OSError as error:
-            raise DurabilityUnknown(
-                f"{final} is saved, and can be loaded, but its name could not be made durable ({error}). After a loss "
-                f"of power the previous checkpoint may be back. Look at the disk, and save again."
-            ) from error
-        if keeps_others:
-            # After the names are durable: otherwise a loss of power could undo the exchange, but not these renames.
-            for name in (directory.name, f"{reservation.token}.aside"):
-                _keep_other_files(held.workspace, name, final)
-    except OSError as error:
-        if not held.naming:
-            raise
-        _let_go(reservation)
-        logger.warning(
-            "%s is saved, but the extra files of the previous checkpoint could not be moved into it (%s). They are "
-            "in %s, and the next save in the same folder tries again.",
-            *(final, error, directory.parent),
-        )
-    except BaseException:  # Ctrl-C, or the error above: the next sweep reads the record
+        _take_name(reservation, replaces)
+        _make_name_durable(final, held.workspace)
+    except OSError:
+        held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
+        raise
+    except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
         _let_go(reservation)
         raise
-    else:
-        _tidy_up(reservation)
+    # After the names are durable: otherwise a loss of power could undo the exchange, but not the moves of other files.
+    _end_own(reservation, publishing)
+
+
+def _make_name_durable(final: Path, workspace: posix.Folder) -> None:
+    """Sync the folders between which a checkpoint was renamed. Raises DurabilityUnknown."""
+    try:
+        posix.sync_directory(final.parent)
+        workspace.sync()
+    except OSError as error:
+        raise DurabilityUnknown(
+            f"{final} is saved, and can be loaded, but its name could not be made durable ({error}). After a loss "
+            f"of power the previous checkpoint may be back. Look at the disk, and save again."
+        ) from error
 
 
 def publish_file(reservation: Reservation[Path]) -> None:
     """Give the single file of a copy its final name. Raises as :func:`publish`."""
-    final = reservation.final
-    with _held[reservation.token].workspace.folder(reservation.directory.name) as folder:
+    final, workspace = reservation.final, _held[reservation.token].workspace
+    with workspace.folder(reservation.directory.name) as folder:
         folder.sync()
         os.replace(final.name, final, src_dir_fd=folder.descriptor)
     try:
-        posix.sync_directory(final.parent)
-    except OSError as error:
-        raise DurabilityUnknown(f"{final} is there, but its name could not be made durable ({error}).") from error
+        _make_name_durable(final, workspace)
     finally:
-        _tidy_up(reservation)
+        _end_own(reservation)
 
 
 def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
@@ -232,7 +219,7 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
     if keep or (held is not None and held.naming):
         _let_go(reservation)
     elif held is not None:
-        _tidy_up(reservation)
+        _end_own(reservation)
 
 
 def revoke(final: Path, token: str) -> None:
@@ -288,7 +275,7 @@ def _renaming(path: Path) -> Iterator[tuple[Reservation[Path], int]]:
         with suppress(OSError):  # otherwise a loss of power may undo the renames
             posix.sync_directory(path.parent)
     finally:
-        _tidy_up(reservation)
+        _end_own(reservation)
 
 
 def note(path: Path, data: bytes, replaced: Iterable[Path] = (), only_new: bool = False) -> bool:
@@ -340,7 +327,10 @@ def sweep(workspace: Path) -> None:
     other files. The next sweep repeats a step that fails."""
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
-            _sweep_one(folder, token, noted)
+            target = lease.target_in(noted)
+            final = folder.path.parent / target if target else None
+            if _end(folder, token, final, noted.get("publishing")):
+                folder.delete(f"{token}.json")
 
 
 def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Path]]:
@@ -350,7 +340,7 @@ def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Pat
     garbage: list[Leftover[Path]] = []
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
-            garbage += _left_by(folder, _reservation(workspace.parent / (lease.target_in(noted) or "?"), token))
+            garbage += _left_by(folder, token, folder.path.parent / (lease.target_in(noted) or "?"))
     return garbage
 
 
@@ -370,14 +360,14 @@ def _ended_saves(workspace: Path) -> Iterator[tuple[posix.Folder, str, dict[str,
                     os.close(descriptor)
 
 
-def _left_by(folder: posix.Folder, reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
+def _left_by(folder: posix.Folder, token: str, final: Path) -> Iterator[Leftover[Path]]:
     texts = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
     aside = "{}, moved aside by a save that was interrupted"
-    for path in (folder.path / name for name in folder.names() if name.startswith(f"{reservation.token}.")):
-        if path.suffix == ".aside" and _is_missed(folder, reservation):
-            yield Leftover(path, f"{aside}: it gets its name back".format(reservation.final), 0)
+    for path in (folder.path / name for name in folder.names() if name.startswith(f"{token}.")):
+        if path.suffix == ".aside" and _is_missed(folder, path.name, final):
+            yield Leftover(path, f"{aside}: it gets its name back".format(final), 0)
         elif path.suffix != ".json":
-            text = texts.get(path.suffix, aside).format(reservation.final)
+            text = texts.get(path.suffix, aside).format(final)
             from dcp_plugin.media.usage import usage  # needed by `dcp-plugin prune` alone
 
             yield Leftover(path, text, usage(medium_of(path), path).own)
@@ -407,18 +397,6 @@ def _age(folder: posix.Folder, descriptor: int) -> float:
     its present time."""
     os.utime(folder.descriptor)
     return os.fstat(folder.descriptor).st_mtime - os.fstat(descriptor).st_mtime
-
-
-def _sweep_one(folder: posix.Folder, token: str, noted: dict[str, Any]) -> None:
-    # First of all the directory loses its name: its process may only have been suspended on a node that shares no
-    # locks with this one, and would give the final name to a directory that is half deleted.
-    with suppress(FileNotFoundError):
-        folder.rename(f"{token}.saving", f"{token}.deleted")
-    if (target := lease.target_in(noted)) is not None:
-        _recover(folder, _reservation(folder.path.parent / target, token), noted)
-    record = f"{token}.json"
-    if _delete_all(folder, (name for name in folder.names() if name.startswith(f"{token}.") and name != record)):
-        folder.delete(record)
 
 
 def locate(path: Path) -> Path:
@@ -595,24 +573,46 @@ def _note_in_record(reservation: Reservation[Path], entries: dict[str, Any]) -> 
     os.fsync(descriptor)
 
 
-def _tidy_up(reservation: Reservation[Path]) -> None:
-    """Give a moved checkpoint its name back if that is free, and delete the other files. The next save repeats a failed
-    step."""
-    finished = False
+def _end_own(reservation: Reservation[Path], publishing: str | None = None) -> None:
+    """End a save or a removal of this process. The next save repeats a failed step."""
+    is_over = False
     with suppress(OSError):
-        workspace = _held[reservation.token].workspace
-        _restore(workspace, reservation)
-        finished = _delete_all(workspace, (f"{reservation.token}{suffix}" for suffix in _OF_A_SAVE))
-    _let_go(reservation, finished)
+        is_over = _end(_held[reservation.token].workspace, reservation.token, reservation.final, publishing)
+    _let_go(reservation, is_over)
 
 
-def _delete_all(workspace: posix.Folder, names: Iterable[str]) -> bool:
-    """Delete entries of a workspace. Return whether all are durably deleted: then their record may be deleted."""
-    entries = list(filter(workspace.has, names))
-    are_deleted = not [name for name in entries if not workspace.delete(name)]
-    if entries:
+def _end(workspace: posix.Folder, token: str, final: Path | None, publishing: str | None) -> bool:
+    """Give a moved checkpoint its name back, or move the files of other programs from it to the checkpoint that has
+    replaced it. Then delete the files of the save. Return whether all are durably deleted: then its record may be.
+
+    Args:
+        final: The path of the checkpoint; None if the record is torn.
+        publishing: The identity of a checkpoint that keeps the other files of the one that it replaces.
+    """
+    # First of all the directory loses its name: its process may only have been suspended on a node that shares no
+    # locks with this one, and would give the final name to a directory that is half deleted.
+    with suppress(FileNotFoundError):
+        workspace.rename(f"{token}.saving", f"{token}.deleted")
+    aside = f"{token}.aside"
+    if final is not None and _is_missed(workspace, aside, final):
+        _put_back(workspace, aside, final)
+    elif final is not None and publishing is not None and final.is_dir():
+        try:
+            for name in (f"{token}.deleted", aside):
+                if _identity(workspace, name) != publishing:
+                    _keep_other_files(workspace, name, final)
+        except OSError as error:
+            logger.warning(
+                "%s is saved, but the extra files of the previous checkpoint could not be moved into it (%s). They are "
+                "in %s, and the next save in the same folder tries again.",
+                *(final, error, workspace.path),
+            )
+            return False
+    names = [name for name in workspace.names() if name.startswith(f"{token}.") and name != f"{token}.json"]
+    remaining = [name for name in names if not workspace.delete(name)]
+    if names:
         workspace.sync()
-    return are_deleted
+    return not remaining
 
 
 def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
@@ -661,28 +661,8 @@ def record_of(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _recover(workspace: posix.Folder, reservation: Reservation[Path], noted: dict[str, Any]) -> None:
-    """Give the old checkpoint its name back if the new one did not get it; otherwise move files of other programs from
-    the old one to the new one."""
-    final, token = reservation.final, reservation.token
-    if _restore(workspace, reservation) or "publishing" not in noted or not final.is_dir():
-        return
-    for name in (f"{token}.deleted", f"{token}.aside"):
-        if _identity(workspace, name) != noted["publishing"]:
-            _keep_other_files(workspace, name, final)
-
-
-def _restore(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
-    """Give a moved checkpoint its name back if the new one did not get it. Return whether that was so."""
-    missed = _is_missed(workspace, reservation)
-    if missed:
-        _put_back(workspace, f"{reservation.token}.aside", reservation.final)
-    return missed
-
-
-def _is_missed(workspace: posix.Folder, reservation: Reservation[Path]) -> bool:
+def _is_missed(workspace: posix.Folder, aside: str, final: Path) -> bool:
     """Return whether the old checkpoint was moved and its name is free."""
-    final, aside = reservation.final, f"{reservation.token}.aside"
     if not workspace.has(aside):
         return False
     if not os.path.lexists(final):
