@@ -232,6 +232,7 @@ class ObstoreClient:
             is_given = "retry_config" in dict(path.options or {})
             self._hasty = self._patient if is_given else from_url(path.store, **options | {"retry_config": hasty})
             self._has_answered = False
+            self._s3 = s3.FurtherRequests(path.store, self._patient.config) if path.scheme == "s3" else None
         except Exception as error:
             reason = error_text(error, texts_in(path.options))
             raise ValueError(
@@ -356,12 +357,13 @@ class ObstoreClient:
                     raise
 
     def _refuses_a_key(self, error: OSError) -> bool:
-        return self._url.startswith("s3://") and _REFUSED_KEY in str(error)
+        return self._s3 is not None and _REFUSED_KEY in str(error)
 
     def _pages(self, prefix: str, delimiter: str = "") -> Iterator[Any]:
         """Yield the pages of a listing that obstore refuses because of one key. Others put such keys; we never do."""
+        assert self._s3 is not None, "other stores list such keys"
         try:
-            yield from s3.pages(self._url, self._store.config, prefix, delimiter)
+            yield from self._s3.pages(prefix, delimiter)
         except ImportError:
             reason = "obstore cannot list a key with an empty part, a dot or a control character: pip install botocore"
             raise OSError(errno.EIO, reason, f"{self._url}/{prefix}") from None
@@ -427,13 +429,13 @@ class ObstoreClient:
     def unfinished_uploads(self, prefix: str) -> list[str]:
         """Return the keys of uploads below ``prefix`` that were never completed, if the store lists them. Never raises
         OSError."""
-        return s3.unfinished_uploads(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
+        return self._s3.unfinished_uploads(prefix) if self._s3 else []
 
     def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         """Abort the uploads below ``prefix`` that have one of ``tokens`` in their keys. Never raises OSError: a rule of
         the life cycle of the bucket has to end those that cannot be aborted."""
-        if self._url.startswith("s3://"):
-            s3.abort_uploads(self._url, self._store.config, prefix, tokens)
+        if self._s3:
+            self._s3.abort_uploads(prefix, tokens)
 
 
 def _is_path(key: str) -> bool:
