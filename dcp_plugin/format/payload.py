@@ -145,17 +145,10 @@ class Frame:
 
     def tail(self, crc: int) -> bytearray:
         """Return the bytes after a payload whose CRC32 is ``crc``."""
-        tail = bytearray(len(self._tail))
-        self.put_tail(tail, 0, crc)
-        return tail
-
-    def put_tail(self, memory: bytearray, at: int, crc: int) -> int:
-        """Write the bytes of :meth:`tail` at a position of ``memory``, and return the position after them."""
-        end = at + len(self._tail)
-        memory[at:end] = self._tail
+        tail = bytearray(self._tail)
         for position in self._crc_at:
-            _CRC.pack_into(memory, at + position, crc)
-        return end
+            _CRC.pack_into(tail, position, crc)
+        return tail
 
 
 def padded(length: _Number) -> _Number:

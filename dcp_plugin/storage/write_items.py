@@ -12,7 +12,6 @@ file.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, Running
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
-from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
+from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
 
@@ -174,153 +173,116 @@ class _Item(NamedTuple):
     """Frame of a tensor; None for data that is written without one."""
     length: int
     """Length of the data with its frame."""
+    payload_offset: int
+    """-1 for an opaque item: torch.save puts the payloads at unknown places inside."""
+    payload_length: int
 
     @classmethod
     def of(cls, data: Data | Streamed) -> _Item:
         if isinstance(data, bytes):
-            return cls(data, None, len(data))
+            return cls(data, None, len(data), 0, len(data))
         if isinstance(data, WholeItem):
-            return cls(data, None, data.length)
+            return cls(data, None, data.length, -1, data.length)
         around = frame(data.dtype, tuple(data.shape))
-        return cls(data, around, around.length)
+        return cls(data, around, around.length, around.payload_offset, around.payload_length)
+
+
+class _Sums(NamedTuple):
+    """Checksums of a written item."""
+
+    crcs: list[int]
+    frame_crc: int = 0
+    hash: bytes | None = None
 
 
 def _layout(items: list[_Item]) -> _Layout:
     starts, end = [], 0
-    for _, around, length in items:
-        if around is not None and around.payload_length >= IN_PLACE:
-            end += -(end + around.payload_offset) % PAGE
+    for item in items:
+        if item.around is not None and item.payload_length >= IN_PLACE:
+            end += -(end + item.payload_offset) % PAGE
         starts.append(end)
-        end += padded(length)
+        end += padded(item.length)
     return starts, end
 
 
 def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, hashed: bool) -> Places:
     starts, size = layout
-    rings, done = Rings(), _Done(name)
+    rings, sums = Rings(), list[_Sums]()
     with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
-        small = None if hashed else _SmallItems(file, done, to.checksum)
+        small = _SmallItems(file, to.checksum)
         for item, start in zip(items, starts, strict=True):
-            if small is not None and item.length <= _SMALL and small.add(item, start):
+            if not hashed and item.length <= _SMALL and (of_small := small.add(item, start)) is not None:
+                sums.append(of_small)
                 continue
-            if small is not None:
-                small.flush()
-            file.write(bytes(start - file.tell()))  # zeros between the items
-            _write_item(file, item, done, to.checksum, rings, RunningHash() if hashed else None)
-        if small is not None:
             small.flush()
+            file.write(bytes(start - file.tell()))  # zeros between the items
+            sums.append(_write_item(file, item, to.checksum, rings, RunningHash() if hashed else None))
+        small.flush()
         file.write(bytes(size - file.tell()))
-    return done.places()
-
-
-class _Done:
-    """Places of the written items of a file, in the order of writing: columns of :class:`Places`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._place: list[tuple[int, int, int, int]] = []
-        self._frame_crc: list[int] = []
-        self._blocks: list[int] = []
-        self._crcs: list[int] = []
-        self._hashes: list[bytes | None] = []
-
-    def add(
-        self, place: tuple[int, int, int, int], frame_crc: int, crcs: Sequence[int], hashed: bytes | None = None
-    ) -> None:
-        """Add one item.
-
-        Args:
-            place: Offset, length, payload offset (-1 if unknown), payload length.
-        """
-        self._place.append(place)
-        self._frame_crc.append(frame_crc)
-        self._blocks.append(len(crcs))
-        self._crcs += crcs
-        self._hashes.append(hashed)
-
-    def places(self) -> Places:
-        count = len(self._place)
-        return Places(
-            [self._name],
-            np.zeros(count, np.int32),
-            np.array(self._place, np.int64).reshape(count, 4),
-            np.array(self._frame_crc, np.uint32),
-            np.array(self._blocks, np.int64),
-            np.array(self._crcs, np.uint32),
-            hashes_of(self._hashes),
-        )
+    place = [
+        (start, item.length, item.payload_offset, item.payload_length)
+        for start, item in zip(starts, items, strict=True)
+    ]
+    return Places(
+        [name],
+        np.zeros(len(items), np.int32),
+        np.array(place, np.int64).reshape(-1, 4),
+        np.array([of_item.frame_crc for of_item in sums], np.uint32),
+        np.array([len(of_item.crcs) for of_item in sums], np.int64),
+        np.array([crc for of_item in sums for crc in of_item.crcs], np.uint32),
+        hashes_of([of_item.hash for of_item in sums]),
+    )
 
 
 class _SmallItems:
     """Collector of small items, with their frames and the gaps between them, to be written by one call."""
 
-    def __init__(self, file: NewFile, done: _Done, checksum: bool) -> None:
-        self._file, self._done, self._checksum = file, done, checksum
+    def __init__(self, file: NewFile, checksum: bool) -> None:
+        self._file, self._checksum = file, checksum
         self._memory = bytearray()
-        self._address = 0
-        self._begin = self._end = 0
-        """Range of the collected bytes in the file."""
 
-    def add(self, item: _Item, start: int) -> bool:
-        """Append an item that begins at ``start`` of the file; return False if it is not plain bytes in memory."""
-        data, around, length = item
-        if isinstance(data, torch.Tensor):
-            if not is_plain_memory(data):
-                return False
-        elif not isinstance(data, bytes):
-            return False
-        if start + length - self._begin > _TOGETHER:
+    def add(self, item: _Item, start: int) -> _Sums | None:
+        """Append an item that begins at ``start`` of the file; return None if it is not plain bytes in memory."""
+        data, around = item.data, item.around
+        if isinstance(data, torch.Tensor) and is_plain_memory(data):
+            payload = memory_view(data)
+        elif isinstance(data, bytes):
+            payload = memoryview(data)
+        else:
+            return None
+        if len(self._memory) + item.length > _TOGETHER:
             self.flush()
-        if self._begin == self._end:
-            self._begin = self._end = self._file.tell()
-        memory, at = self._room(), start - self._begin
-        memory[self._end - self._begin : at] = bytes(start - self._end)
-        self._end = start + length
-        if isinstance(data, bytes):
-            memory[at : at + length] = data
-            crcs = self._crcs(at, length)
-            self._done.add((start, length, 0, length), 0, crcs)
-            return True
-        assert around is not None, "a tensor has a frame"
-        first, count = at + around.payload_offset, around.payload_length
-        memory[at:first] = around.head
-        ctypes.memmove(self._address + first, data.data_ptr(), count)
-        crcs = self._crcs(first, count)
-        behind = first + count
-        end = around.put_tail(memory, behind, crcs[-1] if crcs else 0)
-        frame_crc = crc32(self._view[behind:end], around.head_crc) if self._checksum else 0
-        self._done.add((start, length, around.payload_offset, count), frame_crc, crcs)
-        return True
+        memory = self._memory
+        memory += bytes(start - self._file.tell() - len(memory))
+        crcs = self._crcs(payload)
+        if around is None:
+            memory += payload
+            return _Sums(crcs)
+        tail = around.tail(crcs[-1] if crcs else 0)
+        memory += around.head
+        memory += payload
+        memory += tail
+        return _Sums(crcs, crc32(tail, around.head_crc) if self._checksum else 0)
 
-    def _crcs(self, at: int, count: int) -> list[int]:
+    def _crcs(self, payload: memoryview) -> list[int]:
         if not self._checksum:
             return []
-        if 0 < count <= SMALLEST_BLOCK:
-            return [crc32(self._view[at : at + count])]
-        running = RunningCrc(block_size(count))
-        running.add(self._view[at : at + count])
+        if 0 < len(payload) <= SMALLEST_BLOCK:
+            return [crc32(payload)]
+        running = RunningCrc(block_size(len(payload)))
+        running.add(payload)
         return running.ends
-
-    def _room(self) -> bytearray:
-        if not self._memory:
-            self._memory = bytearray(_TOGETHER)
-            self._view = memoryview(self._memory)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        return self._memory
 
     def flush(self) -> None:
         """Write the collected items."""
-        if self._end > self._begin:
-            self._file.write(self._view[: self._end - self._begin])
-        self._begin = self._end
+        if self._memory:
+            self._file.write(self._memory)
+            self._memory = bytearray()
 
 
-def _write_item(
-    file: NewFile, item: _Item, done: _Done, checksum: bool, rings: Rings, running_hash: RunningHash | None
-) -> None:
+def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, running_hash: RunningHash | None) -> _Sums:
     """Write one item. The payload of a tensor is hashed piece by piece, while it is in the processor's cache."""
-    offset, data, around = file.tell(), item.data, item.around
-    opaque = isinstance(data, WholeItem)
+    data, around = item.data, item.around
     if isinstance(data, WholeItem):
         data = data.encode()
         if len(data) != item.length:
@@ -328,32 +290,28 @@ def _write_item(
                 "a tensor changed while torch.save wrote it. Do not change the state until the save is complete."
             )
     if isinstance(data, bytes):
-        length, kept, pieces, running_hash = len(data), True, iter([memoryview(data)]), None
+        kept, pieces, running_hash = True, iter([memoryview(data)]), None
     else:
         assert around is not None, "a tensor has a frame"
-        length = around.payload_length
         file.write(around.head)
         if isinstance(data, Streamed):
             pieces, kept = data.pieces(), False
         else:
             kept = is_plain_memory(data)
             pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
-    running = RunningCrc(block_size(length))
+    running = RunningCrc(block_size(item.payload_length))
     for piece in pieces:
         if checksum:
             running.add(piece)
         if running_hash is not None:
             running_hash.update(piece)
         file.write(piece, kept)
-    crcs = running.ends if checksum else []
-    if around is None:  # torch.save puts the payloads of an opaque item at unknown places inside
-        done.add((offset, length, -1 if opaque else 0, length), 0, crcs)
-        return
+    if around is None:
+        return _Sums(running.ends)
     tail = around.tail(running.crc)
     file.write(tail)
     frame_crc = crc32(tail, around.head_crc) if checksum else 0
-    place = (offset, around.length, around.payload_offset, length)
-    done.add(place, frame_crc, crcs, None if running_hash is None else running_hash.digest())
+    return _Sums(running.ends, frame_crc, None if running_hash is None else running_hash.digest())
 
 
 class _Meter:
