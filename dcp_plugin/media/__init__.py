@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from dcp_plugin.errors import SaveFailed, some
-from dcp_plugin.format import METADATA, PACKED, Files
+from dcp_plugin.format import PACKED, Files
 from dcp_plugin.format import uncommitted_reason as reason_in
 from dcp_plugin.paths import ObjectPath, Where
 
@@ -177,6 +177,16 @@ def first_bytes(memory: Sequence[memoryview], most: int) -> list[memoryview]:
     return pieces
 
 
+def bytes_behind(memory: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the pieces of memory without their first ``count`` bytes."""
+    pieces = []
+    for piece in memory:
+        if count < len(piece):
+            pieces.append(piece[count:])
+        count = max(0, count - len(piece))
+    return pieces
+
+
 def stretches(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Return the positions of neighbours in a file, cut into ``count`` stretches of about the same size.
 
@@ -235,6 +245,15 @@ class RangedFile(io.BufferedReader):
             The number of bytes. It may be smaller than the memory; 0 is the end of the file.
         """
         return self._ranges.read_at(memory, offset)
+
+    def fill(self, memory: Sequence[memoryview], offset: int) -> int:
+        """Read as :meth:`read_into` until the memory is full or the file ends. Return the number of bytes."""
+        total, done = sum(map(len, memory)), 0
+        while done < total and (count := self.read_into(memory, offset + done)):
+            done += count
+            if done < total:
+                memory = bytes_behind(memory, count)
+        return done
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prepare small reads within these ranges, each from one byte to before another. Raises OSError."""
@@ -300,6 +319,60 @@ class Readable(Files, Protocol):
     def close(self) -> None:
         """Close the pinned files. May be called twice."""
         return
+
+
+class View(Readable):
+    """Files of a checkpoint under other names. This base class has those of ``files``, under their names."""
+
+    def __init__(self, files: Readable) -> None:
+        self.files = files
+
+    def located(self, name: str) -> tuple[Readable, str]:
+        """Return the files that have a file of the view, and its name there."""
+        return self.files, name
+
+    @property
+    def where(self) -> str:
+        return self.files.where
+
+    @property
+    def cost(self) -> ReadCost:
+        return self.files.cost
+
+    def names(self) -> list[str]:
+        return self.files.names()
+
+    def version(self, names: Iterable[str]) -> str:
+        return self.files.version(self.located(name)[1] for name in names)
+
+    def size(self, name: str) -> int:
+        files, name = self.located(name)
+        return files.size(name)
+
+    def modified(self, name: str) -> float:
+        files, name = self.located(name)
+        return files.modified(name)
+
+    def open(self, name: str) -> RangedFile:
+        files, name = self.located(name)
+        return files.open(name)
+
+    def leads_elsewhere(self, name: str) -> bool:
+        files, name = self.located(name)
+        return files.leads_elsewhere(name)
+
+    def keep(self, names: Iterable[str]) -> None:
+        for files, name in map(self.located, names):
+            files.keep([name])
+
+    def distrust(self, file: RangedFile) -> bool:
+        return self.files.distrust(file)
+
+    def moved(self) -> bool:
+        return self.files.moved()
+
+    def close(self) -> None:
+        self.files.close()
 
 
 @dataclass(frozen=True)
@@ -599,7 +672,7 @@ def unpacked(files: Readable) -> Readable:
     """Return the files of a checkpoint under their usual names, also if it was saved in place
     (:mod:`dcp_plugin.format.packed`). Raises OSError."""
     names = files.names()
-    if METADATA not in names or not any(name.startswith(PACKED) for name in names):
+    if not any(name.startswith(PACKED) for name in names):
         return files
     from dcp_plugin.media.packed import packed_view  # needed for object stores, and for copies of their checkpoints
 

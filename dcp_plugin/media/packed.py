@@ -7,11 +7,11 @@ saves to the same path are hidden.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, scatter
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, View, first_bytes, scatter
 from dcp_plugin.paths import ObjectPath, Where
 
 HAS_BASE = "dcp_plugin.base"
@@ -28,7 +28,8 @@ def packed_view(files: Readable, names: Collection[str]) -> Readable:
     Args:
         names: The names that the files have.
     """
-    if not (tokens := folders(names)):
+    tokens = folders(names)
+    if METADATA not in names or not tokens:
         return files
     tail = last_bytes(files, _TAIL)
     end = end_of(tail)
@@ -48,13 +49,7 @@ def last_bytes(files: Readable, count: int) -> bytes:
     count = min(count, size)
     memory = bytearray(count)
     with files.open(METADATA) as file:
-        done = 0
-        while done < count:
-            read = file.read_into([memoryview(memory)[done:]], size - count + done)
-            if not read:
-                break
-            done += read
-    return bytes(memory[:done])
+        return bytes(memory[: file.fill([memoryview(memory)], size - count)])
 
 
 def may_have_base(path: Where, medium: Medium) -> bool:
@@ -84,11 +79,11 @@ def time_from_names(path: Where, medium: Medium) -> float | None:
     return None
 
 
-class PackedFiles:
+class PackedFiles(View):
     """The view. ``tail`` is the end of ``.metadata``, with the summary in it."""
 
     def __init__(self, files: Readable, token: str, tail: bytes, length: int) -> None:
-        self.files = files
+        super().__init__(files)
         self.token = token
         self._folder = f"{PACKED}{token}/"
         self._summary = tail[len(tail) - END - length : len(tail) - END]
@@ -96,20 +91,13 @@ class PackedFiles:
         self._metadata_size = files.size(METADATA) - END - length
         self._attached = _attached(self._summary)
 
-    @property
-    def where(self) -> str:
-        return self.files.where
+    def located(self, name: str) -> tuple[Readable, str]:
+        if name == SUMMARY:
+            name = METADATA
+        return self.files, self._folder + name if self._is_in_folder(name) else name
 
-    @property
-    def cost(self) -> ReadCost:
-        return self.files.cost
-
-    def version(self, names: Iterable[str]) -> str:
-        return self.files.version(map(self._at, names))
-
-    def _at(self, name: str) -> str:
-        moved = name == INDEX or name.partition("/")[0] in self._attached
-        return self._folder + name if moved else name
+    def _is_in_folder(self, name: str) -> bool:
+        return name == INDEX or name.partition("/")[0] in self._attached
 
     def names(self) -> list[str]:
         names = [name for name in self.files.names() if not self._is_of_another(name)]
@@ -122,16 +110,13 @@ class PackedFiles:
     def tree(self, names: Collection[str]) -> list[str]:
         """Return the usual names of all files of the checkpoint, given the names below its directory."""
         inside = (name.removeprefix(self._folder) for name in names if name.startswith(self._folder))
-        moved = [name for name in inside if name == INDEX or name.partition("/")[0] in self._attached]
+        moved = filter(self._is_in_folder, inside)
         return sorted({*moved, *(name for name in names if not self._is_of_another(name)), SUMMARY})
 
     def size(self, name: str) -> int:
         if name == SUMMARY:
             return len(self._summary)
-        return self._metadata_size if name == METADATA else self.files.size(self._at(name))
-
-    def modified(self, name: str) -> float:
-        return self.files.modified(METADATA if name == SUMMARY else self._at(name))
+        return self._metadata_size if name == METADATA else super().size(name)
 
     def open(self, name: str) -> RangedFile:
         if name == SUMMARY:
@@ -139,22 +124,7 @@ class PackedFiles:
         if name == METADATA:
             begin = self._metadata_size - len(self._before)
             return RangedFile(_KnownEnd(self.files.open(METADATA), begin, self._before))
-        return self.files.open(self._at(name))
-
-    def leads_elsewhere(self, name: str) -> bool:
-        return self.files.leads_elsewhere(METADATA if name == SUMMARY else self._at(name))
-
-    def keep(self, names: Iterable[str]) -> None:
-        self.files.keep([self._at(name) for name in names])
-
-    def distrust(self, file: RangedFile) -> bool:
-        return self.files.distrust(file)
-
-    def moved(self) -> bool:
-        return self.files.moved()
-
-    def close(self) -> None:
-        self.files.close()
+        return super().open(name)
 
 
 def _attached(summary: bytes) -> frozenset[str]:

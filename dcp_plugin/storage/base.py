@@ -2,73 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.format import derived_index
 from dcp_plugin.format.summary import Base
-from dcp_plugin.media import RangedFile, Readable, ReadCost
+from dcp_plugin.media import RangedFile, Readable, ReadCost, View
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
 
 
-@dataclass(frozen=True)
-class _WithBase:
+class _WithBase(View):
     """Files of a checkpoint, and those of its base under their full paths."""
 
-    own: Readable
-    base: Readable
-
-    @property
-    def where(self) -> str:
-        return self.own.where
+    def __init__(self, own: Readable, base: Readable) -> None:
+        super().__init__(own)
+        self._base = base
 
     @property
     def cost(self) -> ReadCost:
-        return max(self.own.cost, self.base.cost, key=lambda cost: cost.gap)
+        return max(self.files.cost, self._base.cost, key=lambda cost: cost.gap)
 
-    def version(self, names: Iterable[str]) -> str:
-        return self.own.version(names)
-
-    def _of(self, name: str) -> tuple[Readable, str]:
-        below = f"{self.base.where}/"
-        return (self.base, name.removeprefix(below)) if name.startswith(below) else (self.own, name)
-
-    def names(self) -> list[str]:
-        return self.own.names()
-
-    def size(self, name: str) -> int:
-        files, name = self._of(name)
-        return files.size(name)
-
-    def modified(self, name: str) -> float:
-        files, name = self._of(name)
-        return files.modified(name)
-
-    def open(self, name: str) -> RangedFile:
-        files, name = self._of(name)
-        return files.open(name)
-
-    def leads_elsewhere(self, name: str) -> bool:
-        files, name = self._of(name)
-        return files.leads_elsewhere(name)
-
-    def keep(self, names: Iterable[str]) -> None:
-        for name in names:
-            files, name = self._of(name)
-            files.keep([name])
+    def located(self, name: str) -> tuple[Readable, str]:
+        below = f"{self._base.where}/"
+        return (self._base, name.removeprefix(below)) if name.startswith(below) else (self.files, name)
 
     def distrust(self, file: RangedFile) -> bool:
-        return self.own.distrust(file) or self.base.distrust(file)
+        return self.files.distrust(file) or self._base.distrust(file)
 
     def moved(self) -> bool:
-        return self.own.moved() or self.base.moved()
+        return self.files.moved() or self._base.moved()
 
     def close(self) -> None:
-        self.own.close()
-        self.base.close()
+        self.files.close()
+        self._base.close()
 
 
 def with_base(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
