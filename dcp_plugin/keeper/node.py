@@ -32,15 +32,13 @@ from dcp_plugin.media.disk.files import LocalFiles, identity_of
 from dcp_plugin.paths import Where, as_path, on_file_system, resolved, with_options
 from dcp_plugin.storage.published import comparisons_below
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.stream_copy import Memory, SourceError, Way
+from dcp_plugin.storage.stream_copy import FileCheck, PipelinedCopy, SourceError
 from dcp_plugin.storage.writer import PartWriter, RankDirectory
 
 logger = logging.getLogger("dcp_plugin.keeper")
 logger.addFilter(PrintableRecords())
 
 _PIECE = 8 << 20
-_AHEAD = 2
-"""Pieces of a file that are on their way to a path at a time."""
 _SEND_SECONDS = 60.0
 """How long a neighbour may take to accept or to answer for a piece of a file."""
 
@@ -368,14 +366,14 @@ def _receive_file(channel: Channel, path: Path, size: int) -> None:
 
 
 def _copy_file(source: Path, medium: Medium, directory: Where, name: str, pace: RateLimiter, at_once: int) -> None:
-    size, memory = source.stat().st_size, Memory()
+    size = source.stat().st_size
     with (
-        ThreadPoolExecutor(_AHEAD, thread_name_prefix="keeper-read") as readers,
+        PipelinedCopy(1) as stream,
         LocalFiles(source.parent).open(source.name) as file,
         medium.create(directory, name, size, lambda count: None, at_once) as to,
     ):
         try:
-            Way(readers, _AHEAD, memory, pace.passed).copy(source.name, file, size, to, [])
+            stream.copy(source.name, file, size, to, FileCheck(), pace.passed)
         except SourceError as error:
             raise error.error from None
 

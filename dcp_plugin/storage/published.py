@@ -30,7 +30,7 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
 from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
-from dcp_plugin.media import Medium, Readable, locate, medium_of, unpacked
+from dcp_plugin.media import Medium, Readable, files_below, locate, medium_of, unpacked
 from dcp_plugin.paths import Where
 
 T = TypeVar("T")
@@ -288,20 +288,15 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
             )
 
 
-def comparisons_below(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
+def comparisons_below(medium: Medium, directory: Where) -> dict[str, str]:
     """Return a comparison for each extra file of a save in flight, by name. Raises OSError.
 
     The comparison is the file's XXH3-128, or the size of a file that would take long to hash. Links and entries that
     are no files are left out.
     """
-    comparisons: dict[str, str] = {}
-    for entry in medium.entries(directory):
-        name = below + entry.path.name
-        if entry.is_folder:
-            comparisons |= comparisons_below(medium, entry.path, f"{name}/")
-        elif entry.is_file and (below or not name.endswith(DATA_SUFFIX)):
-            comparisons[name] = comparison_of(medium.open(directory), entry.path.name)
-    return comparisons
+    files, below = medium.open(directory), files_below(medium, directory)
+    names = [name for name, entry in below if entry.is_file and ("/" in name or not name.endswith(DATA_SUFFIX))]
+    return {name: comparison_of(files, name) for name in names}
 
 
 def hash_of(data: bytes) -> str:

@@ -282,12 +282,6 @@ class ShardedReader(StorageReader):
         for item, target in targets:
             planner.commit_tensor(item, target)
 
-    def check(self, items: list[tuple[str, Location]]) -> list[str]:
-        """Read items of one file completely, by key. Return a message for each damaged item."""
-        from dcp_plugin.storage.stream_copy import check_items  # no load needs it
-
-        return check_items(self.opened.files, items, self.index.smallest_block)
-
     def item(self, key: str) -> bytes:
         """Return all bytes of a value, or of a tensor that is one item, after checking them.
 
@@ -325,8 +319,8 @@ class ShardedReader(StorageReader):
         if files.cost.gap >= LARGEST_CHUNK:  # a read costs more than objects: all neighbours are read together
             fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
         batches = [
-            *reading.batches_of(fetches, files),
-            *reading.batches_of_chunks(chunks, self.index, files, self._verify),
+            *reading.batches_of(fetches, files.cost),
+            *reading.batches_of_chunks(chunks, self.index, files.cost, self._verify),
         ]
         count = reading.read(files, batches, self._io_threads)
         self.bytes_read += count.read

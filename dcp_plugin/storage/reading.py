@@ -11,14 +11,15 @@ copied; bytes that are read straight into the memory of a target are checked the
 
 from __future__ import annotations
 
+import errno
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -26,14 +27,12 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import block_size
-from dcp_plugin.media import RangedFile, Readable, ReadCost, first_bytes, stretches
+from dcp_plugin.format.payload import Frame, RunningCrc, RunningHash, block_size
+from dcp_plugin.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import READ_PIECE, Rings, memory_view
-
-T = TypeVar("T")
 
 _MOST_PARTS = 256  # each has up to four pieces of memory; the system takes 1024 in a call
 
@@ -67,12 +66,9 @@ class Batch(ABC):
 
     def fill(self, file: RangedFile, views: list[memoryview], begin: int, end: int) -> int:
         """Read a range of the file into memory of its size. Return the size."""
-        at = begin
-        while (count := file.read_into(views, at)) < end - at:
-            if count == 0:
-                raise CheckpointCorrupt(f"{self.file} ends within {self.key_at(at)}")
-            views, at = list(_behind(views, count)), at + count
-        return end - begin
+        if (count := file.fill(views, begin)) < end - begin:
+            raise CheckpointCorrupt(f"{self.file} ends within {self.key_at(begin + count)}")
+        return count
 
 
 class BatchOfFetches(Batch):
@@ -146,9 +142,8 @@ class BatchOfChunks(Batch):
         return next(chunk.key for begin, chunk in rows if begin + chunk.target.nbytes > position)
 
 
-def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
+def batches_of(fetches: list[Fetch], cost: ReadCost) -> Iterator[Batch]:
     """Yield fetches in the order of the files; each batch holds the fetches that one call reads."""
-    cost = files.cost
 
     def joins(batch: list[Fetch], fetch: Fetch) -> bool:
         last = batch[-1]
@@ -162,34 +157,22 @@ def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
             and len(batch) < _MOST_PARTS
         )
 
-    in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
-    for batch in grouped(in_order, joins):
+    batch: list[Fetch] = []
+    for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
+        if batch and not joins(batch, fetch):
+            yield BatchOfFetches(batch, cost)
+            batch = []
+        batch.append(fetch)
+    if batch:
         yield BatchOfFetches(batch, cost)
 
 
-def grouped(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Yield groups of consecutive items.
-
-    Args:
-        joins: Returns whether an item belongs to the group before it.
-    """
-    group: list[T] = []
-    for item in items:
-        if group and not joins(group, item):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
-
-
 def batches_of_chunks(
-    chunks: Sequence[WholeChunk], index: CheckpointIndex, files: Readable, verify: bool
+    chunks: Sequence[WholeChunk], index: CheckpointIndex, cost: ReadCost, verify: bool
 ) -> Iterator[Batch]:
     """Yield complete chunks in the order of the file; each batch holds the chunks that one call reads."""
     if not chunks:
         return
-    cost = files.cost
     rows = np.array([chunk.number for chunk in chunks], np.int64)
     columns = index.columns
     order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
@@ -227,7 +210,7 @@ def _pieces(part: Part, size: int) -> Iterator[Part]:
     while end - begin > size:
         stop = (begin // size + 1) * size
         yield begin, stop, first_bytes(views, stop - begin)
-        views, begin = list(_behind(views, stop - begin)), stop
+        views, begin = bytes_behind(views, stop - begin), stop
     yield begin, end, views
 
 
@@ -244,13 +227,6 @@ def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview
         scattered += views
         position = begin + sum(map(len, views))
     return scattered
-
-
-def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
-    for view in views:
-        if count < len(view):
-            yield view[count:]
-        count = max(0, count - len(view))
 
 
 def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
@@ -323,3 +299,43 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
         if file is not None:
             file.close()
     return count
+
+
+class ItemSums(NamedTuple):
+    """Checksums of the bytes of an item."""
+
+    crcs: list[int]
+    """Running CRC32 at the end of each block of the payload."""
+    frame_crc: int
+    hash: bytes
+    """XXH3-128 of the payload."""
+
+
+def framed_item(file: RangedFile, begin: int, around: Frame) -> ItemSums | None:
+    """Read the item of a tensor at a position of a file. Return None if other bytes than the frame are around its
+    payload. Raises OSError."""
+    payload, behind = begin + around.payload_offset, begin + around.payload_offset + around.payload_length
+    running, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
+    for _, piece in pieces_between(file, payload, behind):
+        running.add(piece)
+        running_hash.update(piece)
+    tail = read_between(file, behind, begin + around.length)
+    is_framed = read_between(file, begin, payload) == around.head
+    if not is_framed or tail not in (around.tail(running.crc), around.tail(0)):  # 0: saved without checksums
+        return None
+    return ItemSums(running.ends, crc32(tail, around.head_crc), running_hash.digest())
+
+
+def pieces_between(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a range in pieces, each with its position. Raises OSError."""
+    memory = memoryview(bytearray(min(end - begin, READ_PIECE)))
+    for at in range(begin, end, READ_PIECE):
+        piece = memory[: end - at]
+        if file.fill([piece], at) < len(piece):
+            raise OSError(errno.EIO, "it became shorter while it was read")
+        yield at, piece
+
+
+def read_between(file: RangedFile, begin: int, end: int) -> bytes:
+    """Return the bytes of a range. Raises OSError."""
+    return b"".join(bytes(piece) for _, piece in pieces_between(file, begin, end))

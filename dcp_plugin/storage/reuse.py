@@ -31,26 +31,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format.columns import Location, in_all
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import (
-    RunningCrc,
-    RunningHash,
-    block_size,
-    frame_if_possible,
-    hashes_of,
-    padded,
-    sample_of,
-)
+from dcp_plugin.format.payload import frame_if_possible, hashes_of, padded, sample_of
 from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.records import NewItem
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.reading import framed_item
 from dcp_plugin.storage.write_items import Destination, free_name
-from dcp_plugin.tensors.host_memory import READ_PIECE, finish_device_work
+from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
@@ -340,39 +332,25 @@ class _Verification:
         return identity, {slot: at for _, some in parts for slot, at in some.items()}
 
     def _read(self, file: DataFile, locations: Mapping[int, Location]) -> tuple[DataFile, dict[int, Location]]:
-        memory, verified = memoryview(bytearray(READ_PIECE)), dict[int, Location]()
+        verified = dict[int, Location]()
         with file.opened(self._medium) as (opened, identity):
             for slot, at in locations.items():
                 if self._needless:
                     raise CannotLink("its items have changed")
-                verified[slot] = _verified_item(opened, self._item_at[slot], at, memory)
+                verified[slot] = _verified_item(opened, self._item_at[slot], at)
         return identity, verified
 
 
-def _verified_item(file: RangedFile, item: Item, at: Location, memory: memoryview) -> Location:
+def _verified_item(file: RangedFile, item: Item, at: Location) -> Location:
     around = frame_if_possible(item.dtype, item.sizes)
     if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
         raise CannotLink("another version of torch or of dcp_plugin has saved it")
-    head = _read(file, at.offset, len(around.head))
-    checksum, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
-    begin, end = at.offset + around.payload_offset, at.offset + around.payload_offset + around.payload_length
-    while begin < end:
-        count = file.read_into([memory[: end - begin]], begin)
-        if not count:
-            break
-        checksum.add(memory[:count])
-        running_hash.update(memory[:count])
-        begin += count
-    tail = _read(file, end, around.length - around.payload_offset - around.payload_length)
-    framed = head == around.head and tail in (around.tail(checksum.crc), around.tail(0))  # 0: saved without checksums
-    if not framed or running_hash.digest() != at.hash:
+    sums = framed_item(file, at.offset, around)
+    if sums is None or sums.hash != at.hash:
         raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
-    frame_crc = crc32(tail, around.head_crc)
     return replace(
-        at, payload_length=around.payload_length, frame_crc=frame_crc, checksums=np.array(checksum.ends, np.uint32)
+        at,
+        payload_length=around.payload_length,
+        frame_crc=sums.frame_crc,
+        checksums=np.array(sums.crcs, np.uint32),
     )
-
-
-def _read(file: RangedFile, offset: int, count: int) -> bytes:
-    memory = bytearray(count)
-    return bytes(memory[: file.read_into([memoryview(memory)], offset)])

@@ -7,21 +7,20 @@ completely, and go through ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
 from math import prod
 
 import torch
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.format.payload import frame_if_possible
+from dcp_plugin.format.payload import Frame, frame_if_possible
 from dcp_plugin.format.values import decode_tensor
-from dcp_plugin.media import Readable, stretches
+from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.storage.reading import grouped
+from dcp_plugin.storage import reading
+from dcp_plugin.storage.fetch import Fetch, of_item
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.kinds import size_of
 from dcp_plugin.types import Shape
@@ -29,6 +28,7 @@ from dcp_plugin.types import Shape
 _MOST_FRAME = 1 << 20
 """Bytes that exceed the length of any frame of a tensor's payload, in all versions of torch."""
 _HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
+"""Bytes between the beginnings of two items that one read takes, and of the largest such read."""
 
 Transforms = tuple[str, ...]
 """Stream transforms of an item, as the checkpoint names them."""
@@ -96,48 +96,21 @@ def recognise(
     Returns:
         The number of bytes that were read.
     """
-    frames = {
-        (chunk.location.file, chunk.location.offset): (chunk, around)
-        for chunk, dtype in wanted
-        if (around := frame_if_possible(dtype, chunk.sizes)) is not None and around.length == chunk.location.length
-    }
-    places = [(*place, len(frames[place][1].head)) for place in sorted(frames.keys() - known.keys())]
+    heads: dict[tuple[str, int], Fetch] = {}
+    for chunk, dtype in wanted:
+        place, around = (chunk.location.file, chunk.location.offset), frame_if_possible(dtype, chunk.sizes)
+        if place not in known and around is not None and around.length == chunk.location.length:
+            head = replace(chunk.location, length=around.payload_offset)
+            heads[place] = of_item("", head, partial(_compare, chunk, around, known), block=None)
     cost = files.cost
-    most_between = min(cost.gap, _HEADS_GAP)
-    in_groups = grouped(places, lambda group, head: _are_near(group, head, most_between))
-    work: list[list[list[_Head]]] = []
-    for _, of_file in groupby(in_groups, key=lambda group: group[0][0]):
-        groups = list(of_file)
-        cut = stretches([1] * len(groups), min(cost.at_once, len(groups)))
-        work += [[groups[at] for at in stretch] for stretch in cut]
-
-    def look(groups: list[list[_Head]]) -> int:
-        count = 0
-        with suppress(OSError), files.open(groups[0][0][0]) as file:  # the read of the payload reports the error
-            for group in groups:
-                (name, begin, _), (_, last, length) = group[0], group[-1]
-                memory = memoryview(bytearray(last + length - begin))
-                count += file.read_into([memory], begin)
-                for _, offset, length in group:
-                    chunk, around = frames[name, offset]
-                    if memory[offset - begin : offset - begin + length] == around.head:
-                        size = around.payload_length
-                        location = replace(chunk.location, payload_offset=length, payload_length=size)
-                        known[name, offset] = replace(chunk, location=location)
-        return count
-
-    threads = min(cost.at_once, len(work))
-    if threads < 2:
-        return sum(map(look, work))
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-look") as pool:
-        return sum(pool.map(look, work))
+    near = replace(cost, gap=min(cost.gap, _HEADS_GAP), most=_HEADS_TOGETHER)
+    try:
+        return reading.read(files, reading.batches_of(list(heads.values()), near), io_threads=1).read
+    except CheckpointError:  # the read of the payload reports the error
+        return 0
 
 
-_Head = tuple[str, int, int]
-"""Beginning of an item: file, offset, and number of bytes."""
-
-
-def _are_near(group: list[_Head], head: _Head, most_between: int) -> bool:
-    """Return whether one read takes a head and the group of heads before it."""
-    (name, begin, _), (_, last, length) = group[0], group[-1]
-    return head[0] == name and head[1] - last - length <= most_between and head[1] - begin <= _HEADS_TOGETHER
+def _compare(chunk: StoredChunk, around: Frame, known: dict[tuple[str, int], StoredChunk], head: bytearray) -> None:
+    if head == around.head:
+        location = replace(chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length)
+        known[location.file, location.offset] = replace(chunk, location=location)

@@ -38,16 +38,7 @@ from dcp_plugin.paths import Where, on_file_system, relative_to
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import check_files, completed, open_checkpoint
 from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
-from dcp_plugin.storage.stream_copy import (
-    PIECE,
-    Look,
-    LookAtItems,
-    Memory,
-    SourceError,
-    Way,
-    check_between,
-    look_at,
-)
+from dcp_plugin.storage.stream_copy import PIECE, FileCheck, ItemsCheck, PipelinedCopy, SourceError, check_of
 from dcp_plugin.tools.stream import Progress
 
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -418,12 +409,12 @@ class Transfer:
         name_there, size = self.name_there(name), self.source.sizes[name]
 
         def is_unchanged() -> bool:
-            look = self._look(name)
-            if look is None:
+            check = self._check(name)
+            if check is None:
                 modified = self.source.files.modified(name)
                 return files.modified(name_there) in (modified, int(modified))  # some file systems store seconds
             with files.open(name_there) as file:
-                return _is_intact(file, look) and not self._fault_between(files, name, look)
+                return _is_intact(file, check)
 
         with suppress(OSError):
             return self.place.is_complete(files, directory, name_there, name_there != name, size, is_unchanged)
@@ -437,13 +428,11 @@ class Transfer:
             source.files.keep(names)
         in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
         at_once = max(1, min(self.state.io_threads, len(names)))
-        ahead = max(2, source.files.cost.at_once // at_once)
         with (
-            ThreadPoolExecutor(at_once * ahead, thread_name_prefix="dcp-copy-read") as readers,
+            PipelinedCopy(at_once, source.files.cost.at_once) as stream,
             ThreadPoolExecutor(at_once, thread_name_prefix="dcp-copy") as pool,
         ):
-            way = Way(readers, ahead, Memory(), self._passed)
-            jobs = {pool.submit(self._one, directory, name, name in staged, way, at_once) for name in in_order}
+            jobs = {pool.submit(self._one, directory, name, name in staged, stream, at_once) for name in in_order}
             running = set(jobs)
             try:
                 while running:
@@ -464,13 +453,13 @@ class Transfer:
         if self._stop.is_set():
             raise _Stopped
 
-    def _one(self, directory: Where, name: str, staged: bool, way: Way, at_once: int) -> None:
+    def _one(self, directory: Where, name: str, staged: bool, stream: PipelinedCopy, at_once: int) -> None:
         if self._stop.is_set():
             raise _Stopped
         if staged:
             self.state.add(reused=self.source.sizes[name])
         elif not self._linked(directory, name):
-            self._copied(directory, name, way, at_once)
+            self._copied(directory, name, stream, at_once)
 
     def _linked(self, directory: Where, name: str) -> bool:
         """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
@@ -481,11 +470,11 @@ class Transfer:
             return False
         path, verified = home
         shared = DataFile((path,), size)
-        look = self._look(name)
+        check = self._check(name)
         try:
-            if not verified and look is not None:
+            if not verified and check is not None:
                 with shared.opened(self.medium) as (file, shared):
-                    if not _is_intact(file, look):
+                    if not _is_intact(file, check):
                         return False
             self.medium.link_file(shared, directory / self._made(directory, name))
         except CannotLink:
@@ -496,33 +485,25 @@ class Transfer:
     def _stored(self, name: str) -> Where:
         return self.source.path if self.source.is_file else self.source.path / name
 
-    def _look(self, name: str) -> Look | None:
+    def _check(self, name: str) -> FileCheck | None:
         """Return the check of a file by its checksums; None if the checkpoint has none of it."""
         source = self.source
-        return None if source.summary is None else look_at(source.index, name, source.files.where)
+        return None if source.summary is None else check_of(source.index, name, source.files.where)
 
-    def _copied(self, directory: Where, name: str, way: Way, at_once: int) -> None:
-        source, size, look = self.source, self.source.sizes[name], self._look(name)
+    def _copied(self, directory: Where, name: str, stream: PipelinedCopy, at_once: int) -> None:
+        source, size, check = self.source, self.source.sizes[name], self._check(name)
         new_name = self._made(directory, name)
         incomplete = self.place.incomplete(new_name)
         with (
             source.open(name) as file,
             self.medium.create(directory, incomplete, size, _ignore, at_once * _PART_OF_FLIGHT) as to,
         ):
-            way.copy(name, file, size, to, [] if look is None else [look])
-        if look is None:
+            stream.copy(name, file, size, to, check or FileCheck(), self._passed)
+        if check is None:
             self.state.add(unverified=(str(self._stored(name)),))
-        elif fault := self._fault_between(source.files, name, look):
-            raise CheckpointCorrupt(fault)
-        elif isinstance(look, LookAtItems):
-            self.state.add(unverified=tuple(f"{source.path}: {key}" for key in look.unverified))
-        self.place.complete(directory, new_name, source.files.modified(name) if look is None else None)
-
-    def _fault_between(self, files: Readable, name: str, look: Look) -> str:
-        """Return the fault in the bytes of a data file that belong to no item; empty if there is none."""
-        if isinstance(look, LookAtItems) and look.has_more:
-            return check_between(files, self.source.index, self.source.index.file_names.index(name))
-        return ""
+        elif isinstance(check, ItemsCheck):
+            self.state.add(unverified=tuple(f"{source.path}: {key}" for key in check.unverified))
+        self.place.complete(directory, new_name, source.files.modified(name) if check is None else None)
 
     def _made(self, directory: Where, name: str) -> str:
         """Return the name of a file at the target, where it can be created now."""
@@ -531,15 +512,15 @@ class Transfer:
         return new_name
 
 
-def _is_intact(file: RangedFile, look: Look) -> bool:
+def _is_intact(file: RangedFile, check: FileCheck) -> bool:
     """Return whether a file at the target has the bytes of the save."""
     try:
         while data := file.read(PIECE):
-            look.add(memoryview(data))
-        look.finish()
-    except (CheckpointCorrupt, OSError):
+            check.add(memoryview(data))
+        check.finish(file)
+    except OSError:
         return False
-    return True
+    return not check.faults
 
 
 def _ignore(count: int) -> None:

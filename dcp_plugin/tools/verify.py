@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size
-from dcp_plugin.format.index import Location, StoredValue
+from dcp_plugin.format.index import StoredValue
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.stream_copy import in_windows, verify_unread
+from dcp_plugin.storage.stream_copy import verify_files
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.types import as_html
 
@@ -62,7 +61,7 @@ def verify(
         io_threads: Threads that read.
         base: The base, if it was moved.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with the bytes of items read, and the bytes of all items.
+        progress: Called with the bytes of data files read, and the bytes of all data files.
 
     Returns:
         The items and bytes that were read, and the damage, which is not raised. Items of other tools have no checksums:
@@ -121,26 +120,17 @@ def _verify_checkpoint(path: Where, io_threads: int, base: PathLike | None, prog
 
 
 def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None) -> VerifyReport:
-    items: dict[tuple[str, int], tuple[str, Location]] = {}
+    lengths: dict[tuple[str, int], int] = {}
     unverified = []
     for key, entry in reader.index.items():
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         for place in places:
-            items.setdefault((place.file, place.offset), (key, place))
+            lengths.setdefault((place.file, place.offset), place.length)
         if any(place.checksums is None for place in places):
             unverified.append(key)
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
         reader.opened.files.keep(reader.index.files)
-    nbytes = sum(place.length for _, place in items.values())
-    count = Counter(nbytes, progress)
-    cost = reader.opened.files.cost
-    threads = max(io_threads, cost.at_once)
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        errors: list[str] = []
-        windows = list(in_windows(items.values(), cost))
-        for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
-            errors += wrong
-            count.add(sum(place.length for _, place in window))
-        errors += verify_unread(reader.opened, pool)
+    count = Counter(sum(reader.index.files.values()), progress)
+    errors = verify_files(reader.opened, io_threads, count.add)
     unverified += sizes_only(reader.index.extra_files)
-    return VerifyReport(reader.path, len(items), nbytes, errors, unverified)
+    return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified)
