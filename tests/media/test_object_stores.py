@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
+from botocore.session import Session
 from s3torchconnector import S3ClientConfig, S3ReaderConstructor
 from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 from safetensors.torch import save_file
@@ -276,6 +277,23 @@ def test_a_save_asks_nothing_twice(bucket: Bucket, proxy: Proxy) -> None:
     listings = [request for request in proxy.requests if "list-type" in request.query]
     assert len(listings) == 3, "what is at the path, the records beside it, and the data files of all ranks"
     assert len(proxy.requests) <= 14, [str(request) for request in proxy.requests]
+
+
+def test_all_requests_to_a_bucket_that_botocore_makes_share_a_session(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Session] = []
+
+    class Counted(Session):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr("botocore.session.Session", Counted)
+    path: Any = as_path(f"{bucket.url}/run")
+    for _ in range(3):
+        assert client_of(path).unfinished_uploads("run") == []
+    assert len(made) == 1
 
 
 def test_the_newest_of_a_thousand_is_found_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
