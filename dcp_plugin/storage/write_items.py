@@ -12,6 +12,7 @@ file.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, Running
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
-from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory, memory_view
+from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
 from dcp_plugin.types import Shape
 
 
@@ -239,29 +240,34 @@ class _SmallItems:
 
     def __init__(self, file: NewFile, checksum: bool) -> None:
         self._file, self._checksum = file, checksum
-        self._memory = bytearray()
+        self._memory = bytearray(_TOGETHER)
+        self._view = memoryview(self._memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._begin = self._end = 0
+        """Range of the collected bytes in the file."""
 
     def add(self, item: _Item, start: int) -> _Sums | None:
         """Append an item that begins at ``start`` of the file; return None if it is not plain bytes in memory."""
-        data, around = item.data, item.around
-        if isinstance(data, torch.Tensor) and is_plain_memory(data):
-            payload = memory_view(data)
-        elif isinstance(data, bytes):
-            payload = memoryview(data)
-        else:
+        data, around, length, payload_offset, payload_length = item
+        if not (isinstance(data, bytes) or (isinstance(data, torch.Tensor) and is_plain_memory(data))):
             return None
-        if len(self._memory) + item.length > _TOGETHER:
+        if start + length - self._begin > _TOGETHER:
             self.flush()
-        memory = self._memory
-        memory += bytes(start - self._file.tell() - len(memory))
-        crcs = self._crcs(payload)
-        if around is None:
-            memory += payload
-            return _Sums(crcs)
+        if self._begin == self._end:
+            self._begin = self._end = self._file.tell()
+        memory, at = self._memory, start - self._begin
+        memory[self._end - self._begin : at] = bytes(start - self._end)
+        self._end = start + length
+        first, behind = at + payload_offset, at + payload_offset + payload_length
+        if isinstance(data, bytes):
+            memory[first:behind] = data
+            return _Sums(self._crcs(self._view[first:behind]))
+        assert around is not None, "a tensor has a frame"
+        memory[at:first] = around.head
+        ctypes.memmove(self._address + first, data.data_ptr(), payload_length)
+        crcs = self._crcs(self._view[first:behind])
         tail = around.tail(crcs[-1] if crcs else 0)
-        memory += around.head
-        memory += payload
-        memory += tail
+        memory[behind : at + length] = tail
         return _Sums(crcs, crc32(tail, around.head_crc) if self._checksum else 0)
 
     def _crcs(self, payload: memoryview) -> list[int]:
@@ -275,9 +281,9 @@ class _SmallItems:
 
     def flush(self) -> None:
         """Write the collected items."""
-        if self._memory:
-            self._file.write(self._memory)
-            self._memory = bytearray()
+        if self._end > self._begin:
+            self._file.write(self._view[: self._end - self._begin])
+        self._begin = self._end
 
 
 def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, running_hash: RunningHash | None) -> _Sums:
