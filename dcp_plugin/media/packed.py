@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, View, first_bytes, scatter
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, scatter
+from dcp_plugin.media.view import View
 from dcp_plugin.paths import ObjectPath, Where
 
 HAS_BASE = "dcp_plugin.base"

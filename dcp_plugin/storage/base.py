@@ -7,7 +7,8 @@ from dataclasses import replace
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.format import derived_index
 from dcp_plugin.format.summary import Base
-from dcp_plugin.media import RangedFile, Readable, ReadCost, View
+from dcp_plugin.media import RangedFile, Readable, ReadCost
+from dcp_plugin.media.view import View
 from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
