@@ -255,37 +255,9 @@ def end_restart(trainer: Trainer) -> None:
         loop.on_iteration_done()
 
 
-def replace_link_and_search(
-    cls: type[Any], link: Callable[..., None], find: Callable[[Any, Trainer, Callable[..., set[str]]], set[str]]
-) -> None:
-    """Replace the methods of a subclass of ``ModelCheckpoint`` that link, and that find the candidates for ``last``.
-    Lightning has no public hook for either."""
-    search = cls._find_last_checkpoints
+def replace_link(cls: type[Any], link: Callable[..., None]) -> None:
+    """Replace the method of a subclass of ``ModelCheckpoint`` that links. Lightning has no public hook for it."""
     cls._link_checkpoint = staticmethod(functools.partial(link, original=cls._link_checkpoint))
-    cls._find_last_checkpoints = lambda self, trainer: find(self, trainer, search)
-
-
-@dataclass(frozen=True)
-class _Names:
-    """File system with fixed paths, which answers the calls of a ``ModelCheckpoint`` that looks for ``last``."""
-
-    paths: list[str]
-
-    def exists(self, path: str) -> bool:
-        return True
-
-    def ls(self, path: str, detail: bool) -> list[str]:
-        return self.paths
-
-
-def search_among(callback: Any, paths: list[str], search: Callable[[], set[str]]) -> set[str]:
-    """Return the paths that Lightning takes for ``last`` if ``paths`` are the entries of the folder. Lightning's own
-    file systems drop the scheme of a bucket from its paths, and cache listings."""
-    file_system, callback._fs = callback._fs, _Names(paths)
-    try:
-        return search()
-    finally:
-        callback._fs = file_system
 
 
 def forget_listings(callback: Any) -> None:
@@ -305,65 +277,56 @@ _HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 @functools.cache
 def _connector_class(base: type[Any]) -> type[Any]:
     class CheckpointConnector(base):  # type: ignore[misc]
-        stores: Any  # dcp_plugin.lightning.model_checkpoint.Stores
+        choice: Any  # dcp_plugin.lightning.model_checkpoint.CheckpointChoice
 
         def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
-            on_exception = [item for item in self.trainer.callbacks if has_base(type(item), "OnExceptionCheckpoint")]
-            after_exception = ckpt_path is None and on_exception and self.trainer.state.fn == "fit"
-            if after_exception:
-                slurm = package_behind(self.trainer).fabric("plugins.environments").SLURMEnvironment
-                after_exception = not (slurm.detect() and self._hpc_resume_path is not None)  # a requeued job
-            if ckpt_path != "last" and not after_exception:
-                return super()._parse_ckpt_path(state_fn, ckpt_path, **options)
-            callbacks = [item for item in self.trainer.checkpoint_callbacks if has_base(type(item), "ModelCheckpoint")]
-            folders = [folder_of(callback, self.trainer) for callback in callbacks]
-            if not any(map(self.stores.concerns, [*folders, *(callback.ckpt_path for callback in on_exception)])):
-                return super()._parse_ckpt_path(state_fn, ckpt_path, **options)
-            candidates = {callback.ckpt_path for callback in on_exception}.union(
-                *(callback._find_last_checkpoints(self.trainer) for callback in callbacks)
-            )
-            newest = self.stores.newest(candidates)
-            if newest is None:
-                rank_zero_warn(f'fit(ckpt_path="last"): there is none in {" or ".join(folders)}. None is loaded.')
-            return newest
+            callbacks = [item for item in self.trainer.callbacks if has_base(type(item), "OnExceptionCheckpoint")]
+            if ckpt_path is None and callbacks and self.trainer.state.fn == "fit" and not self._is_requeued():
+                rank_zero_warn(
+                    "fit(ckpt_path=None) with an OnExceptionCheckpoint: The last model of the previous `fit` call will "
+                    'be used. ckpt_path="last" silences this.'
+                )
+                ckpt_path = "last"
+            if ckpt_path == "last":
+                return self.choice.last(self.trainer, [callback.ckpt_path for callback in callbacks])
+            return super()._parse_ckpt_path(state_fn, ckpt_path, **options)
+
+        def _is_requeued(self) -> bool:
+            slurm = package_behind(self.trainer).fabric("plugins.environments").SLURMEnvironment
+            return slurm.detect() and self._hpc_resume_path is not None
 
         @property
         def _hpc_resume_path(self) -> str | None:
             root = str(self.trainer.default_root_dir)
-            if not self.stores.concerns(root):
-                return cast("str | None", super()._hpc_resume_path)
-            numbers = self.stores.numbers(root, _HPC, committed=True)
+            numbers = self.choice.numbers(root, _HPC, usable=True)
             return f"{root.rstrip('/')}/hpc_ckpt_{max(numbers)}.ckpt" if numbers else None
 
         def hpc_save_path(self, folderpath: PathLike) -> str:
-            root = str(folderpath)
-            if not self.stores.concerns(root):
-                return cast(str, super().hpc_save_path(folderpath))
-            number = max(self.stores.numbers(root, _HPC, committed=False), default=0) + 1
-            return f"{root.rstrip('/')}/hpc_ckpt_{number}.ckpt"
+            number = max(self.choice.numbers(str(folderpath), _HPC), default=0) + 1
+            return f"{str(folderpath).rstrip('/')}/hpc_ckpt_{number}.ckpt"
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Pickle the connector as an object of Lightning's class."""
-            attributes = {name: value for name, value in self.__dict__.items() if name != "stores"}
+            attributes = {name: value for name, value in self.__dict__.items() if name != "choice"}
             return object.__new__, (base,), attributes
 
     return CheckpointConnector
 
 
-def replace_choice_of_checkpoint(trainer: Any, stores: Any) -> None:
-    """Have ``ckpt_path="last"`` and ``"hpc"`` find checkpoints in an object store; Lightning has no public hook.
+def replace_choice_of_checkpoint(trainer: Any, choice: Any) -> None:
+    """Have ``ckpt_path="last"`` and ``"hpc"`` find checkpoints of any kind anywhere; Lightning has no public hook.
 
     Lightning compares modification times, which a folder in a store does not have. It takes a path without its scheme
     for a local path, and an interrupted save for a checkpoint.
 
     Args:
-        stores: The :class:`~dcp_plugin.lightning.model_checkpoint.Stores` of the trainer's plugin.
+        choice: The :class:`~dcp_plugin.lightning.model_checkpoint.CheckpointChoice` of the trainer's plugin.
     """
     connector = trainer._checkpoint_connector
-    if not hasattr(connector, "stores"):
+    if not hasattr(connector, "choice"):
         kind: Any = type(connector)
         connector.__class__ = _connector_class(kind)
-    connector.stores = stores
+    connector.choice = choice
 
 
 SETTINGS_LOGGED = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")

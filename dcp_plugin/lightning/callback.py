@@ -13,8 +13,6 @@ which of these hooks write.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
@@ -193,30 +191,22 @@ class OthersHooks:
         self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
         self.names = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
         """Names of the hooks that may write weights."""
-        self._saving_in = ""
         if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
             rank_zero_info(
                 f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
                 f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
             )
 
-    @contextmanager
-    def of_model_checkpoint(self, name: str) -> Iterator[None]:
-        """Record for the duration of the context that a ``ModelCheckpoint`` or similar callback saves in this hook."""
-        self._saving_in = name
-        try:
-            yield
-        finally:
-            self._saving_in = ""
-
-    def saved(self) -> None:
-        """Wait for the lazy copy of a save that has returned, if later code of the same hook may write weights.
+    def may_write_after_save_in(self, name: str) -> bool:
+        """Return whether code after a save may write weights before the next hook.
 
         After a ``ModelCheckpoint``, the last of the callbacks, only the hooks of the module and of similar callbacks
         remain. Any other caller of a save may write weights as soon as the save returns.
+
+        Args:
+            name: The hook in which a ``ModelCheckpoint`` or similar callback saves; empty for any other caller.
         """
-        if not self._saving_in or self._saving_in in self._after_a_save:
-            wait_until_copied()
+        return not name or name in self._after_a_save
 
 
 def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -61,6 +61,19 @@ in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """Plugins of this process. In a process without plugins, no Trainer needs the callback."""
 
 
+@dataclass(frozen=True, eq=False)
+class _FileChange:
+    """Link to a checkpoint, or deletion of a checkpoint, that waits for a save."""
+
+    after: int
+    """Number of the save. A later save serves a deletion as well; a link is dropped then."""
+    deletes: Where | None
+    """The checkpoint to delete; None for a link."""
+    make: Callable[[], object]
+    in_training: bool
+    """True if only the training's thread may make the change: it calls the Checkpointer."""
+
+
 class PostCommit:
     """Actions of this rank after the newest save of a plugin is published; none if the save fails.
 
@@ -75,86 +88,75 @@ class PostCommit:
 
     def __init__(self) -> None:
         self._newest: SaveHandle | None = None
+        self._number = 0
+        """Number of the newest save."""
+        self._changes: list[_FileChange] = []
         self._due: deque[Callable[[], object]] = deque()
-        self._count = 0
-        """Number of saves so far."""
-        self._links: list[Callable[[], object]] = []
-        """Links to the newest save, to be made at its path: the save is in the local tier alone."""
-        self._removals: deque[tuple[int, Where, Callable[[], object]]] = deque()
-        """Deletions to make after the save with the number in the first field."""
+        """Actions that only the training's thread may run."""
         self._only_local: set[Where] = set()
 
     def follow(self, handle: SaveHandle | None) -> None:
         """Delay later actions until this save is published; with None they run at once."""
         self._newest = handle
-        self._count, number = self._count + 1, self._count + 1
-        self._links = []
+        self._number += 1
         if handle is not None:
-            handle.on_published(lambda event: self._ended(number, event))
+            handle.on_published(partial(self._published, self._number))
 
-    def _ended(self, number: int, event: SaveFinished) -> None:
+    def change(self, make: Callable[[], object], deletes: Where | None = None, in_training: bool = False) -> None:
+        """Link to the newest save when it is at its path; or delete a checkpoint when the newest save, or a later one,
+        is as durable. Links come first: an old link leads to a checkpoint that is deleted.
+
+        Args:
+            make: Function that makes the change, in the thread that publishes.
+            deletes: The checkpoint to delete; None for a link.
+            in_training: Make the change in :meth:`settle` instead.
+        """
+        if self._newest is None:
+            make()
+            return
+        self._changes.append(_FileChange(self._number, deletes, make, in_training))
+        self.published()
+
+    def published(self) -> None:
+        """Make the changes that wait for the newest save, if it is published."""
+        if self._newest is not None and self._newest.finished is not None:
+            self._published(self._number, self._newest.finished)
+
+    def _published(self, number: int, event: SaveFinished) -> None:
         durable = event.tier == "durable"
         if durable:
             self._only_local.discard(event.path)
         else:
             self._only_local.add(event.path)
-        for removal in tuple(self._removals):
-            after, path, remove = removal
-            if after <= number and (durable or path in self._only_local):
-                with suppress(ValueError):  # another thread has removed the entry
-                    self._removals.remove(removal)
-                    self._only_local.discard(path)
-                    self._due.append(remove)
+        for change in sorted(self._changes, key=lambda change: change.deletes is not None):
+            if change.after > number or not (durable or change.deletes in self._only_local):
+                continue
+            is_superseded_link = change.deletes is None and change.after < number
+            if self._take(change) and not is_superseded_link:
+                if change.deletes is not None:
+                    self._only_local.discard(change.deletes)
+                if change.in_training:
+                    self._due.append(change.make)
+                else:
+                    change.make()
 
-    def link(self, action: Callable[[], object]) -> None:
-        """Link to the newest save when it is published, before the old target of the link is deleted."""
-        newest = self._newest
-        if newest is None:
-            action()
-            return
-
-        def link(event: SaveFinished) -> None:
-            if event.tier == "durable":
-                action()
-            else:
-                self._links.append(action)
-
-        newest.on_published(link, first=True)
-
-    def remove_in_training(self, path: Where, action: Callable[[], object]) -> None:
-        """Delete a checkpoint in :meth:`settle`, when the newest save, or a later one, has ended and is as durable."""
-        if self._newest is None:
-            action()
-            return
-        number = self._count
-        self._removals.append((number, path, action))
-        if self._newest.finished is not None:
-            self._ended(number, self._newest.finished)
-
-    def brought(self) -> None:
-        """Run the actions that wait for the newest save to be at its path, if it is."""
-        newest = self._newest
-        if newest is not None and newest.finished is not None and newest.finished.tier == "durable":
-            links, self._links = self._links, []
-            for link in links:
-                link()
-            self._ended(self._count, newest.finished)
+    def _take(self, change: _FileChange) -> bool:
+        try:
+            self._changes.remove(change)
+        except ValueError:  # another thread makes the change
+            return False
+        return True
 
     def forget_failed(self) -> None:
-        """Forget a failed save, which was reported: later actions wait for no save."""
+        """Forget a failed save, which was reported: its changes are dropped, and later actions wait for no save."""
         if self._newest is not None and self._newest.finished is None:
             self._newest = None
+            for change in [change for change in self._changes if change.after == self._number]:
+                self._take(change)
 
     def is_under_way(self, path: PathLike) -> bool:
         """Return whether a save to ``path`` is in flight."""
         return self._newest is not None and not self._newest.done() and self._newest.path == as_path(path)
-
-    def with_files(self, action: Callable[[], object]) -> None:
-        """Change files when the newest save is published, in the thread that publishes; at once without a save."""
-        if self._newest is None:
-            action()
-        else:
-            self._newest.on_published(lambda event: action())
 
     def in_training(self, action: Callable[[SaveFinished], object]) -> None:
         """Run an action that only the training's thread may run (loggers) in :meth:`settle`."""
@@ -253,10 +255,10 @@ class DCPCheckpointIO(Saver):
         self._asked: int | None = None
         self.serves_strategy = False
         """True if all ranks save; a promoted strategy sets it, together with ``world_size``."""
-        self.compares = False
-        """True while a callback saves that keeps the best checkpoints: it may need any of its checkpoints later."""
+        self.saving_hook = ""
+        """Name of the hook in which a ``ModelCheckpoint`` or similar callback is saving."""
         self.monitor: str | None = None
-        """Metric by which the callback that is saving keeps the best checkpoints."""
+        """Metric by which this callback keeps the best checkpoints. It may need any of its checkpoints later."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
@@ -282,7 +284,7 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
-        self._wait_until_kept()
+        self._wait_by(Checkpointer.wait_until_kept)
         aliases, files = added or (None, None)
         self.post_commit.follow(None)
         handle = self.checkpointer.save(
@@ -293,15 +295,13 @@ class DCPCheckpointIO(Saver):
             owners=owners,
             aliases=aliases,
             kinds=layout.kinds_of(state),
-            durable=self.compares,
+            durable=self.monitor is not None,
             metrics=metrics,
         )
         self.post_commit.follow(handle)
         self.post_commit.in_training(self._report)
-        if self.others is None:
+        if self.others is None or self.others.may_write_after_save_in(self.saving_hook):
             handle.wait_staged()
-        else:
-            self.others.saved()
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:
@@ -360,20 +360,15 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: The save failed. The error is raised once; the links and deletions of the save are dropped.
         """
+        self._wait_by(Checkpointer.wait)
+
+    def _wait_by(self, wait: Callable[[Checkpointer], None]) -> None:
         try:
-            super().wait()
+            if self._checkpointer is not None:
+                wait(self._checkpointer)
         except Exception:
             self.post_commit.forget_failed()
             raise
-        self.post_commit.settle()
-
-    def _wait_until_kept(self) -> None:
-        """Wait until the saves are complete; with a local tier their checkpoints may not be at their paths yet."""
-        if not self.config.has_local_tier:
-            self.wait()
-            return
-        if self._checkpointer is not None:
-            self._checkpointer.wait_until_kept()
         self.post_commit.settle()
 
     def has_locally(self, path: PathLike) -> bool:
@@ -423,10 +418,9 @@ class DCPCheckpointIO(Saver):
         """
         self._warn_if_not_promoted()
         checkpoint_path = self.where(path)
-        if not self.config.has_local_tier:
-            self.post_commit.with_files(lambda: retention.remove(checkpoint_path))
-        else:
-            self.post_commit.remove_in_training(checkpoint_path, lambda: self._remove_everywhere(checkpoint_path))
+        in_tier = self.config.has_local_tier
+        remove = self._remove_everywhere if in_tier else retention.remove
+        self.post_commit.change(partial(remove, checkpoint_path), deletes=checkpoint_path, in_training=in_tier)
 
     def _remove_everywhere(self, path: Where) -> None:
         try:
@@ -444,7 +438,7 @@ class DCPCheckpointIO(Saver):
             self.wait()
             if self._checkpointer is not None and self.config.has_local_tier:
                 self._checkpointer.bring_newest()
-                self.post_commit.brought()
+                self.post_commit.published()
                 self.post_commit.settle()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None

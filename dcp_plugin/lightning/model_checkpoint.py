@@ -24,8 +24,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def promote_callbacks(trainer: Any) -> None:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
     if (io := plugin_of(trainer)) is not None:
-        _lightning.replace_choice_of_checkpoint(trainer, Stores(io))
+        _lightning.replace_choice_of_checkpoint(trainer, CheckpointChoice(io))
     with suppress(ValueError):  # only a fit needs the directories, and its setup raises
         tidy_dirpaths(trainer)
 
@@ -119,30 +119,24 @@ def _promoted(base: type[Any]) -> type[Any]:
 
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
             adapter = _adapter_of(trainer)
-            if adapter is not None and on_file_system(text_of(filepath)) is None:
-                return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
-            if super().file_exists(filepath, trainer):
+            in_a_store = adapter is not None and on_file_system(text_of(filepath)) is None
+            if not in_a_store and super().file_exists(filepath, trainer):
                 return True
-            if adapter is None or not (adapter.io.config.async_save or adapter.io.config.has_local_tier):
-                return False
-            io = adapter.io
-            taken = trainer.is_global_zero and (io.post_commit.is_under_way(filepath) or io.has_locally(filepath))
-            return bool(adapter.strategy.reduce_boolean_decision(taken, all=False))
+            return adapter is not None and _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
 
     for name in WHERE_IT_SAVES:
         setattr(DCPCheckpoint, name, _saving_in(name, getattr(base, name)))
     promoted = DCPCheckpoint
     if has_base(base, "ModelCheckpoint"):
         promoted = DCPModelCheckpoint
-        _lightning.replace_link_and_search(promoted, _link, _find_last)
+        _lightning.replace_link(promoted, _link)
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
 
 
 def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that saves. It records the saving callback for lazy staging, see
-    :class:`dcp_plugin.lightning.callback.OthersHooks`, and makes the saves of a callback with a monitor durable."""
+    """Return a hook that saves. The plugin knows during the hook which hook and whose monitor it is."""
 
     @functools.wraps(original)
     def saving(self: Any, trainer: Any, *args: Any) -> None:
@@ -151,15 +145,13 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
             original(self, trainer, *args)
             return
         io = adapter.io
-        io.monitor = getattr(self, "monitor", None)
-        io.compares = io.monitor is not None
+        io.saving_hook, io.monitor = hook, getattr(self, "monitor", None)
         try:
-            with nullcontext() if io.others is None else io.others.of_model_checkpoint(hook):
-                original(self, trainer, *args)
-                if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
-                    _save_when_due(self, trainer, adapter)
+            original(self, trainer, *args)
+            if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
+                _save_when_due(self, trainer, adapter)
         finally:
-            io.compares, io.monitor = False, None
+            io.saving_hook, io.monitor = "", None
 
     return saving
 
@@ -198,7 +190,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         return
     checkpoint, name = adapter.io.where(target), adapter.io.where(link)
     if trainer.is_global_zero and checkpoint != name:
-        adapter.io.post_commit.link(lambda: catalog.link(name, checkpoint))
+        adapter.io.post_commit.change(functools.partial(catalog.link, name, checkpoint))
     trainer.strategy.barrier("link to a checkpoint")
 
 
@@ -228,8 +220,8 @@ def plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 
 
 @dataclass(frozen=True)
-class Stores:
-    """Checkpoints in object stores and in a local tier, for Lightning's choice of a checkpoint.
+class CheckpointChoice:
+    """Lightning's choice of a checkpoint, on a disk, in an object store and in a local tier.
 
     The choice includes checkpoints that only this node's local tier has: Lightning chooses before ranks can
     communicate.
@@ -237,85 +229,81 @@ class Stores:
 
     io: DCPCheckpointIO
 
-    def concerns(self, path: str) -> bool:
-        """Return whether Lightning's own search does not suffice for ``path``: a URL, or any path with a local tier."""
-        return self.io.config.has_local_tier or on_file_system(text_of(path)) is None
+    def last(self, trainer: Any, others: Iterable[str]) -> str | None:
+        """Return the newest of the checkpoints called ``last`` and of the paths ``others``; None without any.
 
-    def newest(self, paths: set[str]) -> str | None:
-        """Return the path of the checkpoint that was made last; None if no path has a checkpoint."""
-        times = {str(path): time for path in map(self.io.where, paths) if (time := _time_of(self.io, path)) is not None}
-        return max(times, key=times.__getitem__) if times else None
+        Raises:
+            CheckpointNotFound: Checkpoints were saved, but none can be resumed from. Silently training from scratch
+                would be wrong.
+        """
+        callbacks = [item for item in trainer.checkpoint_callbacks if has_base(type(item), "ModelCheckpoint")]
+        folders = [_lightning.folder_of(callback, trainer) for callback in callbacks]
+        candidates = set(map(self.io.where, others))
+        for callback, folder in zip(callbacks, folders, strict=True):
+            candidates |= self._called_last(callback, self.io.where(folder))
+        times = {str(path): time for path in candidates if (time := self._time_of(path)) is not None}
+        if not times:
+            rank_zero_warn(
+                f'fit(ckpt_path="last"): there is none in {" or ".join(folders)}. No checkpoint will be loaded.'
+            )
+        return max(times, key=times.__getitem__, default=None)
 
-    def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
+    def numbers(self, folder: str, name: re.Pattern[str], usable: bool = False) -> list[int]:
         """Return the number in the first group of ``name`` for each matching entry of a folder; only of checkpoints
-        that can be resumed from if ``committed``."""
+        that can be resumed from if ``usable``."""
         root = self.io.where(folder)
-        local = [state.path for state in _local_in(self.io, root)]
+        local = [state.path for state in self._local_in(root)]
         paths = [*local, *(path for path in paths_in(root) if path not in local)]
         named = [(match, path) for path in paths if (match := name.fullmatch(path.name))]
-        usable = [match for match, path in named if not committed or not _reason_to_pass_over(path, local)]
-        return [int(match[1]) for match in usable]
+        return [int(match[1]) for match, path in named if not usable or path in local or not _reason_to_pass_over(path)]
 
+    def _called_last(self, callback: Any, folder: Where) -> set[Where]:
+        """Return the checkpoints called ``last`` that can be resumed from, or a newer one of the local tier alone; if
+        none can, the newest checkpoint in the folder."""
+        paths = {path for path in paths_in(folder) if _is_called_last(callback, path.name)}
+        local = self._local_in(folder) if callback.save_last else []
+        newest = max(local, key=lambda state: state.time, default=None)
+        if newest is not None and all((self._time_of(path) or 0.0) < newest.time for path in paths):
+            return {newest.path}
+        passed_over = {path: reason for path in sorted(paths, key=str) if (reason := _reason_to_pass_over(path))}
+        chosen = paths - passed_over.keys()
+        if passed_over:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
+            chosen = chosen or {self._newest_in(folder, reasons)}
+            names = " or ".join(sorted(map(str, chosen)))
+            rank_zero_warn(f'ckpt_path="last" passes over {reasons}. Resuming from {names}.')
+        for path in chosen:
+            note_chosen(path)
+        return chosen
 
-def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
-    """Return the saves to a folder that only this node's local tier has. Before that, wait for keepers of an earlier
-    training, which may be publishing them."""
-    source = source_of(io.config)
-    source.settle(folder, Ranks())
-    return [state for state in source.states(folder) if state.path.parent in (folder, resolved(folder))]
-
-
-def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
-    """Return the time at which a checkpoint directory or file was made; None if it does not exist."""
-    if (local := source_of(io.config).newest_time(path)) is not None:
-        return local
-    return saved_at(path)
-
-
-def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> set[str]:
-    """Return the checkpoints called ``last`` that can be resumed from."""
-    io = plugin_of(trainer)
-    if io is None:
-        return search(callback, trainer)
-    folder = io.where(_lightning.folder_of(callback, trainer))
-    local = _local_in(io, folder) if callback.save_last else []
-    paths = list(map(str, paths_in(folder)))
-    candidates = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
-    candidates = {str(io.where(path)) for path in candidates}
-    if local:
-        newest = max(local, key=lambda state: state.time)
-        if all((_time_of(io, io.where(path)) or 0.0) < newest.time for path in candidates):
-            return {str(newest.path)}
-    return _committed(io, candidates)
-
-
-def _committed(io: DCPCheckpointIO, paths: set[str]) -> set[str]:
-    """Return the paths from which a training can resume; if there are none, the newest checkpoint in their folder.
-
-    Raises:
-        CheckpointNotFound: Checkpoints were saved, but none can be resumed from. Silently training from scratch would
-            be wrong.
-    """
-    passed_over = {path: reason for path in sorted(paths) if (reason := _reason_to_pass_over(io.where(path)))}
-    reasons = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
-    remaining = paths - passed_over.keys()
-    if passed_over and not remaining:
-        newest = catalog.latest(io.where(next(iter(passed_over))).parent, io.config.storage_options)
+    def _newest_in(self, folder: Where, reasons: str) -> Where:
+        newest = catalog.latest(folder, self.io.config.storage_options)
         if newest is None:
             raise CheckpointNotFound(
                 f'ckpt_path="last", but nothing here can be resumed from: {reasons}. Delete it to train from scratch.'
             )
-        remaining = {str(newest)}
-    if passed_over:
-        rank_zero_warn(f'ckpt_path="last" passes over {reasons}. Resuming from {" or ".join(sorted(remaining))}.')
-    for path in remaining:
-        note_chosen(path)
-    return remaining
+        return self.io.where(newest)
+
+    def _local_in(self, folder: Where) -> list[CheckpointState]:
+        """Return the saves to a folder that only this node's local tier has. Before that, wait for keepers of an
+        earlier training, which may be publishing them."""
+        source = source_of(self.io.config)
+        source.settle(folder, Ranks())
+        return [state for state in source.states(folder) if state.path.parent in (folder, resolved(folder))]
+
+    def _time_of(self, path: Where) -> float | None:
+        """Return the time at which a checkpoint directory or file was made; None if it does not exist."""
+        local = source_of(self.io.config).newest_time(path)
+        return saved_at(path) if local is None else local
 
 
-def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
-    if path in local:
-        return ""
+def _is_called_last(callback: Any, name: str) -> bool:
+    """Return whether a ``ModelCheckpoint`` takes a file of this name for ``last``. Its own search drops the scheme of a
+    bucket from the paths, and answers from cached listings."""
+    return name.endswith(callback.FILE_EXTENSION) and bool(re.match(callback.CHECKPOINT_NAME_LAST, name))
+
+
+def _reason_to_pass_over(path: Where) -> str:
     if not kind_of(path):
         return f"it is a link to {os.readlink(path)}, which is not there" if is_link(path) else "it is gone"
     return "" if is_regular_file(path) else catalog.reason_to_pass_over(path)

@@ -61,10 +61,9 @@ class Resume:
     streams: SavedStreams
     rng: dict[str, Any] | None
     """The random state of the rank ``streams.source`` in the checkpoint; None if it has none."""
-    positions: list[Any]
-    """The saved states that no stateful loader has received yet, in order."""
-    made_by: list[str]
-    """The properties (:func:`made_by`) of these loaders, if the checkpoint has them."""
+    positions: list[tuple[Any, str | None]]
+    """The saved states that no stateful loader has received yet, in order, with the properties (:func:`made_by`) of the
+    saved loaders, if the checkpoint has them."""
     saved_on: int
     """Number of data-parallel ranks when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
@@ -86,6 +85,7 @@ class Resume:
         if moment.between_epochs:
             _lightning.complete_epoch(fit_loop)
         rank, data_ranks = data_rank(trainer)
+        positions = loader_states.get(str(rank), []) if len(loader_states) == data_ranks else []
         saved_on = frozenset(int(saved) for saved in rng_states if saved.isdecimal())
         streams = SavedStreams(saved_on, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
         if streams.about_new_ranks:
@@ -93,8 +93,7 @@ class Resume:
         return cls(
             streams=streams,
             rng=rng_states.get(str(streams.source)),
-            positions=loader_states.get(str(rank), []) if len(loader_states) == data_ranks else [],
-            made_by=checkpoint.pop(MADE_BY, []),
+            positions=list(zip(positions, checkpoint.pop(MADE_BY, [None] * len(positions)), strict=False)),
             saved_on=len(loader_states),
             moment=moment,
             plateau_metrics=checkpoint.pop(PLATEAU, {}),
@@ -107,12 +106,12 @@ class Resume:
         if self.moment.after_last_batch:
             _lightning.postpone_iteration(trainer)
         if self.positions and hasattr(dataloader, "load_state_dict"):
-            position, current, name = self.positions.pop(0), made_by(dataloader), type(dataloader).__name__
-            saved = self.made_by.pop(0) if self.made_by else current
-            if saved == current:
+            (position, saved), current = self.positions.pop(0), made_by(dataloader)
+            if saved in (None, current):
                 self.placed.append((dataloader, position))
                 dataloader.load_state_dict(position)
             else:
+                name = type(dataloader).__name__
                 self.without_position.append(f"{name} with {current} (it has that of one with {saved})")
         else:
             self.without_position.append(type(dataloader).__name__)

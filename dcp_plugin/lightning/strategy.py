@@ -169,8 +169,8 @@ class LightningAdapter(StrategyAdapter):
         self.io.wait()
         if not self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             with self.checkpointer.shown(path) as files:
-                return self._load_directory(path, weights_only, files)
-        if self.keeps_shards:
+                checkpoint = self._load_directory(path, weights_only, files)
+        elif self.keeps_shards:
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: layout.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.model)
             checkpoint = self._loaded.checkpoint
@@ -179,7 +179,8 @@ class LightningAdapter(StrategyAdapter):
         else:  # the stock strategy reads Lightning's own format
             checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
         if self.fitting:
-            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"))
+            report = None if self._loaded is None else self._loaded.report
+            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), report)
         return checkpoint
 
     def _load_directory(self, path: Where, weights_only: bool | None, files: SourceFiles | None) -> Checkpoint:
@@ -197,7 +198,6 @@ class LightningAdapter(StrategyAdapter):
         )
         checkpoint = loaded.checkpoint
         if self.fitting:
-            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
             self._load_or_announce_optimizers(loaded)
         checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
         if loaded.of_lightning:  # Lightning continues the loops in its own way

@@ -230,21 +230,19 @@ def test_a_save_draws_no_random_numbers(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_what_callbacks_have_no_public_names_for() -> None:
-    """What callbacks have no public names for, see replace_link_and_search and groups_are_restored."""
+    """What callbacks have no public names for, see replace_link and groups_are_restored."""
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
     assert isinstance(inspect.getattr_static(ModelCheckpoint, "_link_checkpoint"), staticmethod)
     assert list(inspect.signature(ModelCheckpoint._link_checkpoint).parameters) == ["trainer", "filepath", "linkpath"]
     assert "self._link_checkpoint(trainer, " in inspect.getsource(ModelCheckpoint._save_last_checkpoint)
-    assert list(inspect.signature(ModelCheckpoint._find_last_checkpoints).parameters) == ["self", "trainer"]
-    assert "callback._find_last_checkpoints(" in inspect.getsource(_checkpoint_connector())
     assert BackboneFinetuning()._restarting is False
     assert "self.file_exists(filepath, trainer)" in inspect.getsource(ModelCheckpoint)
 
 
 @on_ranks(1)
 def test_what_choosing_a_checkpoint_in_a_store_has_no_public_names_for() -> None:
-    """See search_among, forget_listings, folder_of and replace_choice_of_checkpoint."""
+    """See forget_listings, folder_of and replace_choice_of_checkpoint."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
@@ -253,12 +251,15 @@ def test_what_choosing_a_checkpoint_in_a_store_has_no_public_names_for() -> None
     assert callback._ModelCheckpoint__resolve_ckpt_dir(connector.trainer) == "memory://folder"
     callback._fs.invalidate_cache()
     search = inspect.getsource(ModelCheckpoint._find_last_checkpoints)
-    assert "self._fs.exists(ckpt_path)" in search and "self._fs.ls(ckpt_path, detail=False)" in search
+    assert 'rf"^{self.CHECKPOINT_NAME_LAST}(-(\\d+))?"' in search
+    assert "path.suffix == self.FILE_EXTENSION and bool(re.match(last_pattern, path.stem))" in search
     assert 'self.save_last == "link" and not _is_local_file_protocol(self.dirpath)' in inspect.getsource(callback.setup)
     given = ["state_fn", "ckpt_path", "model_provided", "model_connected"]
     assert list(inspect.signature(connector._parse_ckpt_path).parameters) == given
     assert inspect.getsource(connector._select_ckpt_path).count("self._parse_ckpt_path(") == 2
-    assert "fs.modified(path)" in inspect.getsource(connector._parse_ckpt_path)
+    choice = inspect.getsource(connector._parse_ckpt_path)
+    assert "callback._find_last_checkpoints(" in choice and "fs.modified(path)" in choice
+    assert "ckpt_path is None and ft_checkpoints and self.trainer.state.fn == TrainerFn.FITTING" in choice
     assert isinstance(inspect.getattr_static(type(connector), "_hpc_resume_path"), property)
     assert isinstance(inspect.getattr_static(type(connector), "hpc_save_path"), staticmethod)
     assert OnExceptionCheckpoint("memory://folder").ckpt_path == "memory://folder/on_exception.ckpt"
@@ -285,9 +286,3 @@ def test_what_loggers_and_omegaconf_have_no_public_names_for() -> None:
     whole = OmegaConf.create({"a": [{"b": {}}]})
     assert place_in_configuration(whole.a[0].b) == (whole, ["a", 0, "b"])
     assert place_in_configuration(whole) == (whole, [])
-
-
-def _checkpoint_connector() -> Any:
-    from lightning.pytorch.trainer.connectors import checkpoint_connector
-
-    return checkpoint_connector
