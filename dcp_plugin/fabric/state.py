@@ -24,7 +24,7 @@ the same error. Checkpoints of every framework are loaded, and of Fabric without
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -261,12 +261,14 @@ class Contents:
     """The first segments of its keys, except ``extra``."""
     optimizers: list[str]
     """The first segments with the state of an optimizer."""
+    of_no_module: list[str]
+    """Those of them whose parameters are in no module."""
     sharded: list[str]
     """The first segments with tensors."""
-    extras: dict[str, list[int]]
-    """The names in ``extra``, with the ranks that have state of their own under them."""
-    names: dict[str, str]
-    """The users' names of modules and optimizers, by ours."""
+    keys: dict[str, str]
+    """The key of each value, by the user's name."""
+    ranks: dict[str, list[int]]
+    """The ranks that have state of their own below a name in ``extra``."""
     made_by_fabric: bool
     """True if Fabric saved the checkpoint without this package."""
 
@@ -282,27 +284,30 @@ class Contents:
             info, kinds = info_of(reader), reader.summary.kinds if reader.summary else {}
         keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
-        extras: dict[str, list[int]] = {}
+        ranks: dict[str, list[int]] = {}
         for key in keys.pop(EXTRA, []):
             for name in [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]:
                 rank = key[len(name) + 1 :].partition(".")[0]
-                ranks = extras.setdefault(name, [])
-                if rank.isdecimal() and int(rank) not in ranks:
-                    ranks.append(int(rank))
+                below = ranks.setdefault(name, [])
+                if rank.isdecimal() and int(rank) not in below:
+                    below.append(int(rank))
         names: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
-        if extras.pop(NAMES, None) is not None:
+        if ranks.pop(NAMES, None) is not None:
             Checkpointer(solo=True).restore(names, path, files=files)
+        users = names[f"{EXTRA}.{NAMES}"]
+        optimizers = [
+            top
+            for top, below in keys.items()
+            if kinds.get(top) == "optimizer" or {key.partition(".")[0] for key in below} <= OPTIMIZER_KEYS
+        ]
         return cls(
             path,
             tops=list(keys),
-            optimizers=[
-                top
-                for top, below in keys.items()
-                if kinds.get(top) == "optimizer" or {key.partition(".")[0] for key in below} <= OPTIMIZER_KEYS
-            ],
+            optimizers=optimizers,
+            of_no_module=[top for top in optimizers if is_of_no_module(keys[top])],
             sharded=[top for top in keys if top in with_tensors],
-            extras=extras,
-            names={str(name): str(user) for name, user in names[f"{EXTRA}.{NAMES}"].items()},
+            keys={str(users.get(top, top)): top for top in keys} | {name: f"{EXTRA}.{name}" for name in ranks},
+            ranks=ranks,
             made_by_fabric=info.format != "dcp_plugin" and is_regular_file(path / META),
         )
 
@@ -330,7 +335,7 @@ def load(
     ranks = adapter.checkpointer.ranks
     if isinstance(state, (nn.Module, Optimizer)):
         contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, []))
-        _load_raw(adapter, contents, files, state, strict)
+        _load_raw(adapter, contents, state, strict)
         return {}
     state = {} if state is None else state
     if not state and adapter.keeps_shards:
@@ -348,7 +353,7 @@ def load(
     target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), list(modules.values()))}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))
-    remainder = _remainder(adapter, contents, set(places.values()))
+    remainder = _remainder(adapter, contents, places.values())
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, contents))
@@ -360,43 +365,29 @@ def load(
 
 
 def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
-    """Return for each item of the state its name in the checkpoint.
+    """Return for each item of the state its key in the checkpoint: by the user's name or by ours, else by the order of
+    the modules and of the optimizers.
 
     Raises:
         NotInCheckpoint: The checkpoint lacks an item, if ``strict``.
     """
-    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
-    places = {**_live_places(MODEL, modules, contents), **_live_places(OPTIM, optimizers, contents)}
-    plain = {name: name for name in contents.tops} | {name: f"{EXTRA}.{name}" for name in contents.extras}
-    live = modules.keys() | optimizers.keys()
-    places.update({name: plain[name] for name in state if name in plain and name not in live})
+    keys = {top: top for top in contents.tops} | contents.keys
+    places = {name: keys[name] for name in state if name in keys}
+    for kind, live in ((MODEL, of_kind(nn.Module, state)), (OPTIM, of_kind(Optimizer, state))):
+        unplaced = [name for name in live if name not in places]
+        stored = among(kind, contents.tops)
+        unused = [top for top in stored if top not in places.values()]
+        if len(unplaced) == len(unused):
+            places.update(zip(unplaced, unused, strict=True))
+        elif len(live) == 1 and not stored:
+            # Under another name, the core finds the only object of its kind, and logs the name.
+            places.update(dict.fromkeys(unplaced, kind))
     missing = [name for name in state if name not in places]
     if strict and missing:
-        present = [
-            *(contents.names.get(top, top) for top in contents.tops),
-            *(name for name in contents.extras if name != RNG),
-        ]
+        present = ", ".join(name for name in contents.keys if name != RNG)
         raise NotInCheckpoint(
-            f"{contents.path} has no {', '.join(map(repr, missing))}; it has {', '.join(present)}. strict=False loads "
-            "what fits."
+            f"{contents.path} has no {', '.join(map(repr, missing))}; it has {present}. strict=False loads what fits."
         )
-    return places
-
-
-def _live_places(kind: str, live: Mapping[str, Any], contents: Contents) -> dict[str, str]:
-    """Return for each module or optimizer its name in the checkpoint, by the user's name, else by the order."""
-    places: dict[str, str] = {}
-    by_order = among(kind, contents.tops)
-    for user in live:
-        same = [name for name, other in contents.names.items() if other == user and name in by_order]
-        if same or user in contents.tops:
-            places[user] = same[0] if same else user
-    unplaced = [user for user in live if user not in places]
-    unused = [name for name in by_order if name not in places.values()]
-    if len(unplaced) == len(unused):
-        places.update(zip(unplaced, unused, strict=True))
-    elif len(live) == 1 and not by_order:
-        places[unplaced[0]] = kind  # under another name, the core finds the only object of its kind, and logs the name
     return places
 
 
@@ -405,7 +396,7 @@ def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents:
     if not has_position(value):
         return {place: None if _is_replaced(value) else value}
     rank, ranks = data_rank(adapter.strategy)
-    saved_on = contents.extras.get(name, [])
+    saved_on = contents.ranks.get(name, [])
     warn = partial(_warn, adapter, contents)
     if len(saved_on) == ranks:
         return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, warn))}
@@ -431,17 +422,16 @@ def _is_replaced(value: Any) -> bool:
     return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
 
 
-def _remainder(adapter: FabricAdapter, contents: Contents, taken: set[str]) -> dict[str, str]:
-    """Return the names of the remaining values in the checkpoint, by the names that the user gets."""
-    tops = [top for top in contents.tops if top not in taken and not (adapter.keeps_shards and top in contents.sharded)]
-    extras = {name: f"{EXTRA}.{name}" for name in contents.extras if name != RNG and f"{EXTRA}.{name}" not in taken}
-    return {contents.names.get(top, top): top for top in tops} | extras
+def _remainder(adapter: FabricAdapter, contents: Contents, taken: Collection[str]) -> dict[str, str]:
+    """Return the keys of the remaining values in the checkpoint, by the names that the user gets."""
+    left_out = {*taken, f"{EXTRA}.{RNG}", *(contents.sharded if adapter.keeps_shards else ())}
+    return {name: key for name, key in contents.keys.items() if key not in left_out}
 
 
 def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
     """Return the target of the random streams that this rank continues, by key."""
-    saved_on = frozenset(contents.extras.get(RNG, []))
-    streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
+    saved_on = frozenset(contents.ranks.get(RNG, []))
+    streams = SavedStreams(saved_on, adapter.rank, adapter.attachment.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
         _warn(adapter, contents, f"it has {streams.about_new_ranks}")
     return {} if streams.name is None else {f"{EXTRA}.{streams.name}": RandomStreams(load_state_dict=streams.restore)}
@@ -477,33 +467,22 @@ def _load_made_by_fabric(
     return metadata
 
 
-def _load_raw(
-    adapter: FabricAdapter, contents: Contents, files: SourceFiles | None, value: nn.Module | Optimizer, strict: bool
-) -> None:
+def _load_raw(adapter: FabricAdapter, contents: Contents, value: nn.Module | Optimizer, strict: bool) -> None:
     """Load a module or an optimizer from a checkpoint with a single object of this kind."""
-    path = contents.path
+    path, kind, names = contents.path, "optimizer", contents.optimizers
     if isinstance(value, nn.Module):
-        name = _only("model", path, [top for top in contents.sharded if top not in contents.optimizers])
-        adapter.checkpointer.restore({name: inside_ddp(value)}, path, strict=strict)
-        return
-    name = _only("optimizer", path, contents.optimizers)
-    of_none = adapter.checkpointer.ranks.from_zero(
-        f"read {path}", lambda: is_of_no_module(keys_by_name(path, files)[name])
-    )
+        kind, names = "model", [top for top in contents.sharded if top not in contents.optimizers]
+    if len(names) != 1:
+        present = f"{len(names)} ({', '.join(names)})" if names else "none"
+        raise CheckpointMismatch(
+            f"load_raw takes the only {kind} of a checkpoint, and {path} has {present}: use fabric.load."
+        )
+    target = as_asked({names[0]: value})
     try:
-        module = trained_modules(adapter, {name: value}, loose=of_none)[name]
+        trained = trained_modules(adapter, target, loose=names[0] in contents.of_no_module)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
             "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    adapter.checkpointer.restore({**names_for({name: module}, []), name: value}, path, strict=strict)
-
-
-def _only(kind: str, path: Where, names: list[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    present = f"{len(names)} ({', '.join(names)})" if names else "none"
-    raise CheckpointMismatch(
-        f"load_raw takes the only {kind} of a checkpoint, and {path} has {present}: use fabric.load."
-    )
+    adapter.checkpointer.restore({**names_for(trained, []), **target}, path, strict=strict)

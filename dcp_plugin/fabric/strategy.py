@@ -208,10 +208,6 @@ class FabricAdapter(StrategyAdapter):
     def rank(self) -> int:
         return getattr(self.strategy, "global_rank", 0)
 
-    @property
-    def world_size(self) -> int:
-        return getattr(self.strategy, "world_size", 1)
-
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
         """Modules of ``setup``, in order; an optimizer that is loaded alone trains one of these modules."""

@@ -78,6 +78,18 @@ def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
         return info_of(reader)
 
 
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+_PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
+    Enum: lambda value: value.value,
+    timedelta: timedelta.total_seconds,
+    np.ndarray: np.ndarray.tolist,
+    Namespace: vars,
+}
+
+
 def plain(value: Any) -> Any:
     """Return settings as plain values, unless they can be stored unchanged."""
     omegaconf = sys.modules.get("omegaconf")
@@ -85,19 +97,11 @@ def plain(value: Any) -> Any:
         return plain(omegaconf.OmegaConf.to_container(value))
     if isinstance(value, StoreOptions):  # has credentials, which no checkpoint stores
         return None
-    settings = isinstance(value, (Enum, timedelta, np.ndarray, Namespace)) or dataclasses.is_dataclass(value)
-    if settings and is_storable(value):
-        return value
-    if isinstance(value, Enum):
-        return plain(value.value)
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Namespace):
-        return plain(vars(value))
+    form = next((form for kind, form in _PLAIN_FORMS.items() if isinstance(value, kind)), None)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        form = form or _fields_of
+    if form is not None:
+        return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
