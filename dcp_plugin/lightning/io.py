@@ -93,7 +93,8 @@ class PostCommit:
         self._changes: list[_FileChange] = []
         self._due: deque[Callable[[], object]] = deque()
         """Actions that only the training's thread may run."""
-        self._only_local: set[Where] = set()
+        self._only_local: set[Where | None] = set()
+        """Checkpoints in the local tier alone."""
 
     def follow(self, handle: SaveHandle | None) -> None:
         """Delay later actions until this save is published; with None they run at once."""
@@ -133,8 +134,7 @@ class PostCommit:
                 continue
             is_superseded_link = change.deletes is None and change.after < number
             if self._take(change) and not is_superseded_link:
-                if change.deletes is not None:
-                    self._only_local.discard(change.deletes)
+                self._only_local.discard(change.deletes)
                 if change.in_training:
                     self._due.append(change.make)
                 else:
