@@ -124,7 +124,8 @@ def saved_at(path: Where) -> float | None:
 def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map_location: Any = "cpu") -> Any:
     """Load a file of ``torch.save``.
 
-    A local file is mapped into memory, so that ranks of one node share its pages.
+    A large local file is mapped into memory, so that ranks of one node share its pages. A smaller file is read: the
+    kernel ends a process that reads from a mapped file after the file has shrunk.
 
     Args:
         weights_only: Refuse values that only executing code from the file restores. None takes torch's default, which
@@ -142,7 +143,8 @@ def load_torch_file(path: Where, weights_only: bool | None, if_trusted: str, map
                 return torch.load(file, map_location, weights_only=weights_only)
         if kind_of(path) not in ("file", ""):
             raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
-        return torch.load(local, map_location, mmap=zipfile.is_zipfile(local), weights_only=weights_only)
+        mapped = zipfile.is_zipfile(local) and local.stat().st_size > _AT_ONCE
+        return torch.load(local, map_location, mmap=mapped, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
             f"{path} holds something that is not loaded without executing code from the file: {_refused(error)}. "

@@ -33,6 +33,17 @@ def test_a_bare_plugin_saves_and_loads_any_dictionary(place: Where) -> None:
         io.save_checkpoint(weights, place / "weights", storage_options={})
 
 
+@on_ranks(1)
+def test_a_small_file_of_lightnings_own_may_shrink_once_it_is_read(tmp_path: Path) -> None:
+    from tests.lightning import training as t
+
+    weights = t.Model().state_dict()
+    torch.save({"state_dict": weights}, tmp_path / "stock.ckpt")
+    checkpoint = t.DCPCheckpointIO().load_checkpoint(tmp_path / "stock.ckpt")
+    (tmp_path / "stock.ckpt").write_bytes(b"")
+    assert_same(weights, checkpoint["state_dict"])
+
+
 @on_ranks(2)
 def test_on_two_ranks_rank_0_alone_may_save(tmp_path: Path) -> None:
     from tests.lightning import training as t
