@@ -182,7 +182,9 @@ def test_trap_4_what_a_save_needs_beside_the_checkpoint_does_not_count_as_one(tm
     assert next_name(trainer) == "hpc_ckpt_3.ckpt"
     assert_same(t.whole_state(trainer), _resumed(t, "single", "hpc", default_root_dir=tmp_path, **OURS))
     (tmp_path / "hpc_ckpt_2.ckpt.tmp_7").mkdir()
-    assert next_name(trainer) == "hpc_ckpt_28.ckpt", "what a temporary directory beside it would do"
+    assert next_name(trainer) == "hpc_ckpt_3.ckpt"
+    alone = type(trainer._checkpoint_connector).__mro__[1].hpc_save_path(tmp_path)
+    assert os.path.basename(alone) == "hpc_ckpt_28.ckpt", "what a temporary directory beside it does to Lightning alone"
 
 
 @on_ranks(2)
