@@ -3,9 +3,10 @@
 In: host copies in shared memory (:mod:`~dcp_plugin.keeper.spool`), and the journal of the saves
 (:mod:`~dcp_plugin.keeper.journal`). Out: local parts, copies on other nodes, published checkpoints
 (:mod:`~dcp_plugin.keeper.node`, :mod:`~dcp_plugin.keeper.coordinator`). The ranks talk to it through
-:mod:`~dcp_plugin.keeper.client`. :mod:`~dcp_plugin.keeper.requests` makes every request to a keeper, and
-:mod:`~dcp_plugin.keeper.server` answers it. The rule: once all ranks have handed a save over, no rank is needed any
-more. Every step of the keeper can be repeated: a keeper that replaces a dead one reads the same journal and continues.
+:mod:`~dcp_plugin.keeper.client`. :mod:`~dcp_plugin.keeper.wire` makes every request to a keeper, in the encoding of
+:mod:`~dcp_plugin.keeper.plain`, and :mod:`~dcp_plugin.keeper.server` answers it. The rule: once all ranks have handed a
+save over, no rank is needed any more. Every step of the keeper can be repeated: a keeper that replaces a dead one reads
+the same journal and continues.
 
 A *node* is a host and a ``local_dir`` on it. It has the part of a checkpoint that its ranks wrote, the complete index,
 and perhaps copies of other nodes' parts (:mod:`~dcp_plugin.keeper.local_checkpoints`). A load takes each byte from the

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,9 @@ from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, Save
 from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of
 from dcp_plugin.keeper.locks import described
-from dcp_plugin.keeper.records import Go, Peer, Progress, RankJob
-from dcp_plugin.keeper.requests import KeeperLost, Requests
+from dcp_plugin.keeper.records import Go, Peer, RankJob, State
 from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.keeper.wire import NO_ADDRESS, Address, new_key
+from dcp_plugin.keeper.wire import NO_ADDRESS, Address, Channel, KeeperLost, connect, new_key
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
@@ -43,7 +43,6 @@ _START_SECONDS = 120.0
 slow file system."""
 _POLL = 30.0
 _ANSWER = 60.0
-_FORGET = 60.0
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,12 @@ class KeeperClient:
         self._patience = min(_ANSWER, config.timeout)
         """Seconds in which a keeper that is there has to answer."""
         self._closing = False
-        self._last_news = 0
-        self._attached: Requests | None = None
         self._reached_at: tuple[str, Address] | None = None
-        """The host and the address at which other nodes reach the keeper."""
-        self._is_attached = threading.Event()
+        """The host and the address at which other nodes reach the keeper; None before it has answered first."""
         self._failure: NoSharedMemory | None = None
         """Reason for which saves bypass the keeper now; None if they use it."""
+        self._logged: Counter[str] = Counter()
+        """By save: the messages of the keeper that this rank has logged."""
         self._coordinator: Peer | None = None
         self._go: Go | None = None
         """On rank 0: the last save that was handed over."""
@@ -102,13 +100,14 @@ class KeeperClient:
             if hasattr(self, "spool"):
                 self.spool.leave()
             raise
+        self.key = self._job.key
         self.beside_rank_zero = self._job.first == self._node
         self.newest_time = self._job.newest
         """The greatest recorded time of the run that this rank has seen, in seconds since the epoch."""
         if self.rank == 0 and (behind := self.newest_time - time.time()) > 60:
             logger.warning("the clock is %.0f s behind the newest save. Recorded times continue from there.", behind)
-        self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
-        self._thread.start()
+        with suppress(OSError):  # it starts while the first save is staged; the first request starts it otherwise
+            start_keeper(self.spool, config.keeper_linger)
 
     def _meet(self, root: Where, ranks: Ranks) -> _Job:
         """Enter the journal of this node, and return the training with what all nodes know of it. Collective."""
@@ -147,45 +146,7 @@ class KeeperClient:
         """Return memory that the keeper sees. Raises NoSharedMemory."""
         return self.spool.allocate(self.rank, nbytes)
 
-    # The connection that says that this rank is alive
-
-    def _stay(self) -> None:
-        """Start the keeper if none is alive, stay connected, and log its messages, until :meth:`close`."""
-        deaths = 0
-        while not self._closing:
-            try:
-                keeper = self._attached = self._open()
-                job = (self._job.name, self._job.key) if self._job.nodes > 1 else None
-                self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, job).get()
-                if self._reached_at is None:
-                    raise ConnectionAbortedError("the keeper has just ended")
-                while not self._closing:
-                    self._failure = None
-                    self._is_attached.set()
-                    news = keeper.ask(_POLL + self._patience, "news", self._last_news, _POLL)
-                    for number, text in news.get():
-                        self._last_news = number
-                        if self.rank == 0 or self._job.nodes > 1:
-                            logger.warning("keeper of rank %d: %s", self.rank, text)
-            except NoSharedMemory as error:
-                self._failure = error
-                self._is_attached.set()
-                return
-            except TimeoutError:
-                self.pass_over(self.lost())
-                time.sleep(1.0)
-            except Exception as error:
-                self._is_attached.clear()
-                if self._attached is not None:
-                    self._attached.close()
-                if self._is_closing():
-                    return
-                deaths += 1
-                self._last_news = 0
-                logger.warning(
-                    "the keeper of rank %d has died (%s). Another keeper takes over its saves.", self.rank, error
-                )
-                time.sleep(min(5.0, 0.1 * 2 ** min(deaths, 10)))
+    # Requests
 
     def lost(self) -> KeeperLost:
         """Return the error that names the keeper of this node, which does not answer."""
@@ -194,73 +155,89 @@ class KeeperClient:
             f"{described(self.spool.pid())}"
         )
 
-    def pass_over(self, error: Exception) -> None:
+    def pass_over(self, error: KeeperLost) -> None:
         """Let saves bypass the keeper until it answers again."""
         if self._failure is None:
+            self._failure = NoSharedMemory(str(error))
             logger.warning("%s; saves go on without it", error)
-        self._failure = NoSharedMemory(str(error))
-        self._is_attached.set()
+            threading.Thread(target=self._await_answer, name="dcp-keeper", daemon=True).start()
+
+    def _await_answer(self) -> None:
+        while not self._closing:
+            try:
+                self._open().close()
+                self._failure = None
+                return
+            except NoSharedMemory:
+                return
+            except (OSError, SaveFailed):
+                time.sleep(1.0)
 
     def refuse_if_passed_over(self) -> None:
         """Raise NoSharedMemory if saves bypass the keeper."""
         if self._failure is not None:
             raise NoSharedMemory(str(self._failure)) from self._failure
 
-    def _is_closing(self) -> bool:
-        return self._closing
-
-    def _requests(self) -> Requests:
-        return Requests(self.spool.socket, connect_seconds=self._patience)
-
-    def _open(self) -> Requests:
+    def _open(self) -> Channel:
         """Connect to the keeper; start one if none is alive.
 
         Raises:
-            NoSharedMemory: No keeper answers.
+            NoSharedMemory: No keeper can be started; later saves bypass it.
+            OSError: It does not answer, or has just ended.
         """
         deadline = time.monotonic() + _START_SECONDS
         started: subprocess.Popen[bytes] | None = None
-        keeper = self._requests()
         while True:
             try:
-                keeper.connect()
-                return keeper
+                keeper = connect(self.spool.socket, timeout=self._patience)
+                break
             except TimeoutError:
                 raise
             except OSError as error:
                 if self._closing:
                     raise
-                if started is not None and started.poll() not in (None, 0):
-                    raise NoSharedMemory(f"the keeper ended at once: see {self.spool.folder}/start.log") from error
-                if time.monotonic() > deadline:
-                    raise NoSharedMemory(f"no keeper answers: see {self.spool.folder}/start.log") from error
+                has_ended = started is not None and (started.poll() or 0) > 0  # it has not been killed
+                if has_ended or time.monotonic() > deadline:
+                    why = "the keeper ended at once" if has_ended else "no keeper answers"
+                    self._failure = NoSharedMemory(f"{why}: see {self.spool.folder}/start.log")
+                    raise self._failure from error
                 if started is None or (started.poll() is not None and not self.spool.is_kept()):
                     started = start_keeper(self.spool, self._config.keeper_linger)
+                    if started is not None and self._reached_at is not None:
+                        logger.warning("the keeper of rank %d has died. Another keeper takes over.", self.rank)
                 time.sleep(0.02)
+        key = self.key if self._job.nodes > 1 else None
+        try:
+            self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, key).get()
+            if self._reached_at is None:
+                raise ConnectionAbortedError("the keeper has just ended")
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
 
-    def _call(self, what: str, *args: Any, wait: float = 0.0) -> Any:
+    def _call(self, what: str, *args: Any) -> Any:
         """Make a request to the keeper over a separate connection; repeat it if the keeper dies meanwhile.
-
-        Args:
-            wait: Seconds that the request itself may take.
 
         Raises:
             SaveFailed: The keeper refuses.
             KeeperLost: The keeper does not answer.
+            NoSharedMemory: Saves bypass the keeper, or none can be started.
         """
-        deadline = time.monotonic() + _START_SECONDS + wait
+        failing_since: float | None = None
         while True:
-            self._ready()
+            self.refuse_if_passed_over()
             try:
-                with closing(self._requests()) as keeper:
-                    reply = keeper.ask(self._patience + wait, what, *args)
+                with closing(self._open()) as keeper:
+                    reply = keeper.ask(self._patience, what, *args)
                 break
             except TimeoutError as error:
                 raise self.lost() from error
             except OSError as error:
+                failing_since = failing_since or time.monotonic()
                 if self._closing:
                     raise
-                if time.monotonic() > deadline:
+                if time.monotonic() - failing_since > _START_SECONDS:
                     raise self.lost() from error
                 time.sleep(0.1)
         if isinstance(reply.failure, OSError):  # of the keeper's own work, unlike those above
@@ -270,15 +247,13 @@ class KeeperClient:
             ) from reply.failure
         return reply.get()
 
-    def _ready(self) -> None:
-        """Wait until the keeper answers.
-
-        Raises:
-            NoSharedMemory: No keeper answers.
-        """
-        if not self._is_attached.wait(_START_SECONDS):
-            raise self.lost()
-        self.refuse_if_passed_over()
+    def _address(self) -> tuple[str, Address]:
+        """Return the host and the address at which other nodes reach the keeper. Raises NoSharedMemory."""
+        if self._job.nodes == 1:
+            return "localhost", NO_ADDRESS
+        while self._reached_at is None:
+            self._call("attach", self._config.keeper_linger, None)
+        return self._reached_at
 
     # Saves
 
@@ -299,15 +274,13 @@ class KeeperClient:
             self.refuse_if_passed_over()
             try:
                 self.journal.hand_over(mine, attached)
-            except OSError as error:
+                host, address = self._address()
+            except (OSError, TypeError, KeeperLost) as error:
                 raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error
-            if self._job.nodes > 1:
-                self._ready()
-            host, address = self._reached_at or ("localhost", NO_ADDRESS)
             return Peer(self.rank, self._node, host, address, self._config.local_dir or "")
 
         def go(peers: list[Peer]) -> Peer:
-            self._go = Go(token, peers, self._job.key)
+            self._go = Go(token, peers)
             self.journal.go(self._go)
             return peers[0]
 
@@ -339,7 +312,7 @@ class KeeperClient:
         try:
             if self._config.local_dir is not None:
                 LocalCheckpoints(Path(self._config.local_dir), self._root).remove(token)
-            if self.rank == 0 and (reserved := self.journal.reservation(token)) is not None:
+            if self.rank == 0 and (reserved := Journal(self.spool).state(token).reserved):
                 medium_of(path).revoke(path, reserved)
         except (OSError, CheckpointError) as error:
             logger.warning("%s: cannot revoke the save of a keeper that does not answer: %s", path, error)
@@ -348,8 +321,10 @@ class KeeperClient:
         with suppress(OSError, SaveFailed):
             self._call("begin")  # a keeper that starts now finds it by itself
 
-    def wait(self, token: str, stage: str, timeout: float | None = None) -> Progress:
+    def wait(self, token: str, stage: str, timeout: float | None = None) -> State:
         """As :meth:`dcp_plugin.keeper.journal.Journal.wait`; without ``timeout`` until the training stops waiting.
+
+        Rank 0 logs the messages of the save.
 
         Raises:
             SaveFailed: The keeper does not answer.
@@ -359,31 +334,33 @@ class KeeperClient:
             if timeout is None and self.queue.closes_at is not None:
                 left = max(0.0, self.queue.closes_at - time.monotonic())
             step = min(_POLL, self._config.timeout / 2, *(() if left is None else (left,)))
-            progress: Progress = self._call("wait", token, stage, step, wait=step)
+            asked = time.monotonic()
+            state: State = self._call("wait", token, stage, step, self._logged[token])
             if left is not None:
-                left -= step  # and not the seconds in which a keeper was started in place of one that died
-            if progress.has_reached(stage) or (left is not None and left <= 0):
-                return progress
+                left -= min(step, time.monotonic() - asked)  # not the seconds in which another keeper was started
+            for text in state.messages[self._logged[token] :] if self.rank == 0 else ():
+                logger.warning("keeper of rank %d: %s", self.rank, text)
+            self._logged[token] = len(state.messages)
+            if state.has_reached(stage) or (left is not None and left <= 0):
+                return state
 
     def drain(self, token: str) -> bool:
         """Copy a save that ended locally to its path. Return whether it is there or will be."""
-        return cast(
-            bool, self._call("drain_newest", token, self._coordinator, self._job.key, wait=self._config.timeout)
-        )
+        return cast(bool, self._call("drain_newest", token, self._coordinator, self.key))
 
     def forget(self, path: Where) -> None:
         """Delete this node's parts of the saves to a path; on rank 0, those of all nodes."""
         if self._config.local_dir is not None:
-            self._call("forget", str(path), path.parent, self._config.local_dir, self._go, wait=_FORGET)
+            others = [node[0] for node in self._go.nodes()[1:]] if self._go else []
+            asked = str(path), path.parent, self._config.local_dir, others, self.key
+            for text in self._call("forget", *asked):
+                logger.warning("keeper of rank %d: %s", self.rank, text)
 
     def close(self) -> None:
         """Leave the keeper, which then does not wait for this training any more."""
         if os.getpid() != self._process:
-            return  # forked: the connection is the parent's, too
+            return  # forked: the lock is the parent's
         self._closing = True
-        if self._attached is not None:
-            self._attached.close()
-        self._thread.join(self._patience)
         self.spool.leave()
 
 
@@ -429,7 +406,7 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
 
 def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
     """Wait until a keeper, started in place of one that died, has published the saves in its journal, or completed them
-    in ``local_dir``. A journal of another version of this package is left as it is.
+    in ``local_dir``, or dropped them. A journal of another version of this package is left as it is.
 
     Returns:
         Messages about the saves that are not there.
@@ -438,24 +415,30 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
         spool.refuse_other_format()
     except NoSharedMemory as error:
         return [str(error)]
-    unfinished = Journal(spool).unfinished()
-    if not unfinished and not spool.is_kept():
+    left = Journal(spool).in_flight() if spool.is_kept() else Journal(spool).unfinished()
+    if not left:
         return []
     start_keeper(spool, config.keeper_linger)
-    patience = min(_ANSWER, config.timeout)
+    patience, problems = min(_ANSWER, config.timeout), []
     start, deadline = time.monotonic() + _START_SECONDS, time.monotonic() + config.timeout
-    left = [f"{len(unfinished)} saves that were handed over before are not written"] if unfinished else []
-    while time.monotonic() < start:
+    while left and time.monotonic() < deadline:
         try:
-            with closing(Requests(spool.socket, connect_seconds=patience)) as keeper:
-                while True:
-                    left = cast(list[str], keeper.ask(2 * patience, "settle", patience).get())
-                    if not left or time.monotonic() > deadline:
-                        return left
+            with closing(connect(spool.socket, timeout=patience)) as keeper:
+                state: State = keeper.ask(patience, "wait", left[0], "local", patience).get()
         except TimeoutError:
-            return [f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}", *left]
+            problems.append(f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}")
+            break
         except OSError:
             if not spool.folder.exists():  # it has ended meanwhile
                 return []
+            if time.monotonic() > start:
+                break
             time.sleep(0.05)
-    return left
+            continue
+        except SaveFailed:  # it has no record of the save any more
+            left = left[1:]
+            continue
+        if state.end is not None and state.end.has_failed:
+            problems.append(f"a save that was handed over before has failed: {state.end.error}")
+        left = left[state.has_reached("local") :]
+    return problems + [f"{len(left)} saves that were handed over before are not written yet"] * bool(left)

@@ -21,11 +21,11 @@ from typing import Any
 
 from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoints, Record, has_file, is_inside, put_file
 from dcp_plugin.keeper.records import End, Part, RankJob
-from dcp_plugin.keeper.requests import Requests
-from dcp_plugin.keeper.wire import Address, Channel
+from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.media.disk.files import LocalFiles, identity_of
@@ -98,14 +98,14 @@ class Node:
 
     def free(self, token: str) -> None:
         """Release the host copies of a save, after all nodes have written their parts. They may change from now on."""
-        self.journal.free(token)
+        self.journal.change(token, written=True)
 
     def _write(self, token: str, rank: int, directory: Where | None) -> Part:
         if (written_before := self.journal.part(token, rank, directory)) is not None:
             return written_before
         self.journal.refuse_revoked(token)
         job, began = self.journal.job(token, rank), time.monotonic()
-        if self.journal.is_free(token):
+        if self.journal.state(token).written:
             raise SaveFailed(f"{job.path} cannot be written again: another save uses its host copy")
         if directory is not None:
             directory = with_options(directory, job.options or {})
@@ -120,7 +120,7 @@ class Node:
         reuse = self._reuse_of(job, local=directory is None)
         writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
         try:
-            items = list(job.items.decoded(self.journal.spool))
+            items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
         written = writer.write(items, to, job.frozen)
@@ -132,8 +132,8 @@ class Node:
             attached = comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
-        part = Part(replace(written, spent=spent), files, attached, sizes, time.monotonic() - began)
-        self.journal.add_part(token, rank, directory, part)
+        part = Part(replace(written, spent=spent), files, attached, sizes, str(directory or ""))
+        self.journal.add_part(token, rank, part)
         return part
 
     def _reuse_of(self, job: RankJob, local: bool) -> Reuse | None:
@@ -184,11 +184,11 @@ class Node:
         folder = self.steps(self.journal.job(token, rank)).folder_of(token)
         with self._once(token, "replicate"):
             for address in to:
-                with closing(Requests(address, key)) as neighbour:
+                with closing(connect(address, key)) as neighbour:
                     for name in names:
                         self._send(neighbour, address, folder, token, name)
 
-    def _send(self, neighbour: Requests, address: Address, folder: Path, token: str, name: str) -> None:
+    def _send(self, neighbour: Channel, address: Address, folder: Path, token: str, name: str) -> None:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
@@ -196,10 +196,9 @@ class Node:
             same_as = self._sent.get(identity)
             is_needed = neighbour.ask(_SEND_SECONDS, "put", token, name, found.st_size, same_as).get()
             if is_needed:
-                channel = neighbour.connect()
                 for offset in range(0, found.st_size, _PIECE):
-                    channel.send_file(descriptor, offset, min(_PIECE, found.st_size - offset))
-                neighbour.reply(channel).get()
+                    neighbour.send_file(descriptor, offset, min(_PIECE, found.st_size - offset))
+                neighbour.reply().get()
             if name.endswith(DATA_SUFFIX):
                 self._sent[identity] = token, name
         finally:
@@ -254,7 +253,7 @@ class Node:
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
         steps.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
         self.journal.forget_before(token, needed)
-        self.journal.reach(token, written=True, local=True, copies=copies)
+        self.journal.change(token, written=True, local=True, copies=copies)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
         """Copy files of this node's part to the durable storage; link those that are there already.
@@ -300,7 +299,7 @@ class Node:
             self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
 
     def end(self, token: str, ranks: Sequence[int], end: End, path: Where | None = None) -> None:
-        """Record the end of a save, and free its memory."""
+        """Record the end of a save to a path, and free its memory."""
         if end.published and path is not None:
             for rank in ranks:
                 if (reuse := self._reuse.get((rank, False))) is not None:
@@ -312,14 +311,14 @@ class Node:
 
     def reopen(self, token: str) -> None:
         """Let a save that had ended locally go on to its path."""
-        self.journal.reopen(token)
+        self.journal.change(token, end=None)
 
     def leave_memory(self) -> None:
         """Delete the saves in memory after a normal end of the training, if the newest save is durable."""
         for steps in self._kept.values():
             with suppress(OSError):
                 parts = steps.all() if steps.is_in_memory() else []
-                end = self.journal.progress(parts[-1].record.token).end if parts else None
+                end = self.journal.state(parts[-1].record.token).end if parts else None
                 if end is not None and end.published:
                     for part in parts:
                         steps.remove(part.record.token)

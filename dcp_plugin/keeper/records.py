@@ -5,8 +5,8 @@ A change to a class here raises :data:`~dcp_plugin.keeper.spool.FORMAT_VERSION`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -14,15 +14,18 @@ import numpy as np
 import torch
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.format.columns import Column, KeyColumns
+from dcp_plugin.format.columns import Column, KeyColumns, Places
 from dcp_plugin.format.values import WholeItem
+from dcp_plugin.keeper.local_checkpoints import Record
+from dcp_plugin.keeper.plain import CLASSES
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Address
 from dcp_plugin.paths import Where, with_options
 from dcp_plugin.planning.global_plan import Share
-from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.planning.save import RankPlan
 from dcp_plugin.records import NewItem, Spent, WrittenPart
+from dcp_plugin.retention import Retention
 from dcp_plugin.storage.stock_save import items_of
 from dcp_plugin.storage.writer import Facts
 from dcp_plugin.types import EncodedValue, Flat, Shape, ShardedValue
@@ -33,11 +36,6 @@ class _EncodedItem(WholeItem):
     """A tensor that ``torch.save`` has written, since its class need not be known to the keeper."""
 
     data: bytes = b""
-
-    @classmethod
-    def of_item(cls, item: WholeItem) -> _EncodedItem:
-        data = item.encode()
-        return cls(torch.empty(0), len(data), data)
 
     def encode(self) -> bytes:
         return self.data
@@ -56,36 +54,37 @@ class Items:
     offset: Column
     """By item, where in the slab they begin."""
     others: dict[int, Any]
-    """By number of the item: the bytes of a value, a tensor that is elsewhere, or one that ``torch.save`` has
-    written."""
+    """By number of the item: the bytes of a value or of a file of ``torch.save``, or a tensor that is elsewhere."""
+    whole: Collection[int]
+    """Numbers of the items that ``torch.save`` has written."""
 
     @classmethod
     def of(cls, plan: RankPlan, state: Flat, spool: Spool) -> Items:
         names, items = [slab.name for slab in spool.slabs], plan.items(state)
         slab, offset = np.full(len(items), -1, np.int32), np.zeros(len(items), np.int64)
         others: dict[int, Any] = {}
-        for number, (key, held, _, sizes) in enumerate(items):
-            data: Any = held
+        whole = [number for number, item in enumerate(items) if isinstance(item.data, WholeItem)]
+        for number, (key, data, _, sizes) in enumerate(items):
             place = None
-            if isinstance(data, WholeItem):
-                data = _EncodedItem.of_item(data)
-            elif isinstance(data, torch.Tensor):
-                if type(data) is not torch.Tensor:  # its class need not be known to the keeper
-                    data = data.as_subclass(torch.Tensor)
+            if isinstance(data, torch.Tensor):
+                data = data.as_subclass(torch.Tensor)  # its class need not be known to the keeper
                 if data.numel() and data.is_contiguous() and _is_box(data, state[key], sizes):
                     place = spool.place_of(data)
             if place is None:
-                others[number] = data
+                others[number] = data.encode() if isinstance(data, WholeItem) else data
             else:
                 slab[number], offset[number] = place
-        return cls(plan.share, plan.inventory, names, slab, offset, others)
+        described = replace(plan.inventory.description, paths={})  # they are in the table of the plan
+        return cls(plan.share, replace(plan.inventory, description=described), names, slab, offset, others, whole)
 
     def decoded(self, spool: Spool) -> Iterator[NewItem]:
         """Yield the items. In the keeper. Raises OSError if a host copy is gone."""
         slabs = {number: spool.map(self.slabs[number]) for number in set(self.slab.tolist()) - {-1}}
-        places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
+        places, whole = zip(self.slab.tolist(), self.offset.tolist(), strict=True), set(self.whole)
         for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
             data: Any = self.others.get(number)
+            if number in whole:
+                data = _EncodedItem(torch.empty(0), len(data), data)
             if slab >= 0:
                 assert item.tensor_data is not None, "values are not in slabs"
                 dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
@@ -128,22 +127,26 @@ class RankJob:
     path: Where
     step: int | None
     config: CheckpointConfig
-    items: Items
+    items: bytes
+    """:class:`Items`, encoded: they are large, and needed once."""
     frozen: frozenset[str]
     """Keys of tensors that the training does not mean to change."""
     loaded: str | None
     """A checkpoint that was loaded since the last save: what the next one may link from."""
     options: dict[str, Any] | None
-    """How the store of the path is reached: a pickle of the others has nothing of it."""
+    """How the store of the path is reached: neither the path nor the configuration has it in another process."""
     client: str = ""
     """Of the spool: who has staged it."""
+    key: bytes = b""
+    """Of the training: what its keepers prove to each other that they know."""
     began: float = 0.0
     """When the call began: seconds of this node's monotonic clock."""
     spent: Spent = field(default_factory=Spent)
     """Until it was handed over."""
     beside_rank_zero: bool = True
     """Whether rank 0 is on this node, and with it who leads the save."""
-    head: Head | None = None
+    head: bytes = b""
+    """:class:`Head`, encoded; empty but on rank 0."""
 
     @property
     def where(self) -> Where:
@@ -168,8 +171,6 @@ class Go:
 
     token: str
     peers: list[Peer]
-    key: bytes
-    """Of the job: what its keepers prove to each other that they know."""
 
     def nodes(self) -> list[list[Peer]]:
         """The ranks of each node, in the order of the first of them."""
@@ -189,7 +190,8 @@ class Part:
     attached: dict[str, str]
     """Comparisons of extra files, see :func:`dcp_plugin.storage.published.comparisons_below`."""
     attached_sizes: dict[str, int]
-    seconds: float
+    directory: str = ""
+    """The directory at the path that has the files; empty if it is ``local_dir``."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ class End:
     """The recorded time of the checkpoint at its path, in seconds since the epoch; 0 if it is not there."""
     copies: int = 0
     degraded: str = ""
-    """Both as in :class:`~dcp_plugin.events.SaveFinished`."""
+    local_seconds: float | None = None
+    """These three as in :class:`~dcp_plugin.events.SaveFinished`."""
 
     @property
     def has_failed(self) -> bool:
@@ -224,17 +227,30 @@ class End:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Stages that a save has reached on one node."""
+class State:
+    """How far the keeper of a node has come with a save. The keeper alone changes it."""
 
+    tries: int = 0
+    """Keepers that have begun the save."""
+    reserved: str = ""
+    """The token of the reservation at the path, so that the ranks can revoke it; on the node of rank 0."""
     written: bool = False
-    """True if the host copies of the node may get other bytes."""
+    """True if all nodes have written their parts: the host copies of the node may get other bytes."""
     local: bool = False
     """True if the save is complete in ``local_dir``."""
     copies: int = 0
     """Other nodes that hold a copy of each node's part."""
+    messages: tuple[str, ...] = ()
+    """Warnings for the training; on the node of rank 0."""
     end: End | None = None
 
     def has_reached(self, stage: str) -> bool:
         """Return whether the save has reached a stage (the name of a field), or has ended."""
         return self.end is not None or bool(getattr(self, stage))
+
+
+_TRAVELLING = (
+    *(RankJob, Items, Share, LocalInventory, Description, Head, KeyColumns, Facts, CheckpointConfig, Retention, Spent),
+    *(Go, Peer, Part, WrittenPart, Places, Record, State, End),
+)
+CLASSES.update({each.__name__: each for each in _TRAVELLING})

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dcp_plugin.format.packed import position_of
-from dcp_plugin.keeper.requests import Requests
-from dcp_plugin.keeper.wire import Address
+from dcp_plugin.keeper.wire import Address, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 
 logger = logging.getLogger("dcp_plugin")
@@ -58,12 +57,12 @@ class RemoteFile:
     """
 
     def __init__(self, address: Address, key: bytes, token: str, name: str) -> None:
-        self._rank, self._token, self._name = Requests(address, key, _CONNECT_SECONDS), token, name
+        self._rank, self._token, self._name = connect(address, key, _CONNECT_SECONDS), token, name
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         most = sum(map(len, memory))
         count: int = self._rank.ask(_READ_SECONDS, "read", self._token, self._name, offset, most).get()
-        self._rank.connect().receive_into(first_bytes(memory, count))
+        self._rank.receive_into(first_bytes(memory, count))
         return count
 
     def close(self) -> None:

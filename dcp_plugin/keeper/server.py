@@ -1,25 +1,22 @@
 """The server of a keeper, for ranks of its node and for other keepers, and of a rank whose node has parts of a load.
 
-One table has the answer to each request. Another node gets a sign of life while the keeper works on its request. A rank
-of the own node says in the request how long it waits.
+One table has the answer to each request. The other end gets a sign of life while the server works on its request.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.keeper.requests import BEAT, BUSY, sendable
-from dcp_plugin.keeper.wire import Address, Channel, accept, shut
+from dcp_plugin.keeper.wire import BEAT, BUSY, Address, Channel, accept, shut
 
 _MOST_UNPROVEN = 64
 """Connections that have not authenticated yet. One more ends the oldest of them, so that silent connections of others
@@ -32,7 +29,7 @@ class Server:
 
     Args:
         address: The path of a Unix socket to make, or a host and a port; port 0 is any that is free.
-        keys: The keys of the jobs that may connect over TCP; may be added to.
+        keys: The keys of the jobs that may connect over TCP; may be added to. Empty for a Unix socket.
         calls: By the name of a request: returns the value of the reply from the arguments, or raises its exception.
         streams: By the name of a request: replies itself, on the connection that precedes the arguments, and sends or
             receives bytes on it. Its exception ends the connection.
@@ -41,7 +38,7 @@ class Server:
     def __init__(
         self,
         address: Address,
-        keys: Mapping[Any, bytes],
+        keys: Collection[bytes],
         calls: Mapping[str, Callable[..., Any]],
         streams: Mapping[str, Callable[..., None]],
     ) -> None:
@@ -82,35 +79,26 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         self._open.add(connection)
         try:
-            channel = accept(connection, tuple(self._keys.values()))
+            channel = accept(connection, tuple(self._keys))
             self._unproven.pop(connection, None)
             while True:
                 what, args = channel.receive()
                 if what in self._streams:
                     self._streams[what](channel, *args)
-                elif connection.family == socket.AF_UNIX:
-                    channel.send(self._reply(what, args))
                 else:
-                    self._reply_when_done(channel, what, args)
-        except (OSError, pickle.UnpicklingError):
+                    self._reply(channel, what, args)
+        except OSError:
             pass
         finally:
             self._open.discard(connection)
             self._unproven.pop(connection, None)
             connection.close()
 
-    def _reply(self, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-        try:
-            if what not in self._calls:
-                raise SaveFailed(f"a keeper has no request {what!r}")
-            return "ok", self._calls[what](*args)
-        except Exception as error:
-            return "error", sendable(error)
-
-    def _reply_when_done(self, channel: Channel, what: str, args: tuple[Any, ...]) -> None:
+    def _reply(self, channel: Channel, what: str, args: tuple[Any, ...]) -> None:
+        """Send the reply to a request, and a sign of life now and then until it is there."""
         replies: list[tuple[str, Any]] = []
         worker = threading.Thread(
-            target=lambda: replies.append(self._reply(what, args)), name="keeper-asked", daemon=True
+            target=lambda: replies.append(self._answer(what, args)), name="keeper-asked", daemon=True
         )
         worker.start()
         worker.join(BEAT)
@@ -118,6 +106,14 @@ class Server:
             channel.send((BUSY, None))
             worker.join(BEAT)
         channel.send(replies[0])
+
+    def _answer(self, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+        try:
+            if what not in self._calls:
+                raise SaveFailed(f"a keeper has no request {what!r}")
+            return "ok", self._calls[what](*args)
+        except Exception as error:
+            return "error", error
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -140,7 +136,7 @@ def send_range(channel: Channel, path: Path | None, offset: int, count: int) -> 
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        channel.send(("error", sendable(error)))
+        channel.send(("error", error))
         return
     try:
         count = max(0, min(count, os.fstat(file).st_size - offset))

@@ -107,7 +107,7 @@ class Inventory:
         checkpoints, problems = checkpoints_below(self._local_dir, resolved(self._root))
         self._own = {checkpoint.record.token: checkpoint for checkpoint in checkpoints}
         if self._own and self._ranks.size > 1:
-            self._server = Server((own_address(), 0), {0: self._key}, {}, {"read": self._send})
+            self._server = Server((own_address(), 0), [self._key], {}, {"read": self._send})
         address = self._server.address if self._server else None
         host = socket.gethostname()
         parts = [

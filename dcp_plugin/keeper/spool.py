@@ -11,12 +11,11 @@
 ``<client>.client``         locked by a rank while it may hand saves over; holds the name of its training.
                             A rank that ends normally deletes it
 ``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
-``<token>.…``               records of a save, and
-``keeper.keys``, ``.address``  of the keeper: the journal (:mod:`~dcp_plugin.keeper.journal`)
+``<token>.…``               records of a save, and ``keeper.address``: the journal (:mod:`~dcp_plugin.keeper.journal`)
 ==========================  ===========================================================================================
 
-Each file appears complete, by a rename. Pickles come from processes of this user only. A directory of another format is
-neither read nor deleted: another version of this package can resume the training that made its saves.
+Each file appears complete, by a rename. A directory of another format is neither read nor deleted: another version of
+this package can resume the training that made its saves.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from dcp_plugin.keeper.locks import KEEPER, exclusive, lock, locked_by
 from dcp_plugin.paths import Where
 from dcp_plugin.types import VERSION
 
-FORMAT_VERSION = 3
-"""The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class in
-a pickle (:mod:`~dcp_plugin.keeper.records`), raises it."""
+FORMAT_VERSION = 4
+"""The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
+(:mod:`~dcp_plugin.keeper.records`), raises it."""
 _WITHOUT_NUMBER = 1
 """The version of a journal that has no number."""
 _FORMAT = "format"

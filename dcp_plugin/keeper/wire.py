@@ -1,8 +1,10 @@
-"""Messages and ranges of files between processes of one job: keepers, and ranks that load.
+"""Requests and ranges of files between processes of one job: ranks and their keeper, keepers, and ranks that load.
+
+A request is a name with arguments. The reply is a value, or the exception that the other end raised.
 
 Processes of one host use a Unix socket, and both ends must belong to the same user. Hosts use TCP, and each end first
 proves that it knows the key of the job (HMAC-SHA256 over random numbers of both ends). As in process groups, nothing is
-encrypted. After the proof, messages are pickles of the same job, and bytes of files follow a message without a copy.
+encrypted. Messages are :mod:`~dcp_plugin.keeper.plain`, and bytes of files follow a message without a copy.
 
 Every wait on the other end is bounded.
 """
@@ -13,7 +15,6 @@ import errno
 import hashlib
 import hmac
 import os
-import pickle
 import secrets
 import select
 import socket
@@ -23,6 +24,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.keeper import plain
+from dcp_plugin.ranks import Attempt
+
+BUSY = "busy"
+"""Marker that a server sends while it works on a request."""
+BEAT = 2.0
+"""Seconds between two markers."""
 _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
@@ -34,6 +43,13 @@ Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
 NO_ADDRESS: Address = ("127.0.0.1", 0)
 """Of the keeper of a job that has one node."""
+
+
+class KeeperLost(SaveFailed):
+    """A keeper has missed its deadline. It may be stopped, and continue at any time."""
+
+
+plain.CLASSES[KeeperLost.__name__] = KeeperLost
 
 
 def new_key() -> bytes:
@@ -54,14 +70,30 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self.timeout(None)
+        self._socket.settimeout(None)
+        self.heard = 0.0
+        """Time of the last sign of life of the other end, on the monotonic clock; 0 if there was none."""
 
-    def timeout(self, seconds: float | None) -> None:
-        """Set the limit of each following wait."""
+    def ask(self, seconds: float, what: str, *args: Any) -> Attempt[Any]:
+        """Return the reply to a request: a value, or the failure of the other end.
+
+        Args:
+            seconds: Seconds in which the other end has to give a sign of life, now and on this connection later.
+        """
         self._socket.settimeout(seconds)
+        self.send((what, args))
+        return self.reply()
+
+    def reply(self) -> Attempt[Any]:
+        """Return the next reply on the connection, as :meth:`ask` does."""
+        answer, value = BUSY, None
+        while answer == BUSY:
+            answer, value = self.receive()
+            self.heard = time.monotonic()
+        return Attempt(None, value) if answer == "error" else Attempt(value)
 
     def send(self, message: Any) -> None:
-        body = pickle.dumps(message)
+        body = plain.encode(message)
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> Any:
@@ -69,7 +101,10 @@ class Channel:
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _MOST_MESSAGE:
             raise OSError(errno.EPROTO, "not a message")
-        return pickle.loads(self._exactly(length))
+        try:
+            return plain.decode(self._exactly(length))
+        except ValueError as error:
+            raise OSError(errno.EPROTO, f"not a message: {error}") from error
 
     def send_file(self, file: int, offset: int, count: int) -> None:
         """Send a range of an open file, from the page cache, without a copy."""
@@ -105,26 +140,16 @@ class Channel:
         self.receive_into([memoryview(data)])
         return data
 
-    def is_closed(self) -> bool:
-        """Return whether the other end has closed. No message may be expected from it."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
     def close(self) -> None:
         shut(self._socket)
         self._socket.close()
 
 
-def connect(address: Address, key: bytes, timeout: float) -> Channel:
+def connect(address: Address, key: bytes = b"", timeout: float = 10.0) -> Channel:
     """Connect to a :class:`~dcp_plugin.keeper.server.Server`.
 
     Args:
-        key: Of the job; not asked for on a Unix socket.
+        key: Of the job; empty for the Unix socket of the keeper of this node.
         timeout: Seconds until both ends have authenticated.
 
     Raises:

@@ -25,11 +25,12 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of
 from dcp_plugin.keeper.node import copy_tree
 from dcp_plugin.keeper.records import End, Head, Items, RankJob
-from dcp_plugin.keeper.requests import KeeperLost
+from dcp_plugin.keeper.wire import KeeperLost
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where, options_of
 from dcp_plugin.planning.save import in_table_order
@@ -145,10 +146,7 @@ class KeeperWriter:
             except BaseException:
                 copy.release()
                 raise
-        if later:
-            saves.start_later(self._queue, handle, request, copy.finish, attached, ranks)
-        else:
-            saves.start(self._queue, handle, request, copy.finish(), attached, ranks)
+        saves.start(self._queue, handle, request, copy, attached, ranks, later)
 
     def meet(self, begins_save: bool = False) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
@@ -278,46 +276,48 @@ class KeptSaves:
         queue: SaveQueue,
         handle: SaveHandle,
         request: SaveRequest,
-        staged: Attempt[StagedState],
+        copy: HostCopy,
         attached: Path | None,
         ranks: Ranks,
+        later: bool,
     ) -> None:
         """Hand a save over, and follow it in a thread. Collective.
+
+        Args:
+            later: Whether the thread finishes the copy and hands over as well.
 
         Raises:
             CheckpointError: On every rank: the save was not handed over.
         """
-        save = self.hand_over(request, staged, attached, ranks)
-        self._newest = save.token, handle
-        handle.set_handed_over()
-        timed = request
-        if self._config.async_save:
-            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
-        queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
 
-    def start_later(
-        self,
-        queue: SaveQueue,
-        handle: SaveHandle,
-        request: SaveRequest,
-        finish: Callable[[], Attempt[StagedState]],
-        attached: Path | None,
-        ranks: Ranks,
-    ) -> None:
-        """Like :meth:`start`, in a thread, once the copy is finished."""
-        timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+        def hand_over(staged: Attempt[StagedState]) -> _HandedOver:
+            save = self.hand_over(request, staged, attached, ranks)
+            self._newest = save.token, handle
+            handle.set_handed_over()
+            return save
+
+        if not later:
+            save = hand_over(copy.finish())
+            timed = self._timed(request)
+            queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
+            return
+        request = self._timed(request)
 
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
                 with together(request.call):
-                    save = self.hand_over(timed, staged, attached, ranks)
+                    save = hand_over(staged)
             except Exception as error:
-                self._pipeline.abort(error, timed, ranks.rank)
-            self._newest = save.token, handle
-            handle.set_handed_over()
-            return self.follow(save, handle, timed)
+                self._pipeline.abort(error, request, ranks.rank)
+            return self.follow(save, handle, request)
 
-        queue.start(handle, finish, write, in_keeper=True)
+        queue.start(handle, copy.finish, write, in_keeper=True)
+
+    def _timed(self, request: SaveRequest) -> SaveRequest:
+        """Return the request with the seconds that the training has waited, if it goes on now."""
+        if not self._config.async_save or request.blocked_seconds is not None:
+            return request
+        return replace(request, blocked_seconds=time.monotonic() - request.began)
 
     def hand_over(
         self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
@@ -369,13 +369,14 @@ class KeptSaves:
             path=path,
             step=request.step,
             config=replace(self._config, storage_options=None),
-            items=Items.of(planned.rank_plan, planned.state, self.client.spool),
+            items=plain.encode(Items.of(planned.rank_plan, planned.state, self.client.spool)),
             frozen=planned.frozen,
             loaded=None if loaded is None else str(loaded),
             options=options_of(path) or None,
             client=self.client.spool.client,
+            key=self.client.key,
             began=request.began,
-            spent=Spent(self._blocked(request), staged.copy_seconds),
+            spent=Spent(self._timed(request).blocked_seconds, staged.copy_seconds),
             beside_rank_zero=self.client.beside_rank_zero,
         )
         if (plan := planned.rank_plan.global_plan) is None:
@@ -391,13 +392,7 @@ class KeptSaves:
             run=figures.this_run(),
             durable=request.durable,
         )
-        return replace(job, head=head)
-
-    def _blocked(self, request: SaveRequest) -> float | None:
-        """Return the seconds that the training has waited when it hands a save over; None if it still waits."""
-        if request.blocked_seconds is None and self._config.async_save:
-            return time.monotonic() - request.began
-        return request.blocked_seconds
+        return replace(job, head=plain.encode(head))
 
     def follow(self, save: _HandedOver, handle: SaveHandle, request: SaveRequest) -> events.SaveFinished:
         """Wait until the save has ended, and report its milestones to the handle and the subscribers.
@@ -445,15 +440,15 @@ class KeptSaves:
 
         def wait() -> tuple[int, str]:
             try:
-                progress = self.client.wait(save.token, "written", self._config.timeout)
+                state = self.client.wait(save.token, "written", self._config.timeout)
             except SaveFailed as error:
-                if not isinstance(error, (KeeperLost, NoSharedMemory)):
-                    return 0, ""  # :meth:`_end_of` raises it again
-                self.client.pass_over(error)
-                return 2, str(error)
-            if not progress.written:
+                if isinstance(error, KeeperLost):
+                    self.client.pass_over(error)
+                # Another failure is raised again by :meth:`_end_of`.
+                return (2, str(error)) if isinstance(error, (KeeperLost, NoSharedMemory)) else (0, "")
+            if not state.written:
                 return 1, f"the keeper of rank {self.client.rank} has not written it in {self._config.timeout:.0f} s"
-            end = progress.end
+            end = state.end
             if end is not None and isinstance(end.error, KeeperLost) and not end.published:
                 return 2, str(end.error)
             return 0, ""
@@ -481,7 +476,7 @@ class KeptSaves:
         handle.set_local(SaveFailed(f"{path} is not complete in local_dir: {reason}"))
         publication = Publication(path, medium_of(path, self._config.direct_io))
 
-        def reserve() -> SavePlan:
+        def plan() -> SavePlan:
             files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
             if self._config.local_dir is not None and self._config.durable_every is None:
                 raise SaveFailed(f"cannot save {path}: {reason}")
@@ -497,21 +492,21 @@ class KeptSaves:
             return replace(save.planned, directory=directory)
 
         try:
-            with together(request.call):
-                staged = Attempt.of(lambda: save.staged)
-                return self._pipeline.run(publication, request, staged, ranks, reserve, degraded=reason)
+            began, request = time.monotonic(), replace(request, degraded=reason)
+            with together(request.call), self._pipeline.discarding(publication, request, ranks):
+                return self._pipeline.write(publication, request, Attempt(save.staged), plan(), ranks, began)
         finally:
             save.pool.memory.free()
 
     def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
-        progress = self.client.wait(token, "local")
-        if not progress.local:
-            end = progress.end
+        state = self.client.wait(token, "local")
+        if not state.local:
+            end = state.end
             why = "the keeper has not completed it yet" if end is None else end.error or end.degraded
             handle.set_local(SaveFailed(f"{request.path} is not complete in local_dir: {why}"))
             return None
         seconds = time.monotonic() - request.began
-        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, progress.copies))
+        self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, state.copies))
         handle.set_local()
         return seconds
 

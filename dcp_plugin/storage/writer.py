@@ -127,10 +127,6 @@ class Facts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     training: Mapping[str, float] = field(default_factory=dict)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the defaults of fields that are newer than the keeper's journal that the state comes from."""
-        vars(self).update(vars(Facts()) | state)
-
 
 class Publication:
     """Checkpoint that is not yet published.

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.keeper import locks, spool
+from dcp_plugin.keeper import locks, plain, spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator, Save
 from dcp_plugin.keeper.journal import Journal
@@ -297,12 +299,12 @@ class _HandedOver:
         job = journal.job(self.token, 0)
         local = None if local_dir is None else str(local_dir)
         config = replace(job.config, local_dir=local, writer="process", timeout=5.0, **settings)
-        items = job.items
+        items = plain.decode(job.items)
         if fill is not None:
             known = [item.data for item in items.decoded(self.spool)]
             given = [torch.full((1000,), fill) if isinstance(data, torch.Tensor) else data for data in known]
             items = replace(items, slab=np.full_like(items.slab, -1), others=dict(enumerate(given)))
-        job = replace(job, token=token, path=path, config=config, items=items)
+        job = replace(job, token=token, path=path, config=config, items=plain.encode(items))
         journal.hand_over(job, None)
         journal.go(replace(journal.go_of(self.token), token=token))
         return token
@@ -341,7 +343,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, lis
     handle = checkpointer.save(state, root / "step-2", step=2)
     token = spool.names(".go")[-1].removesuffix(".go")
     copy = tmp_path_factory.mktemp("spool") / "copy"
-    shutil.copytree(spool.folder, copy, ignore=shutil.ignore_patterns("keeper.*", "*.end", "*.client"))
+    shutil.copytree(spool.folder, copy, ignore=shutil.ignore_patterns("keeper.*", "*.state", "*.client"))
     state["weights"] += 1
     os.kill(first, signal.SIGKILL)  # with a save in flight
     handle.wait()
@@ -377,9 +379,9 @@ def test_a_training_goes_on_through_deaths_and_ends_of_its_keeper(training: tupl
     assert training[1] == []
 
 
-def _coordinator(spool: Spool) -> tuple[Coordinator, Node, list[str]]:
-    node, said = Node(Journal(spool)), list[str]()
-    return Coordinator(node, lambda: True, said.append), node, said
+def _coordinator(spool: Spool) -> tuple[Coordinator, Node]:
+    node = Node(Journal(spool))
+    return Coordinator(node, lambda: True), node
 
 
 def _ended(node: Node, token: str) -> End:
@@ -407,11 +409,11 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
 ) -> None:
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
     handed_over.alone()
-    coordinator, node, said = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     (node.steps(node.journal.job(token, 0)).make(token) / "dcp_plugin.index").mkdir()  # as if there were no room for it
     coordinator.begin()
     end = _ended(node, token)
-    assert end.published and not end.local and "goes straight to its path" in said[0]
+    assert end.published and not end.local and "goes straight to its path" in node.journal.state(token).messages[0]
     assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
     assert dcp.inspect(tmp_path / "run/a").time == time_of(token), "a later save that is drained before it stays newer"
 
@@ -423,7 +425,7 @@ def test_a_save_whose_keeper_died_after_it_had_published_it_is_published_by_the_
     handed_over.alone()
     for_next = handed_over.copied(tmp_path / "for the next keeper")
     for handed in (handed_over, for_next):
-        coordinator, node, _ = _coordinator(handed.spool)
+        coordinator, node = _coordinator(handed.spool)
         coordinator.begin()
         end = _ended(node, token)
         assert end.published and end.error is None
@@ -439,7 +441,7 @@ def test_a_save_that_gives_way_to_newer_ones_says_that_its_path_lacks_it(
     monkeypatch.setattr("dcp_plugin.storage.writer.Publication.reserve", fail)
     tokens = [handed_over.as_saved_to(tmp_path / f"run/{number}", tmp_path / "local") for number in range(5)]
     handed_over.alone()
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     end = _ended(node, tokens[0])
     assert (end.published, end.local, end.error) == (False, True, None)
@@ -463,13 +465,13 @@ def test_a_save_whose_copies_fail_while_a_newer_one_waits_says_so_when_it_ends(
         go = journal.go_of(token)
         journal.go(replace(go, peers=[*go.peers, Peer(1, "another node", "host", ("127.0.0.1", 0))]))
     handed_over.alone()
-    leader, node, said = _coordinator(handed_over.spool)
+    leader, node = _coordinator(handed_over.spool)
     leader.begin()
     for number, token in enumerate(tokens, start=1):
         end = _ended(node, token)
         assert (end.local, end.copies, end.error) == (True, 0, None)
         assert f"run/{number} has no copies on other nodes: its keeper has just ended" in end.degraded
-        assert end.degraded in said
+        assert end.degraded in node.journal.state(token).messages
 
 
 def test_a_save_that_ends_while_it_is_looked_up_is_not_lost(
@@ -486,6 +488,35 @@ def test_a_save_that_ends_while_it_is_looked_up_is_not_lost(
     assert journal.wait(token, "written", 0.0).end == End(published=True, local=False)
 
 
+def test_a_rank_that_asks_for_the_newest_save_while_it_is_reopened_for_another_rank_waits_for_it(
+    handed_over: _HandedOver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local", durable_every=5)
+    handed_over.alone()
+    coordinator, node = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert (_ended(node, token).published, _ended(node, token).is_final) == (False, False)
+    reopen, is_reopened, may_go_on = node.reopen, threading.Event(), threading.Event()
+
+    def slowly(token: str) -> None:
+        reopen(token)
+        is_reopened.set()
+        may_go_on.wait(HANG)
+
+    monkeypatch.setattr(node, "reopen", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(coordinator.drain_newest, token)
+        assert is_reopened.wait(HANG)
+        coordinator.begin()  # as the keeper does twice a second
+        second = pool.submit(coordinator.drain_newest, token)
+        assert wait([second], 0.2).not_done, "it is asked while the first is not told yet"
+        may_go_on.set()
+        assert (first.result(), second.result()) == (True, True)
+    end = _ended(node, token)
+    assert end.published and end.local and end.local_seconds is not None
+    assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
+
+
 def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
     handed_over: _HandedOver, tmp_path: Path
 ) -> None:
@@ -493,11 +524,11 @@ def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
     handed_over.alone()
     late = handed_over.spool.folder / f"{older}.go"
     late.rename(tmp_path / "late")
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     assert _ended(node, newer).published
     (tmp_path / "late").rename(late)
-    coordinator, node, _ = _coordinator(handed_over.spool)  # of a keeper that has only what is in files
+    coordinator, node = _coordinator(handed_over.spool)  # of a keeper that has only what is in files
     coordinator.begin()
     assert "An older save does not replace it" in str(_ended(node, older).error)
     assert torch.equal(_weights(tmp_path / "run/a"), torch.full((1000,), 2.0))
@@ -506,7 +537,7 @@ def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
 def test_saves_begin_in_the_order_in_which_they_were_handed_over(handed_over: _HandedOver, tmp_path: Path) -> None:
     tokens = [handed_over.as_saved_to(tmp_path / "run/a", None, fill=float(value)) for value in range(4)]
     handed_over.alone()
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     assert all(_ended(node, token).published for token in tokens)
     assert torch.equal(_weights(tmp_path / "run/a"), torch.full((1000,), 3.0))
@@ -539,7 +570,7 @@ def test_a_file_that_took_the_place_of_a_drained_one_is_not_taken_for_it(
 
 def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedOver) -> None:
     handed_over.spool.put(f"{handed_over.token}.0.job", b"of another version")
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     end = _ended(node, handed_over.token)
     assert isinstance(end.error, SaveFailed) and not end.published
@@ -549,8 +580,8 @@ def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedO
 
 
 def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> None:
-    handed_over.spool.put(f"{handed_over.token}.tries", b"5")
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    Journal(handed_over.spool).change(handed_over.token, tries=5)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     assert "keepers have died while they wrote this save" in str(_ended(node, handed_over.token).error)
 
@@ -582,7 +613,7 @@ def test_a_keeper_whose_spool_somebody_has_deleted_ends(handed_over: _HandedOver
 def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _HandedOver, tmp_path: Path) -> None:
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
     handed_over.alone()
-    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     assert node.journal.wait(token, "local", HANG).local
     folder = node.steps(node.journal.job(token, 0)).folder_of(token)

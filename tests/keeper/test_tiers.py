@@ -403,7 +403,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Server, bytes]]:
     def read(channel: wire.Channel, name: str, offset: int, count: int) -> None:
         send_range(channel, tmp_path / name if name == "file" else None, offset, count)
 
-    server = Server(("127.0.0.1", 0), {0: key}, {}, {"read": read})
+    server = Server(("127.0.0.1", 0), [key], {}, {"read": read})
     yield server, key
     server.close()
 
@@ -470,7 +470,7 @@ def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
 
 
 def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(str(tmp_path / "sock"), {}, {"greet": lambda name: {"hello": name}}, {})
+    server = Server(str(tmp_path / "sock"), (), {"greet": lambda name: {"hello": name}}, {})
     with closing(wire.connect(str(tmp_path / "sock"), b"", 10)) as channel:
         channel.send(("greet", (1,)))
         assert channel.receive() == ("ok", {"hello": 1})
