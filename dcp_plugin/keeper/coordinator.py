@@ -13,7 +13,6 @@ reached, the save has no copy. While a store is down, the newest ``local_keep`` 
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import threading
 import time
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -67,6 +66,7 @@ class Save:
     go: Go
     job: RankJob
     """Of rank 0."""
+    head: Head
     stage: Stage = "write"
     is_in_work: bool = False
     """True while a thread works on its stage."""
@@ -92,10 +92,6 @@ class Save:
     @property
     def nodes(self) -> list[list[Peer]]:
         return self.go.nodes()
-
-    @functools.cached_property
-    def head(self) -> Head:
-        return cast(Head, plain.decode(self.job.head))
 
     def names_of(self, node: Sequence[Peer]) -> list[str]:
         """Return the names of the files that the ranks of a node have written."""
@@ -182,7 +178,8 @@ class Coordinator:
                     self._node.end(token, self._journal.ranks_of(token), End(False, False, failure))
 
     def _save_of(self, token: str) -> Save:
-        save = Save(self._journal.go_of(token), self._journal.job(token, 0))
+        job = self._journal.job(token, 0)
+        save = Save(self._journal.go_of(token), job, plain.decode(job.head))
         if token > self._newest_token:  # they are numbered by the time
             self._newest_token, self._members = token, {peer.node for peer in save.go.peers}
         return save
