@@ -82,8 +82,6 @@ class SaveRequest:
     """True to copy the save from ``local_dir`` to its path, independent of ``durable_every``."""
     training: Mapping[str, float] = field(default_factory=dict)
     """Seconds of training and failures of the run so far; empty if they are not counted."""
-    degraded: str = ""
-    """As in :class:`~dcp_plugin.events.SaveFinished`, for a save that a keeper has not written."""
 
 
 @dataclass(frozen=True)

@@ -476,7 +476,7 @@ class KeptSaves:
         handle.set_local(SaveFailed(f"{path} is not complete in local_dir: {reason}"))
         publication = Publication(path, medium_of(path, self._config.direct_io))
 
-        def plan() -> SavePlan:
+        def reserve() -> SavePlan:
             files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
             if self._config.local_dir is not None and self._config.durable_every is None:
                 raise SaveFailed(f"cannot save {path}: {reason}")
@@ -492,9 +492,8 @@ class KeptSaves:
             return replace(save.planned, directory=directory)
 
         try:
-            began, request = time.monotonic(), replace(request, degraded=reason)
-            with together(request.call), self._pipeline.discarding(publication, request, ranks):
-                return self._pipeline.write(publication, request, Attempt(save.staged), plan(), ranks, began)
+            with together(request.call):
+                return self._pipeline.run(publication, request, Attempt(save.staged), ranks, reserve, degraded=reason)
         finally:
             save.pool.memory.free()
 

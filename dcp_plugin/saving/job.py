@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -149,48 +148,37 @@ class SavePipeline:
         return as_staged(gathered, self.encode(gathered.leaves), 0.0)
 
     def run(
-        self, publication: Publication, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
+        self,
+        publication: Publication,
+        request: SaveRequest,
+        staged: Attempt[StagedState],
+        ranks: Ranks,
+        planned: Callable[[], SavePlan] | None = None,
+        degraded: str = "",
     ) -> events.SaveFinished:
         """Plan, write and publish. Collective: all ranks call it, or none.
+
+        Args:
+            planned: Reserves the directory of a save that is planned already. Collective.
+            degraded: As in :class:`~dcp_plugin.events.SaveFinished`.
 
         Raises:
             CheckpointError: On every rank. The path keeps its earlier content, unless the message says that the
                 checkpoint is published.
         """
         began = time.monotonic()
-        with self.discarding(publication, request, ranks):
-            staged = self.leave_out(request, staged, ranks)
-            plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)
-            return self.write(publication, request, staged, plan, ranks, began)
-
-    @contextmanager
-    def discarding(self, publication: Publication, request: SaveRequest, ranks: Ranks) -> Iterator[None]:
-        """Discard the unpublished checkpoint if the block fails, and emit the event that the save failed."""
         try:
-            yield
+            if planned is None:
+                staged = self.leave_out(request, staged, ranks)
+            plan = (planned or partial(self.plan, request, staged, partial(_reserve, publication, ranks), ranks))()
+            part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
+            published = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
             self.abort(error, request, ranks.rank, publication)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
-
-    def write(
-        self,
-        publication: Publication,
-        request: SaveRequest,
-        staged: Attempt[StagedState],
-        plan: SavePlan,
-        ranks: Ranks,
-        began: float,
-    ) -> events.SaveFinished:
-        """Write and publish a planned save. Collective, inside :meth:`discarding`.
-
-        Args:
-            began: When the planning began, in seconds of ``time.monotonic``.
-        """
-        part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
-        published = self._publish(publication, request, staged.get(), plan, part, ranks)
         if self.reuse is not None:
             self.reuse.published(request.path)
         now = time.monotonic()
@@ -205,7 +193,7 @@ class SavePipeline:
             write_seconds=now - began,
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
-            degraded=request.degraded,
+            degraded=degraded,
             record=_record(publication, staged.get().metrics, published.parts) if published else None,
         )
         self.emit(event)
