@@ -383,7 +383,9 @@ def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
             cwd="/",
             env=environment,
         )
-    _started[:] = [*(one for one in _started if one.poll() is None), process]
+    for earlier in _started:
+        earlier.poll()
+    _started.append(process)
     return process
 
 

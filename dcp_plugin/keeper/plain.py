@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from dcp_plugin import errors
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format.columns import dtype_named
 from dcp_plugin.keeper.local_checkpoints import shown
-from dcp_plugin.paths import as_path, is_url
+from dcp_plugin.paths import Where, as_path
 
 _LENGTH = struct.Struct("!I")
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
@@ -66,7 +65,7 @@ def _plain(value: Any, pieces: list[bytes]) -> Any:
         return {"list" if isinstance(value, list) else "set": _all_plain(value, pieces)}
     if isinstance(value, Mapping):
         return {"mapping": [_all_plain(pair, pieces) for pair in value.items()]}
-    if isinstance(value, os.PathLike) or is_url(value):  # a plain str is above, whatever is in it
+    if isinstance(value, Where):
         return {"path": str(value)}
     if isinstance(value, bytes):
         pieces.append(value)
