@@ -4,7 +4,7 @@ The ranks make it with a :class:`PlanExchange`, which exchanges a few digests pe
 little more otherwise:
 
 1. Each rank sends four digests: of the plan that it remembers, of its description, of its inventory, and of the values
-   that should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If the last digests
+   that should be equal on all ranks (:class:`~dcp_plugin.planning.rank_local.RankLocal`). If the last digests
    differ, the ranks compare the values key by key and start again. The digest of the new plan follows from the
    inventories of all ranks. If every rank remembers that plan, the exchange ends here.
 2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send

@@ -24,7 +24,7 @@ from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path
-from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
+from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import PlanAnswer, PlanExchange, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.records import (
@@ -55,6 +55,7 @@ from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.types import Flat, ShardedValue
 
 if TYPE_CHECKING:
+    from dcp_plugin.planning.rank_local import RankLocal
     from dcp_plugin.saving.base import KeySelection
 
 logger = logging.getLogger("dcp_plugin")
@@ -91,7 +92,8 @@ class SavePipeline:
 
             self._prune = partial(retention.prune, policy=policy)
         self.exchange = PlanExchange()
-        self._local = RankLocal()
+        self._local: RankLocal | None = None
+        """Detector of state that differs between ranks; None for a process alone."""
         self.is_lazy = config.staging == "lazy"
         self._has_compared = False  # whether the first save has compared data between ranks
         self.reuse = Reuse() if config.reuse else None
@@ -108,7 +110,7 @@ class SavePipeline:
     def forget_plan(self) -> None:
         """Forget the plan, because the group of ranks that remembered it no longer exists."""
         self.exchange = PlanExchange()
-        self._local = RankLocal()
+        self._local = None
 
     def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
         """Remember the loaded checkpoint for the next save. Collective with ``trainable_only``."""
@@ -127,6 +129,10 @@ class SavePipeline:
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
+        if ranks.size > 1 and self._local is None:
+            from dcp_plugin.planning.rank_local import RankLocal  # a process alone has nothing to compare
+
+            self._local = RankLocal()
         place = Place(ranks.rank, ranks.size)
         parts = adapters_of(live.state, bool(self._config.stock_aliases), place, live.is_data)
         leaves, paths = gather_state(parts)
@@ -226,12 +232,14 @@ class SavePipeline:
 
         def describe() -> tuple[Flat, LocalInventory]:
             gathered = staged.get()
-            paths = dict(gathered.paths)
-            state = self._local.with_rank_keys(gathered.state, paths, gathered.shards, ranks.rank, gathered.shared)
+            state, paths = gathered.state, dict(gathered.paths)
+            if self._local is not None:
+                state = self._local.with_rank_keys(state, paths, gathered.shards, ranks.rank, gathered.shared)
             return state, LocalInventory.of_state(state, paths)
 
         def claim() -> bytes:
-            return self.exchange.claim(described.get()[1], self._local.digest(ranks.rank))
+            _, inventory = described.get()
+            return self.exchange.claim(inventory, b"" if self._local is None else self._local.digest(ranks.rank))
 
         def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:
             return self.exchange.answer(claims), reserve()
@@ -239,7 +247,8 @@ class SavePipeline:
         step = f"plan the save of {request.path}"
         described = Attempt.of(describe)
         answered, directory = ranks.combine(step, claim, answer)
-        if answered.differ and self._local.compare(step, ranks):  # some keys now become separate for each rank
+        # If optimizer state differs that did not differ before, its keys now become separate for each rank.
+        if answered.differ and self._local is not None and self._local.compare(step, ranks):
             described = Attempt.of(describe)
             answered, directory = ranks.combine(step, claim, answer)
         self._has_compared = True
