@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.format import stock_metadata, values
-from dcp_plugin.format.pickles.follow import check, check_pickle
+from dcp_plugin.format.pickles.archive import check
+from dcp_plugin.format.pickles.follow import check_pickle
 from dcp_plugin.format.pickles.rebuild import _MAKERS
 from dcp_plugin.format.pickles.unpickler import FILE, TENSOR, VALUE
 from dcp_plugin.format.values import FACTORIES

@@ -27,7 +27,7 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
-from dcp_plugin.format.pickles.follow import pickle_of
+from dcp_plugin.format.pickles.archive import pickle_of
 from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn, load
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.tensors._torch import record_offset

@@ -1,42 +1,33 @@
-"""Checks of a ``torch.save`` archive before it is loaded: its zip, and the effect of every opcode of its pickle.
+"""Check of the pickle of a ``torch.save`` archive before it is loaded: the effect of every opcode.
 
 The unpickler trusts a file with memory and time. Deeply nested tuples end the process when they are hashed as a key,
-integers can be made to collide as keys, a few bytes make a ``bytearray`` of any size, one text is copied as often as it
-is named, and a record of a zip may be compressed a thousandfold. The unpickler also fills and changes any object that
-the pickle names, including classes of libraries. :func:`check_pickle` follows the pickle without making an object. It
-records for each object how deep tuples are nested in it, how large a copy would be, and whether it may be called or
-filled.
+integers can be made to collide as keys, a few bytes make a ``bytearray`` of any size, and one text is copied each time
+it is named. The unpickler also fills and changes any object that the pickle names, including classes of libraries.
+:func:`check_pickle` follows the pickle without making an object. It records for each object how deep tuples are nested
+in it, how large a copy would be, and whether it may be called or filled.
 """
 
 from __future__ import annotations
 
 import codecs
-import io
-import re
-import struct
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-_SMALL = 4096
-"""Size in bytes of an archive that is too small to hide a compressed record of consequence."""
 _DEPTH = 2000
 _FREE = 1 << 26
 _COPIES = 40
 """Factor of the memory allowance: copies may take 64 MiB, and 40 times the size of the pickle."""
 _MOST_UNUSUAL = 10_000
 """Most keys that are tuples, and large numbers in a set: an attacker can make these collide."""
-_MOST_PICKLE = 1 << 28
+MOST_PICKLE = 1 << 28
 """Largest pickle in bytes. The pickle of a million tensors takes half of it."""
 _MOST_LATE = 100
 """Largest size added to containers that are already in a tuple, as in objects that refer to themselves."""
 _MOST_UNUSED = 256
 """Most numbers of the memo that a pickle may skip. The unpickler allocates a table up to the largest number."""
-
-_ENTRY_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
 
 # Marks of an object. A container of the object inherits these five:
 _BIG, _NUMBER, _ARRAY, _ENCODE, _SETSTATE = 1, 2, 4, 8, 512
@@ -306,73 +297,7 @@ def check_pickle(data: bytes, get: Callable[[str, str], Any]) -> bytes:
         ValueError, LookupError: The pickle is damaged, would take more memory or time than its size explains, or does
             to an object an operation that ``torch.save`` never writes.
     """
-    if len(data) > _MOST_PICKLE:
-        raise ValueError(f"its pickle has {len(data)} bytes, more than the limit of {_MOST_PICKLE}")
+    if len(data) > MOST_PICKLE:
+        raise ValueError(f"its pickle has {len(data)} bytes, more than the limit of {MOST_PICKLE}")
     _Follower(data, get).run()
     return data
-
-
-def check_bytes(data: bytes | bytearray) -> None:
-    """Check an archive in memory as :func:`check` does; a small archive takes a few microseconds."""
-    if len(data) > _SMALL or data[:4] != b"PK\3\4" or _ENTRY_COMPRESSED.search(data):
-        check(io.BytesIO(data), len(data))
-
-
-def check(file: BinaryIO, size: int) -> None:
-    """Check the zip of a ``torch.save`` file: no record is compressed, and no two records share bytes.
-
-    Args:
-        size: Bytes of the file.
-
-    Raises:
-        ValueError: The file would take more memory or time than a file of its size needs, or is no such archive.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            pickle_of(archive, size)
-    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"it is not an archive of torch.save: {error!r}") from error
-
-
-def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
-    """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError if it is no such archive."""
-    _check_end(archive.fp, size)  # type: ignore[arg-type]
-    members = archive.infolist()
-    if any(
-        member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size for member in members
-    ):
-        raise ValueError("a record is compressed")
-    if sum(m.file_size for m in members) > size or min((m.header_offset for m in members), default=1):
-        raise ValueError("its records are larger than the file, or the first record is not at byte 0")
-    pickles = [member for member in members if member.filename.endswith("/data.pkl")]
-    if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE:
-        raise ValueError(f"it needs exactly one data.pkl of at most {_MOST_PICKLE} bytes")
-    return pickles[0]
-
-
-_END, _END64, _LOCATOR = struct.Struct("<4s6xHLLH"), struct.Struct("<4s28xQQQ"), struct.Struct("<4s4xQ4x")
-
-
-def _check_end(file: BinaryIO, size: int) -> None:
-    """Check that the end of a zip states where its directory is. Raises ValueError if not, or if it has a comment.
-
-    Torch's reader and Python's tolerate a wrong offset in different ways, and would see different files.
-
-    Args:
-        size: Bytes of the file.
-    """
-    length = _END64.size + _LOCATOR.size + _END.size
-    file.seek(max(size - length, 0))
-    tail = file.read(length).rjust(length, b"\0")
-    magic, count, directory, offset, comment = _END.unpack(tail[-_END.size :])
-    end = size - _END.size
-    magic64, place = _LOCATOR.unpack(tail[_END64.size : -_END.size])
-    is_right = magic == b"PK\5\6" and not comment
-    if magic64 == b"PK\6\7":
-        end = size - length
-        short = count, directory, offset
-        magic64, count, directory, offset = _END64.unpack(tail[: _END64.size])
-        is_right &= magic64 == b"PK\6\6" and place == end
-        is_right &= short == (min(count, 0xFFFF), min(directory, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
-    if not is_right or offset + directory != end:
-        raise ValueError("its last record gives a wrong position of its directory")
