@@ -18,6 +18,7 @@ if __name__ == "__main__" and (held := become_keeper(Path(sys.argv[1]))) is not 
         spool.refuse_other_format()  # the package may have been upgraded under a training, which starts this keeper
     except NoSharedMemory as error:
         sys.exit(str(error))
+    from dcp_plugin.format import derived_index  # noqa: F401  (now: the package may be upgraded later)
     from dcp_plugin.keeper.process import Keeper
 
     sys.exit(Keeper(spool, held, float(sys.argv[2])).run())
