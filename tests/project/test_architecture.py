@@ -181,9 +181,10 @@ import torch, dcp_plugin as dcp
 model = torch.nn.Linear(4, 4)
 state, root = {"model": model, "empty": {}}, sys.argv[1]
 aliases, views = {"model.weight": ("alias.weight", ("alias", "weight"))}, {"view": {"model": "module"}}
-saver = dcp.Checkpointer(async_save=True, staging="lazy", keep_last=2)
-for step in range(3):
-    saver.save(state, f"{root}/step-{step}", step=step, aliases=aliases, views=views).wait()
+for options in ({}, {"staging": "lazy", "progress": True}, {"keep_last": 2}):
+    saver = dcp.Checkpointer(async_save=True, **options)
+    for step in (0, 1, 1, 2):
+        saver.save(state, f"{root}/step-{step}", step=step, aliases=aliases, views=views).wait()
 open(f"{root}/file", "w").close()
 try:
     saver.save(state, f"{root}/file/step-3").wait()
