@@ -1,7 +1,9 @@
 """Run a test, or a function, on several real ranks: processes in a gloo group, or the failing rank's traceback.
 
 Each launch has processes of its own. They are forked from a server that has imported torch, the test modules and the
-frameworks they need once, and that has no thread and no process group: a launch costs tenths of a second.
+frameworks they need, and that has no thread and no process group: a launch costs tenths of a second. The server itself
+is forked from the process of pytest when that has collected the tests, so that what it has imported is not imported
+again.
 
 A test whose whole body runs on every rank is marked::
 
@@ -17,7 +19,12 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
+import io
+import logging
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import random
 import signal
@@ -25,12 +32,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -46,13 +55,42 @@ _PRELOAD = [
 
 
 def preload(module: str) -> None:
-    """Have the server import a module, too. It starts with the first launch, so call this from a conftest."""
+    """Have the server import a module, too. Call this from a conftest: once the tests are collected, it is too late."""
     if module not in _PRELOAD:
         _PRELOAD.append(module)
     _CONTEXT.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
 
 
 preload("tests.layouts")
+
+
+def start_server() -> None:
+    """Fork the server from this process. Without this call, the first launch starts one that imports all by itself."""
+    multiprocessing.resource_tracker.ensure_running()
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _fork(_python: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Run the code of ``python -c`` in a fork, which keeps nothing of pytest: no open file, no logging, no warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # xdist has a thread, which the fork does without
+        pid = os.fork()
+    if pid:
+        return pid
+    for file in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if file > 2 and file not in descriptors:
+            with suppress(OSError):  # that of the list itself
+                os.close(file)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(file, "w"), write_through=True) for file in (1, 2))
+    logging.root.handlers.clear()
+    warnings.resetwarnings()  # to Python's own filters
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    try:
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def on_ranks(

@@ -1,7 +1,8 @@
 """Programs in processes of their own, as ``python`` starts them, but for the seconds in which it imports frameworks.
 
 They are forked from a process that has imported what is named, and never this package, which is left to the program.
-They end as Python does: with its exit handlers, the threads that it waits for, and its exit code. The ranks of
+They end as Python does: with its exit handlers, the threads that it waits for, and its exit code. Only modules are not
+taken apart at the end: that writes into all of the memory that they share with the process. The ranks of
 ``torch.distributed.run`` are forked as well: it starts the small program of :func:`_python_exec` for each.
 """
 
@@ -21,10 +22,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from tests.limits import HANG
 
@@ -163,10 +166,7 @@ def _python_exec(imported: tuple[str, ...]) -> str:
 
 
 def _serve(listening: int, lives: int, imported: tuple[str, ...]) -> None:
-    """Fork for each request: to run a program, or to be a server that has imported more.
-
-    Returns in the processes that have run a program, and they end as Python does.
-    """
+    """Fork for each request: to run a program, or to be a server that has imported more."""
     for module in imported:
         importlib.import_module(module)
     gc.freeze()  # what was imported is no garbage: a program that looks for some looks at what is its own
@@ -181,11 +181,9 @@ def _serve(listening: int, lives: int, imported: tuple[str, ...]) -> None:
                 if isinstance(request[0], str):  # names of modules
                     asker.close()
                     _serve(*files, imported=request)
-                    return
-                if _watches(*files, asker.detach()):
-                    os._exit(0)
-                _be(*request)
-                return
+                elif not _watches(*files, asker.detach()):
+                    _be(*request)
+                os._exit(0)
         for file in files:
             os.close(file)
         while _reaped():
@@ -220,7 +218,32 @@ def _watches(out: int, err: int, told: int) -> bool:
     return True
 
 
-def _be(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
+def _be(arguments: list[str], cwd: str, environment: dict[str, str]) -> NoReturn:
+    """Run a program to its end, as Python does."""
+    code, interrupted = 0, False
+    try:
+        _run(arguments, cwd, environment)
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            code = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+def _run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
