@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from dcp_plugin.paths import Where, as_path
 from tests import launch, object_server, sampling
 from tests.faults.proxy import Proxy
 from tests.limits import HANG
+
+# Hundreds of processes import the package and the tests, and Python would compile both in each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
