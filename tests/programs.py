@@ -1,6 +1,7 @@
 """Programs in processes of their own, as ``python`` starts them, but for the seconds in which it imports frameworks.
 
-They are forked from a process that has imported what is named, and never this package, which is left to the program.
+They are forked from a process that has imported what is named: this package only where the test says so, since what
+an import of it does may be what is tested.
 They end as Python does: with its exit handlers, the threads that it waits for, and its exit code. Only modules are not
 taken apart at the end: that writes into all of the memory that they share with the process. The ranks of
 ``torch.distributed.run`` are forked as well: it starts the small program of :func:`_python_exec` for each.
@@ -24,6 +25,8 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +38,8 @@ ROOT = Path(__file__).parent.parent
 TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
 LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs", "omegaconf")
 TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
+PACKAGE = (*TORCH, "dcp_plugin.checkpointer", "dcp_plugin.tools.stream", "dcp_plugin.cli.app", "pydantic")
+HYDRA = (*PACKAGE, "hydra", "hydra.core.override_parser.overrides_parser", "hydra._internal.hydra")
 """What a program may find imported."""
 
 
@@ -111,7 +116,7 @@ def _server(imported: tuple[str, ...]) -> bytes:
     """The address of a process that forks for each connection. All workers of pytest-xdist share it, and it ends with
     the process that started them. A server that imports more than torch is forked from the one that imports torch."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    address = f"\0dcp-programs-{session}-{'-'.join(imported)}"[:100].encode()
+    address = f"\0dcp-programs-{session}-{zlib.crc32(repr(imported).encode()):x}".encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         try:
             listening.bind(address)
@@ -170,6 +175,8 @@ def _serve(listening: int, lives: int, imported: tuple[str, ...]) -> None:
     for module in imported:
         importlib.import_module(module)
     gc.freeze()  # what was imported is no garbage: a program that looks for some looks at what is its own
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch would take its libraries of operators apart, which costs 50 ms
     requests = socket.socket(fileno=listening)
     while requests in select.select([requests, lives], [], [])[0]:
         with requests.accept()[0] as asker:

@@ -66,13 +66,15 @@ class Counter:
         self.value = state["value"]
 
 
+@pytest.mark.one_of("layout")
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
 def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, layout: str) -> None:
     launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, False)
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, True)
     command = ["-m", "accelerate.commands.accelerate_cli", "merge-weights"]
     folders = [tmp_path / "ck" / "pytorch_model_fsdp_0", tmp_path / "merged"]
-    ended = programs.run(*command, *folders, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    ended = programs.run(*command, *folders, imported=programs.TRANSFORMERS, env=environment)
     assert ended.returncode == 0, ended.stderr
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     state, _ = torch.load(tmp_path / "state.pt", weights_only=True)

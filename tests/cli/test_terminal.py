@@ -67,6 +67,7 @@ LINES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_of("columns")
 @pytest.mark.parametrize("columns", [80, 120])
 def test_every_command_fits_a_terminal(tmp_path: Path, columns: int) -> None:
     model = nn.ModuleDict({f"transformer_block_{n}": nn.LayerNorm(64) for n in range(3)})

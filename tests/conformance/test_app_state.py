@@ -61,6 +61,7 @@ def _load(root: Path, source: str, layout: str) -> None:
     assert_same(_tensors(whole_state(model, optimizer)), saved)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(("source", "target"), [("fsdp2", "fsdp2@4"), ("fsdp2@4", "fsdp2@3"), ("fsdp2@3", "ddp")])
 def test_saved_by_n_ranks_loaded_by_m(tmp_path: Path, source: str, target: str) -> None:
     launch.run(_save, WORLD_SIZE[source], tmp_path, source)

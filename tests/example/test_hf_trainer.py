@@ -11,6 +11,7 @@ from hf_trainer import choose_strategy
 
 from tests import programs
 from tests.places import names_in
+from tests.programs import TRANSFORMERS
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -27,7 +28,9 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.Complete
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     script = str(ROOT / "examples" / "hf_trainer.py")
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return programs.run(*torchrun, script, *TINY, f"run_dir={run_dir}", *overrides, cwd=run_dir, env=offline)
+    return programs.run(
+        *torchrun, script, *TINY, f"run_dir={run_dir}", *overrides, imported=TRANSFORMERS, cwd=run_dir, env=offline
+    )
 
 
 @pytest.mark.long

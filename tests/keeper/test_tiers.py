@@ -320,6 +320,7 @@ def test_a_record_that_cannot_be_read_is_not_deleted_with_the_garbage(saved: Pat
     assert len(list(steps.folder.iterdir())) == 1
 
 
+@pytest.mark.one_of("names")
 @pytest.mark.parametrize("names", ["a path for each", "one path"])
 def test_local_saves_after_a_clock_was_set_back_are_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str

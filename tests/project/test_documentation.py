@@ -19,7 +19,7 @@ import pytest
 import dcp_plugin as dcp
 from dcp_plugin import CheckpointConfig
 from tests import programs
-from tests.programs import LIGHTNING, TORCH
+from tests.programs import LIGHTNING, PACKAGE
 from tests.project.test_tutorials import BLOCK, SESSIONS, check_commands
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +177,12 @@ def test_every_block_names_its_language(page: Path) -> None:
     assert set(fences[1::2]) <= {""}
 
 
+def _imported_by(code: str) -> tuple[str, ...]:
+    if "lightning" in code:
+        return LIGHTNING
+    return programs.TRANSFORMERS if re.search("transformers|accelerate", code) else PACKAGE
+
+
 @pytest.mark.parametrize("heading", BEFORE)
 def test_the_code_of_a_section_runs_and_runs_again_to_restart(
     tmp_path: Path, heading: str, request: pytest.FixtureRequest
@@ -191,15 +197,15 @@ def test_the_code_of_a_section_runs_and_runs_again_to_restart(
         code = code.replace(name, str(in_memory))
     (tmp_path / "script.py").write_text(f"{MODEL}{BEFORE[heading]}\n{code}\n")
     both = f"import runpy; runpy.run_path('script.py'); globals().update(runpy.run_path('script.py')); {CHECKED}"
-    frameworks = LIGHTNING if "lightning" in BEFORE[heading] else TORCH
+    imported = _imported_by(BEFORE[heading])
     try:
-        ran = programs.run("-c", both, AFTER.get(heading, "True"), imported=frameworks, cwd=tmp_path)
+        ran = programs.run("-c", both, AFTER.get(heading, "True"), imported=imported, cwd=tmp_path)
     finally:
         shutil.rmtree(in_memory, ignore_errors=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     for block in BLOCK.finditer(section):
         if block["kind"] == "console":
-            check_commands(block["text"], tmp_path, frameworks)
+            check_commands(block["text"], tmp_path, imported)
 
 
 RUNS = """
@@ -227,7 +233,7 @@ file.write_bytes(file.read_bytes()[:1000])
 @pytest.mark.parametrize("page", [ROOT / "docs/reference/commands.md"], ids=lambda page: page.stem)
 def test_every_command_of_the_reference_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Their output depends on the machine and is not compared. A status of 1 is an answer: damage, or a difference."""
-    programs.run("-c", RUNS, cwd=tmp_path)
+    programs.run("-c", RUNS, imported=PACKAGE, cwd=tmp_path)
     text = page.read_text().replace("s3://bucket", request.getfixturevalue("bucket").url)
     commands = [
         command
@@ -237,7 +243,7 @@ def test_every_command_of_the_reference_runs(page: Path, tmp_path: Path, request
     ]
     assert len(commands) > 10
     for command in commands:
-        ran = programs.run("-m", "dcp_plugin", *shlex.split(command), cwd=tmp_path)
+        ran = programs.run("-m", "dcp_plugin", *shlex.split(command), imported=PACKAGE, cwd=tmp_path)
         assert ran.returncode in (0, 1) and "Traceback" not in ran.stderr, f"{command}\n{ran.stdout}{ran.stderr}"
 
 

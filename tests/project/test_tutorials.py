@@ -21,7 +21,7 @@ import pytest
 
 from tests import programs
 from tests.limits import HANG
-from tests.programs import LIGHTNING, TORCH, TRANSFORMERS
+from tests.programs import HYDRA, LIGHTNING, PACKAGE, TRANSFORMERS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
@@ -48,6 +48,7 @@ PROGRAMS = {"python": (), "dcp-plugin": ("-m", "dcp_plugin"), "torchrun": ("-m",
 IMPORTED = dict.fromkeys(("lightning", "fabric"), LIGHTNING) | dict.fromkeys(
     ("transformers", "accelerate", "fine_tuning"), TRANSFORMERS
 )
+IMPORTED["hydra"] = HYDRA
 
 
 def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
@@ -91,7 +92,7 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
             (tmp_path / block["title"]).write_text(block["text"])
         elif block["kind"] == "console":
             for command, expected in _commands(block["text"]):
-                losses = _check(command, expected, tmp_path, IMPORTED.get(page.stem, TORCH))
+                losses = _check(command, expected, tmp_path, IMPORTED.get(page.stem, PACKAGE))
                 if command.startswith("DIE_AT="):
                     killed[command.partition(" ")[2]] = losses
                 else:

@@ -482,6 +482,7 @@ def _tune(root: Path, layouts: list[str]) -> dict[str, int]:
     return written
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
 )

@@ -413,6 +413,7 @@ def _save_three_times(root: Path, layouts: list[str]) -> dict[str, list[tuple[in
     return said
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
 )

@@ -28,7 +28,7 @@ from dcp_plugin.paths import Where
 from tests import launch, programs
 from tests.limits import HANG
 from tests.object_server import Bucket
-from tests.programs import TORCH
+from tests.programs import HYDRA
 
 ROOT = Path(__file__).parents[2]
 GROUPS = ROOT / "dcp_plugin" / "conf" / "dcp_plugin"
@@ -157,7 +157,7 @@ def app(tmp_path: Path) -> Path:
 
 def run(app: Path, *overrides: str, dies_at: int | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **({"DIES_AT": str(dies_at)} if dies_at else {})}
-    return programs.run(app, *overrides, imported=TORCH, cwd=app.parent, env=env)
+    return programs.run(app, *overrides, imported=HYDRA, cwd=app.parent, env=env)
 
 
 def test_every_option_of_every_group_is_made_in_an_application_with_the_wheel(installed: Path, tmp_path: Path) -> None:

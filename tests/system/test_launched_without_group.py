@@ -18,6 +18,7 @@ from dcp_plugin import launcher
 from dcp_plugin.launcher import this_launch
 from tests import programs
 from tests.launch import on_ranks
+from tests.programs import PACKAGE
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
@@ -47,13 +48,14 @@ def _as_rank(rank: int, by: str = "torchrun", **more: str) -> dict[str, str]:
 
 
 def _train(root: Path, env: Mapping[str, str], steps: int = 1, code: str = TRAIN) -> Any:
-    return programs.run("-c", code, root, steps, env=env)
+    return programs.run("-c", code, root, steps, imported=PACKAGE, env=env)
 
 
 def _checkpoints(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("step-*"))
 
 
+@pytest.mark.one_of("by")
 @pytest.mark.parametrize("by", ["torchrun", "srun"])
 def test_a_rank_does_not_resume_from_what_another_one_has_just_written(tmp_path: Path, by: str) -> None:
     first = _train(tmp_path, _as_rank(1, by))
@@ -123,6 +125,7 @@ events.subscribe(die)
     saves.communicate()
 
 
+@pytest.mark.one_of("by")
 @pytest.mark.parametrize("by", ["torchrun", "srun"])
 def test_trainings_with_roots_of_their_own_go_on_and_each_resumes_its_own(tmp_path: Path, by: str) -> None:
     for count in ("0", "1"):  # the second time as restarted by the launcher
@@ -151,10 +154,10 @@ def test_torchrun_itself_with_and_without_the_process_group(tmp_path: Path) -> N
     script.write_text(GROUP + TRAIN + "torch.distributed.destroy_process_group()\n")
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     for how in ("fresh", "resumed"):
-        ended = programs.run(*run, script, tmp_path / "run", 1)
+        ended = programs.run(*run, script, tmp_path / "run", 1, imported=PACKAGE)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count(how) == 2 and "UserWarning" not in ended.stderr
-    ended = programs.run(*run, forgets, tmp_path / "other", 3)
+    ended = programs.run(*run, forgets, tmp_path / "other", 3, imported=PACKAGE)
     assert ended.returncode != 0 and FORGOT in ended.stderr
     launch = json.loads((tmp_path / "run" / "step-2" / "dcp_plugin.json").read_text())["launch"]
     assert launch["launcher"] == "torchrun" and launch["rank"] == 0 and launch["world_size"] == 2

@@ -58,6 +58,7 @@ def _source(layout: str, test: str) -> str:
 ALL_SOURCES = pytest.mark.parametrize("all_sources", [False, pytest.param(True, marks=pytest.mark.long)])
 
 
+@pytest.mark.one_of("world_size", count=2)
 @ALL_SOURCES
 @on_ranks(*sorted(_by_world_size()))
 def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int, all_sources: bool) -> None:
@@ -69,6 +70,7 @@ def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int, 
             assert_same(torch.load(saved / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
 
 
+@pytest.mark.one_of("world_size", count=2)
 @ALL_SOURCES
 @on_ranks(*sorted(_by_world_size()))
 def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(
@@ -84,6 +86,7 @@ def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(
             assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
 
 
+@pytest.mark.one_of("world_size", count=2)
 @on_ranks(*sorted(_by_world_size()))
 def test_a_load_replaces_the_state_of_a_trained_optimizer(saved: Path, world_size: int) -> None:
     layouts = _by_world_size()[world_size]

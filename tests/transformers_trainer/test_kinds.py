@@ -77,6 +77,7 @@ def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> 
     assert resumed[1].items() <= straight[1].items()
 
 
+@pytest.mark.one_of("layout", count=2)
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp1", "fsdp2"])
 @on_ranks(of=lambda layout: WORLD_SIZE[layout])
 def test_the_trainer_alone_does_not_resume_adapters_without_their_optimizer(tmp_path: Path, layout: str) -> None:

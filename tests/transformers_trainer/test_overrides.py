@@ -39,6 +39,7 @@ def _own_files(path: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in sorted(path.iterdir()) if file.name.startswith(("shapes", "mine"))}
 
 
+@pytest.mark.one_of("layout")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @on_ranks(of=lambda layout: WORLD_SIZE[layout])
 def test_the_files_of_a_trainer_of_ones_own_are_those_that_stock_has(tmp_path: Path, layout: str) -> None:

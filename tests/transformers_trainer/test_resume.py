@@ -147,6 +147,7 @@ def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -
     return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize(
     ("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("fsdp1", "fsdp2")]
 )
