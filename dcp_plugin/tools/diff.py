@@ -8,22 +8,21 @@ Tensors that differ are read as well, to measure the difference (:mod:`~dcp_plug
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from typing import Any, Literal
 
-import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.index import CheckpointIndex, StoredTensor
+from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import stream
-from dcp_plugin.tools.agreement import Agreement, paired, signatures
+from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream
 from dcp_plugin.types import Shape, as_html
@@ -32,8 +31,6 @@ _WINDOW = 32 << 20
 """Size in bytes of each of the two windows of each of the two streams."""
 _MOST_LEAVES = 1000
 """Largest number of differing parts of a value that are counted."""
-_VALUE = "value"
-"""Stand-in for the dtype of a key that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -245,70 +242,70 @@ class _Comparison:
     progress: Progress | None
     read: list[str] = field(default_factory=list)
 
-    @property
-    def indices(self) -> tuple[CheckpointIndex, CheckpointIndex]:
-        return self.readers[0].index, self.readers[1].index
-
     def result(self) -> CheckpointDiff:
-        first, second = self.indices
-        names = list(self.common)
-        slots = np.array([first.slots[key] for key in self.common.values()], np.int64)
-        other_slots = np.array([second.slots[name] for name in names], np.int64)
-        agree = Agreement(first, slots, second, other_slots)
-
-        def at(flags: Any) -> list[str]:
-            return [names[number] for number in np.flatnonzero(flags).tolist()]
-
-        comparable = agree.same_dtype & agree.same_shape & agree.tensors
-        decided = agree.known & self.checksums
-        changed = self._tensors(at(comparable & decided & ~agree.equal), at(comparable & ~decided))
-        values = self._values(at(agree.same_dtype & ~agree.tensors & ~(decided & agree.equal)))
-        shapes = second.table.shapes_of(other_slots[comparable])
+        first, second = self.readers
+        old = signatures(first.index, self.common.values())
+        new = signatures(second.index, self.common)
+        reshaped, retyped, values = list[Reshaped](), list[Retyped](), list[str]()
+        tensors: dict[str, bool | None] = {}  # those of one dtype and shape, with the verdict of their checksums
+        for name, key in self.common.items():
+            before, after = old[key], new[name]
+            if VALUE not in (before.dtype, after.dtype) and before.shape != after.shape:
+                reshaped.append(Reshaped(name, before.shape, after.shape))
+            if before.dtype != after.dtype:
+                retyped.append(Retyped(name, before.dtype, after.dtype))
+            elif before.shape == after.shape:
+                same = before.same_bytes(after) if self.checksums else None
+                if after.dtype != VALUE:
+                    tensors[name] = same
+                elif not same:
+                    values.append(name)
+        changed = self._tensors(tensors, new)
+        changed_values = self._values(values)
         renamed = self._renamed()
         moved = set(renamed.values())
-        reshaped_names, retyped_names = at(agree.tensors & ~agree.same_shape), at(~agree.same_dtype)
-        redefined = {*reshaped_names, *retyped_names}
         removed, added = self.alone
+        different = {item.key for items in (reshaped, retyped, changed, changed_values) for item in items}
         return CheckpointDiff(
-            self.readers[0].path,
-            self.readers[1].path,
+            *(first.path, second.path),
             [key for key in added if key not in moved],
             [key for key in removed if key not in renamed],
             renamed,
-            [Reshaped(name, _shape(first, self.common[name]), _shape(second, name)) for name in reshaped_names],
-            [Retyped(name, _dtype(first, self.common[name]), _dtype(second, name)) for name in retyped_names],
+            reshaped,
+            retyped,
             changed,
-            values,
-            len(names) - len(changed) - len(values) - len(redefined),
+            changed_values,
+            len(self.common) - len(different),
             self.read,
-            sum(reader.bytes_read for reader in self.readers),
-            dict(zip(at(comparable), map(prod, shapes), strict=True)),
+            first.bytes_read + second.bytes_read,
+            {name: prod(new[name].shape) for name in tensors},
         )
 
-    def _tensors(self, differ: list[str], undecided: list[str]) -> list[ChangedTensor]:
-        """Return the tensors that changed: all in ``differ``, and those in ``undecided`` whose bytes differ."""
-        self.read += undecided
+    def _tensors(self, verdicts: dict[str, bool | None], new: Mapping[str, Signature]) -> list[ChangedTensor]:
+        """Return the tensors that changed: all with the verdict False, and those with None whose bytes differ."""
+        self.read += [name for name, same in verdicts.items() if same is None]
         first, second = self.readers
-        amounts: dict[str, Amount | None] = dict.fromkeys(differ)
-        wanted = {*differ, *undecided}
+        amounts: dict[str, Amount | None] = {name: None for name, same in verdicts.items() if same is False}
         streamed = []
-        for name, key in self.common.items():
-            if name not in wanted:
+        for name, same in verdicts.items():
+            key = self.common[name]
+            if same:
                 continue
             if not (stream.is_opaque(first, key) or stream.is_opaque(second, name)):
-                if self.amounts or name not in amounts:
+                if self.amounts or same is None:
                     streamed.append((key, name))
-            elif name not in amounts and first.item(key) != second.item(name):
+            elif same is None and first.item(key) != second.item(name):
                 amounts[name] = None
-        settled = set(differ)
         amounts |= self._in_step(streamed)
-        changed = []
-        for name in self.common:
-            if name in amounts:
-                shape, nbytes = _shape(second.index, name), stream.nbytes_of(second, name)
-                decided: Literal["checksums", "bytes"] = "checksums" if name in settled else "bytes"
-                changed.append(ChangedTensor(name, shape, _dtype(second.index, name), nbytes, decided, amounts[name]))
-        return changed
+        return [
+            ChangedTensor(
+                *(name, new[name].shape, new[name].dtype, stream.nbytes_of(second, name)),
+                "bytes" if verdicts[name] is None else "checksums",
+                amounts[name],
+            )
+            for name in verdicts
+            if name in amounts
+        ]
 
     def _in_step(self, pairs: list[tuple[str, str]]) -> dict[str, Amount | None]:
         """Return the tensors whose bytes differ, with the amounts."""
@@ -342,60 +339,43 @@ class _Comparison:
 
     def _renamed(self) -> dict[str, str]:
         """Return the keys of A that have the same bytes under another key in B."""
-        kinds: dict[Any, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-        for side, index in enumerate(self.indices):
-            for key in self.alone[side]:
-                kinds[_kind(index, key)][side].append(key)
-        groups = [group for group in kinds.values() if all(group)]
+        signed = [signatures(reader.index, keys) for reader, keys in zip(self.readers, self.alone, strict=True)]
+        groups = [group for group in _grouped(self.alone, lambda side, key: _kind(signed[side][key])) if all(group)]
+        undecided = [group for group in groups if not (self.checksums and _decide(group, signed))]
+        hashes = []
+        for side, reader in enumerate(self.readers):
+            hashes.append(_hashes(reader, [key for group in undecided for key in group[side]]))
+        self.read += hashes[1]
         renamed: dict[str, str] = {}
-        for group, contents in zip(groups, self._contents(groups), strict=True):
-            same: dict[bytes, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-            for side, keys in enumerate(group):
-                for key in keys:
-                    same[contents[side][key]][side].append(key)
-            for old, new in same.values():
+        for group in groups:
+            for old, new in _grouped(group, lambda side, key: hashes[side].get(key, signed[side][key].crcs)):
                 if old and new:
                     renamed |= paired(old, new, stream.nbytes_of(self.readers[1], new[0]))
         return {key: renamed[key] for key in self.alone[0] if key in renamed}
 
-    def _contents(self, groups: list[tuple[list[str], list[str]]]) -> list[list[dict[str, bytes]]]:
-        """Return for each group and side the checksums of its keys; hashes of the bytes if checksums cannot decide."""
-        signed = [
-            [signatures(index, keys) for index, keys in zip(self.indices, group, strict=True)] for group in groups
-        ]
-        to_read = [not (self.checksums and _have_one_layout(sides)) for sides in signed]
-        hashes: list[dict[str, bytes]] = []
-        for side, reader in enumerate(self.readers):
-            keys = [key for group, is_read in zip(groups, to_read, strict=True) if is_read for key in group[side]]
-            hashes.append(_hashes(reader, keys))
-        self.read += hashes[1]
-        return [
-            hashes if is_read else [{key: checksums for key, (_, checksums) in side.items()} for side in sides]
-            for is_read, sides in zip(to_read, signed, strict=True)
-        ]
+
+_Sides = tuple[list[str], list[str]]
+"""Keys of A, and keys of B."""
 
 
-def _have_one_layout(sides: list[dict[str, tuple[bytes, bytes]]]) -> bool:
-    layouts = {layout for side in sides for layout, _ in side.values()}
-    return len(layouts) == 1 and b"" not in layouts
+def _grouped(sides: _Sides, fact: Callable[[int, str], object]) -> list[_Sides]:
+    """Return the keys of both sides, grouped by a fact about them."""
+    groups: dict[object, _Sides] = defaultdict(lambda: ([], []))
+    for side, keys in enumerate(sides):
+        for key in keys:
+            groups[fact(side, key)][side].append(key)
+    return list(groups.values())
 
 
-def _dtype(index: CheckpointIndex, key: str) -> str:
-    dtype = index.table.dtype_of(index.slots[key])
-    return _VALUE if dtype is None else str(dtype).removeprefix("torch.")
+def _kind(signature: Signature) -> object:
+    """Return a value that is equal for keys that may have the same bytes: of values, also their size."""
+    return signature.dtype, signature.shape, signature.layout if signature.dtype == VALUE else None
 
 
-def _shape(index: CheckpointIndex, key: str) -> Shape:
-    return index.table.shape_of(index.slots[key])
-
-
-def _kind(index: CheckpointIndex, key: str) -> tuple[Any, ...]:
-    """Return dtype and shape of a tensor, or the size of a value: equal for keys that may have the same bytes."""
-    dtype = _dtype(index, key)
-    if dtype != _VALUE:
-        return dtype, _shape(index, key)
-    chunk = index.table.chunk_starts[index.slots[key]]
-    return _VALUE, int(index.columns["place"][chunk, 3])
+def _decide(group: _Sides, signed: list[dict[str, Signature]]) -> bool:
+    """Return whether the CRC32s of all keys of a group are of the same ranges of bytes."""
+    members = [signed[side][key] for side, keys in enumerate(group) for key in keys]
+    return len({member.layout for member in members}) == 1 and all(member.crcs is not None for member in members)
 
 
 def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
@@ -433,11 +413,6 @@ def _values_of(reader: ShardedReader, names: list[str]) -> dict[str, Any]:
     try:
         return stream.read_keys(reader, names)
     except UnsafeCheckpoint:
-        return {name: _value_of(reader, name) for name in names}
-
-
-def _value_of(reader: ShardedReader, name: str) -> Any:
-    try:
-        return stream.read_keys(reader, [name])[name]
-    except UnsafeCheckpoint:
-        return _NotLoaded(_digest_of_item(reader, name))
+        if len(names) == 1:
+            return {names[0]: _NotLoaded(_digest_of_item(reader, names[0]))}
+        return {name: _values_of(reader, [name])[name] for name in names}

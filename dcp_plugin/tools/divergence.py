@@ -7,7 +7,7 @@ runs may differ at one step and agree at a later one. Checksums decide without r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,13 @@ from dcp_plugin.types import CheckpointState, as_html
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
 """Parts of a training that keys belong to."""
-_RNG = re.compile(r"(^|[._])(rng|random|generators?|seed)([._]|$)", re.IGNORECASE)
-_LOADER = re.compile(r"(data_?loader|loader|sampler|dataset|samples)", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)([._]|$)", re.IGNORECASE)
+_PATTERNS = {
+    OPTIMIZER: re.compile(r"^(optim|optimizer|optimizers)([._]|$)", re.IGNORECASE),
+    RNG: re.compile(r"(^|[._])(rng|random|generators?|seed)([._]|$)", re.IGNORECASE),
+    LOADER: re.compile(r"(data_?loader|loader|sampler|dataset|samples)", re.IGNORECASE),
+    MODEL: re.compile(r"^(model|state_dict|module)(\.|$)"),
+}
+"""Patterns of the keys of each part, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +160,19 @@ def first_divergence(
     texts: dict[str, None] = {}
     for number, step in enumerate(common, 1):
         pair = steps[0][step], steps[1][step]
-        differences = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
-        texts |= dict.fromkeys(value.key for value in differences.values if value.text)
-        if _differing(differences):
+        found = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
+        texts_here = [value.key for value in found.values if value.text]
+        texts |= dict.fromkeys(texts_here)
+        if differing := _differing(found):
             with ShardedReader(pair[0], **options) as first, ShardedReader(pair[1], **options) as second:
-                key, at, values, ulps = _first(differences, first, second)
-                differ, equal = _by_kind(differences, first)
+                key = next(key for key in (*first.index, *second.index) if key in differing)
+                (at, values), ulps = differing[key], None
+                if any(tensor.key == key for tensor in found.changed):
+                    with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
+                        at, values, ulps = _element(first, second, key)
+                differ, equal = _by_kind(differing, texts_here, first)
             compared = common[:number]
-            return Divergence(
-                *runs, compared, *only, step, key, at, values, ulps, differ, equal, list(texts), differences
-            )
+            return Divergence(*runs, compared, *only, step, key, at, values, ulps, differ, equal, list(texts), found)
     return Divergence(*runs, common, *only, texts=list(texts))
 
 
@@ -186,34 +193,21 @@ def _steps_of(run: Where) -> dict[int, Where]:
     return steps
 
 
-def _differing(difference: CheckpointDiff) -> set[str]:
-    """Return the keys that differ. Values of which only texts differ do not count."""
-    keys = {*difference.added, *difference.removed, *difference.renamed, *difference.renamed.values()}
-    keys |= {item.key for item in difference.reshaped}
-    keys |= {item.key for item in difference.retyped}
-    keys |= {tensor.key for tensor in difference.changed}
-    return keys | {value.key for value in difference.values if not value.text}
+_Place = tuple[str, tuple[str, str] | None]
+"""Place and values of a difference, as in :class:`Divergence`."""
 
 
-def _first(
-    difference: CheckpointDiff, first: ShardedReader, second: ShardedReader
-) -> tuple[str, str, tuple[str, str] | None, int | None]:
-    """Return key, place, values and distance of the first difference, in the order of the first checkpoint."""
-    differing = _differing(difference)
-    key = next(key for key in dict.fromkeys((*first.index, *second.index)) if key in differing)
-    if any(tensor.key == key for tensor in difference.changed):
-        with suppress(CheckpointMismatch):  # a tensor of a custom class, without elements
-            return key, *_element(first, second, key)
-    for value in difference.values:
-        if value.key == key:
-            return key, value.at, (value.old, value.new), None
-    redefined: list[Reshaped | Retyped] = [*difference.reshaped, *difference.retyped]
-    for redefinition in redefined:
-        if redefinition.key == key:
-            return key, "", (str(redefinition.old), str(redefinition.new)), None
-    if key in difference.removed:
-        return key, "", ("there", "nothing"), None
-    return key, "", ("nothing", "there") if key in difference.added else None, None
+def _differing(found: CheckpointDiff) -> dict[str, _Place]:
+    """Return the keys that differ, with the places. Those of tensors have to be read. Values of which only texts
+    differ do not count."""
+    places: dict[str, _Place] = {key: ("", None) for pair in found.renamed.items() for key in pair}
+    places |= {tensor.key: ("", None) for tensor in found.changed}
+    redefined: list[Retyped | Reshaped] = [*found.retyped, *found.reshaped]
+    places |= {item.key: ("", (str(item.old), str(item.new))) for item in redefined}
+    places |= {value.key: (value.at, (value.old, value.new)) for value in found.values if not value.text}
+    places |= dict.fromkeys(found.removed, ("", ("there", "nothing")))
+    places |= dict.fromkeys(found.added, ("", ("nothing", "there")))
+    return places
 
 
 def _element(first: ShardedReader, second: ShardedReader, key: str) -> tuple[str, tuple[str, str] | None, int | None]:
@@ -242,20 +236,19 @@ def _shown(element: torch.Tensor) -> str:
         return f"0x{bytes(element.view(torch.uint8).tolist()).hex()}"
 
 
-def _by_kind(difference: CheckpointDiff, reader: ShardedReader) -> tuple[dict[str, list[str]], list[str]]:
+def _by_kind(
+    differing: Collection[str], texts: Collection[str], reader: ShardedReader
+) -> tuple[dict[str, list[str]], list[str]]:
     """Return the keys that differ, by parts of the training; and the parts of which no key differs."""
-    differing = _differing(difference)
-    by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    present = set()
-    texts = {value.key for value in difference.values if value.text}
+    differ: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    equal: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for key in dict.fromkeys((*reader.index, *sorted(differing))):
-        kind = kind_of(key, reader.kinds)
-        if key in differing:
-            by_kind[kind].append(key)
-        elif key not in texts:
-            present.add(kind)
-    differ = {kind: keys for kind, keys in by_kind.items() if keys}
-    return differ, [kind for kind in KINDS if kind in present and kind not in differ]
+        if key in differing or key not in texts:
+            (differ if key in differing else equal)[kind_of(key, reader.kinds)].append(key)
+    return (
+        {kind: keys for kind, keys in differ.items() if keys},
+        [kind for kind in KINDS if equal[kind] and not differ[kind]],
+    )
 
 
 def kind_of(key: str, kinds: dict[str, str]) -> str:
@@ -267,10 +260,4 @@ def kind_of(key: str, kinds: dict[str, str]) -> str:
     name = max((name for name in kinds if key == name or key.startswith(f"{name}.")), key=len, default="")
     if name:
         return OPTIMIZER if kinds[name] == "optimizer" else MODEL
-    if _OPTIMIZER.search(key):
-        return OPTIMIZER
-    if _RNG.search(key):
-        return RNG
-    if _LOADER.search(key):
-        return LOADER
-    return MODEL if key.split(".")[0] in ("model", "state_dict", "module") else OTHER
+    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(key)), OTHER)
