@@ -9,11 +9,12 @@ from the beginning. The data files of a checkpoint of this package get the token
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dcp_plugin.format import DATA_SUFFIX, METADATA, PACKED, packed
-from dcp_plugin.media import Medium, Readable, Reservation, medium_of, tree
+from dcp_plugin.media import Medium, NewFile, Readable, Reservation, medium_of, tree
 from dcp_plugin.paths import ObjectPath, Where
 
 _PARTIAL = ".partial"
@@ -30,6 +31,9 @@ class CopyTarget:
         is_ours: True if the copied checkpoint is of this package, false if it is of another tool.
         token: The token of the save, which all copies of the save have in common.
     """
+
+    renames = False
+    """True if the data files, and therefore the tables of contents, may get other names."""
 
     def __init__(self, path: Where, token: str, is_ours: bool) -> None:
         self.path, self.token, self.is_ours = path, token, is_ours
@@ -48,26 +52,28 @@ class CopyTarget:
         reservation = self.medium.reserve(self.path, copy_of=self.token)
         return reservation.directory, reservation
 
-    def change_tables(self, names: Mapping[str, str], has_base: bool) -> bool:
-        """Return whether the tables of contents change, given the names of the data files."""
-        return False
-
     def published_last(self, sizes: Mapping[str, int]) -> list[str]:
         """Return the files of another tool that name its other files, to be published in this order after all."""
         return []
 
-    def prepare(self, directory: Where, name: str) -> None:
-        """Make the folders above a new file."""
-        if "/" in name:
-            os.makedirs(os.path.dirname(f"{directory}/{name}"), exist_ok=True)
+    def prepare(self, directory: Where, names: Iterable[str]) -> None:
+        """Make the folders above new files."""
+        for folder in {os.path.dirname(name) for name in names} - {""}:
+            os.makedirs(f"{directory}/{folder}", exist_ok=True)
 
-    def incomplete(self, name: str) -> str:
-        """Return the name of a file until it is complete and durable."""
-        return f"{name}{_PARTIAL}"
+    @contextmanager
+    def create(
+        self, directory: Where, name: str, size: int, at_once: int = 1, modified: float | None = None
+    ) -> Iterator[NewFile]:
+        """Yield a new file, which gets its name when it is complete and durable.
 
-    def complete(self, directory: Where, name: str, modified: float | None) -> None:
-        """Give a complete file its name, and the time of its source: other tools order files by their times."""
-        incomplete = f"{directory}/{self.incomplete(name)}"
+        Args:
+            at_once: As in :meth:`dcp_plugin.media.Medium.create`.
+            modified: The time that the file gets on a disk: other tools order files by their times.
+        """
+        incomplete = f"{directory}/{name}{_PARTIAL}"
+        with self.medium.create(directory, f"{name}{_PARTIAL}", size, _ignore, at_once) as file:
+            yield file
         if modified is not None:
             os.utime(incomplete, (modified, modified))
         os.rename(incomplete, f"{directory}/{name}")
@@ -125,6 +131,8 @@ class CopyTarget:
 class _Bucket(CopyTarget):
     """A prefix of objects."""
 
+    renames = True
+
     def names_of(self, data_files: Iterable[str]) -> dict[str, str]:
         new: dict[str, str] = {}
         names = list(data_files)
@@ -147,21 +155,19 @@ class _Bucket(CopyTarget):
             return self.path.parent / f"{self.token}.saving", None
         return super().begin(is_file)
 
-    def change_tables(self, names: Mapping[str, str], has_base: bool) -> bool:
-        return has_base or any(old != new for old, new in names.items())
-
     def published_last(self, sizes: Mapping[str, int]) -> list[str]:
         small = (name for name in sizes if f"/{name}".endswith(_LAST) and sizes[name] <= _MOST_LAST)
         return sorted({*small, *({METADATA} & sizes.keys())}, key=lambda name: (name == METADATA, name))
 
-    def prepare(self, directory: Where, name: str) -> None:
+    def prepare(self, directory: Where, names: Iterable[str]) -> None:
         """Do nothing: a bucket has no folders."""
 
-    def incomplete(self, name: str) -> str:
-        return name  # an object appears when it is complete
-
-    def complete(self, directory: Where, name: str, modified: float | None) -> None:
-        """Do nothing: the object has its name, and the time of its upload."""
+    @contextmanager
+    def create(
+        self, directory: Where, name: str, size: int, at_once: int = 1, modified: float | None = None
+    ) -> Iterator[NewFile]:
+        with self.medium.create(directory, name, size, _ignore, at_once) as file:
+            yield file  # the object appears when it is complete
 
     def set_time(self, directory: Where, modified: float) -> None:
         """Do nothing: a bucket has no folders."""
@@ -197,3 +203,7 @@ class _Bucket(CopyTarget):
 def copy_target(path: Where, token: str, is_ours: bool) -> CopyTarget:
     """Return the target of a copy at a path."""
     return (_Bucket if isinstance(path, ObjectPath) else CopyTarget)(path, token, is_ours)
+
+
+def _ignore(count: int) -> None:
+    """Ignore the bytes that were written: the copy counts those that it reads."""

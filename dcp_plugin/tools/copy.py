@@ -32,7 +32,7 @@ from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
-from dcp_plugin.tools.stream import Progress
+from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
 from dcp_plugin.types import as_html
 
@@ -69,21 +69,17 @@ class CopyReport:
     _repr_html_ = as_html
 
     def __str__(self) -> str:
-        parts = [f"{self.target}: {len(self.copied)} checkpoint(s) copied"]
-        if self.skipped:
-            parts.append(f"{len(self.skipped)} were there")
-        parts.append(f"{size(self.bytes_copied)} copied in {self.seconds:.1f} s")
-        if self.bytes_linked:
-            parts.append(f"{size(self.bytes_linked)} linked")
-        if self.bytes_reused:
-            parts.append(f"{size(self.bytes_reused)} were there of an interrupted try")
-        if self.unverified:
-            parts.append(f"{len(self.unverified)} file(s) or key(s) could not be verified")
-        if self.passed_over:
-            parts.append(f"{len(self.passed_over)} passed over")
-        if self.unreadable:
-            parts.append(f"{len(self.unreadable)} cannot be read, and may hold more checkpoints")
-        return "; ".join(parts)
+        parts = [
+            f"{self.target}: {len(self.copied)} checkpoint(s) copied",
+            f"{len(self.skipped)} were there" if self.skipped else "",
+            f"{size(self.bytes_copied)} copied in {self.seconds:.1f} s",
+            f"{size(self.bytes_linked)} linked" if self.bytes_linked else "",
+            f"{size(self.bytes_reused)} were there of an interrupted try" if self.bytes_reused else "",
+            f"{len(self.unverified)} file(s) or key(s) could not be verified" if self.unverified else "",
+            f"{len(self.passed_over)} passed over" if self.passed_over else "",
+            f"{len(self.unreadable)} cannot be read, and may hold more checkpoints" if self.unreadable else "",
+        ]
+        return "; ".join(filter(None, parts))
 
 
 def copy(
@@ -130,13 +126,12 @@ def copy(
     _refuse_within(source, target)
     checkpoints = _find(source)
     report = CopyReport(source, target, passed_over=checkpoints.passed_over, unreadable=checkpoints.unreadable)
-    copies = _Copy(report, checkpoints.paths, overwrite)
-    state = copies.copy(io_threads, progress)
+    state = _Copy(report, checkpoints.paths, overwrite).copy(io_threads, Counter(0, progress))
     return replace(
         report,
-        bytes_copied=state.copied,
-        bytes_linked=state.linked,
-        bytes_reused=state.reused,
+        bytes_copied=state.nbytes["copied"],
+        bytes_linked=state.nbytes["linked"],
+        bytes_reused=state.nbytes["reused"],
         seconds=time.monotonic() - began,
         unverified=state.unverified,
     )
@@ -209,9 +204,9 @@ class _Copy:
     paths: dict[Where, bool]
     overwrite: bool
 
-    def copy(self, io_threads: int, progress: Progress | None) -> CopyState:
+    def copy(self, io_threads: int, count: Counter) -> CopyState:
         """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
-        state = CopyState(io_threads, self._base_there, progress)
+        state = CopyState(io_threads, self._base_there, count)
         replaces: dict[Where, bool] = {}
         for path, of_others in self.paths.items():
             with closing(open_source(path, of_others)) as source:
@@ -223,7 +218,7 @@ class _Copy:
                     Transfer(source, new_path, state).learn_homes(verified=False)
                 else:
                     replaces[path] = same is not None
-                    state.total += source.nbytes
+                    count.total += sum(source.sizes.values())
         for path, replaces_other in replaces.items():
             with closing(open_source(path, self.paths[path])) as source:
                 self._copy_one(Transfer(source, self._there(path), state), replaces_other)
@@ -288,7 +283,6 @@ class _Copy:
         transfer.run()
         self.report.copied.append(new_path)
         transfer.learn_homes(verified=True)
-        transfer.state.report_progress()
         if source.summary is None or not source.index.left_out:
             return
         try:

@@ -43,7 +43,7 @@ class Counter:
     """Counter of bytes that reports to a callback. Several threads may use it."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress = total, progress
+        self.total, self._progress = total, progress
         self._done = 0
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class Counter:
         with self._lock:
             self._done += count
             if self._progress is not None:
-                self._progress(min(self._done, self._total), self._total)
+                self._progress(min(self._done, self.total), self.total)
 
 
 def texts(globs: Globs) -> tuple[str, ...]:
@@ -90,23 +90,17 @@ def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dic
         CheckpointMismatch: No key has a prefix, two keys would get the same name, or a name would be empty.
     """
     prefixes = sorted(rename, key=len, reverse=True)
+    prefix_of = {key: next((prefix for prefix in prefixes if key.startswith(prefix)), None) for key in keys}
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
-    used: set[str] = set()
-    for key in keys:
-        name = key
-        prefix = next((candidate for candidate in prefixes if key.startswith(candidate)), None)
-        if prefix is not None:
-            used.add(prefix)
-            name = rename[prefix] + key.removeprefix(prefix)
+    for key, prefix in prefix_of.items():
+        names[key] = name = key if prefix is None else rename[prefix] + key.removeprefix(prefix)
         if not name:
             raise CheckpointMismatch(f"{path}: the rename leaves an empty name for {key}. Give it a name")
-        if name in taken:
-            raise CheckpointMismatch(f"{path}: {taken[name]} and {key} would both be called {name!r}")
-        taken[name] = key
-        names[key] = name
-    if unused := [prefix for prefix in prefixes if prefix not in used]:
-        raise CheckpointMismatch(f"{path}: no selected key starts with {some([repr(prefix) for prefix in unused])}")
+        if (other := taken.setdefault(name, key)) != key:
+            raise CheckpointMismatch(f"{path}: {other} and {key} would both be called {name!r}")
+    if unused := [repr(prefix) for prefix in rename if prefix not in set(prefix_of.values())]:
+        raise CheckpointMismatch(f"{path}: no selected key starts with {some(unused)}")
     return names
 
 

@@ -9,15 +9,16 @@ bytes with their checksums, or its time with that of the source if the source ha
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Literal
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -31,7 +32,7 @@ from dcp_plugin.format import INDEX, METADATA, SUMMARY, index_file, packed, read
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
-from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, Reservation, locate, medium_of, tree
+from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
 from dcp_plugin.media.copies import copy_target
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import Where, on_file_system, relative_to
@@ -39,7 +40,7 @@ from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import check_files, completed, open_checkpoint
 from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
 from dcp_plugin.storage.stream_copy import PIECE, FileCheck, ItemsCheck, PipelinedCopy, SourceError, check_of
-from dcp_plugin.tools.stream import Progress
+from dcp_plugin.tools.stream import Counter
 
 _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 """Lasting errors of the target: no file is kept for another attempt."""
@@ -74,19 +75,17 @@ class Source:
         assert self.opened is not None, "only checkpoints of this package are asked for their index"
         return self.opened.index
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes.values())
+    def stored(self, name: str) -> Where:
+        """Return the path of a file."""
+        return self.path if self.is_file else self.path / name
 
     def stamp(self, name: str) -> FileIdentity | None:
-        """Return the identity of a file on the disk, which its hard links share; None for a file with a single name."""
-        path = on_file_system(self.path if self.is_file else self.path / name)
-        if path is None:
-            return None
-        with suppress(OSError):
-            stat = os.stat(path)
-            if stat.st_nlink > 1:
-                return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+        """Return the identity of a file on the disk, which its hard links share; None if it cannot have any."""
+        path = on_file_system(self.stored(name))
+        if path is not None:
+            with suppress(OSError):
+                stat = os.stat(path)
+                return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if stat.st_nlink > 1 else None
         return None
 
     def open(self, name: str) -> RangedFile:
@@ -104,6 +103,10 @@ class Source:
         except OSError as error:
             raise SourceError(name, error) from error
         return file
+
+    def check(self, name: str) -> FileCheck | None:
+        """Return the check of a file by its checksums; None if the checkpoint has none of it."""
+        return None if self.summary is None else check_of(self.index, name, self.files.where)
 
     def close(self) -> None:
         self.files.close()
@@ -147,14 +150,15 @@ def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stor
         own_names = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.extra_files}
         if wrong := sorted(outside & own_names):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")
-        tokens = {packed.token_in(name) for name in opened.index.files}
-        token = tokens.pop() if len(tokens) == 1 else ""
-        token = token or packed.new_token(summary.time, _identity(summary).encode())
     elif opened is not None:  # files with tensors of another tool may be links
         outside -= opened.index.files.keys()
     sizes = {name: files.size(name) for name in names if name not in outside}
-    if summary is None:
+    if opened is None or summary is None:
         token = _token_of(files, sizes)
+    else:
+        tokens = {packed.token_in(name) for name in opened.index.files}
+        token = tokens.pop() if len(tokens) == 1 else ""
+        token = token or packed.new_token(summary.time, _identity(summary).encode())
     left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(outside)]
     return Source(path, files, sizes, token, opened, left_out=tuple(left_out))
 
@@ -171,10 +175,9 @@ def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
 
 def is_same(source: Source, target: Source) -> bool:
     """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
-    summary, target_summary = source.summary, target.summary
-    if summary is not None and target_summary is not None:
-        return _identity(summary) == _identity(target_summary)
-    if summary is not None or target_summary is not None:
+    if source.summary is not None and target.summary is not None:
+        return _identity(source.summary) == _identity(target.summary)
+    if source.summary is not None or target.summary is not None:
         return False
     if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
@@ -194,38 +197,28 @@ def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: s
 
 @dataclass
 class CopyState:
-    """State that the copies of all checkpoints of one call share. Several threads may count."""
+    """State that the copies of all checkpoints of one call share."""
 
     io_threads: int
     base_at_target: Callable[[Where], Where | None]
     """Function from the path of a base to its new path; None for a base that is not copied."""
-    progress: Progress | None
-    total: int = 0
-    copied: int = 0
-    linked: int = 0
-    reused: int = 0
+    count: Counter
+    """The progress for the user. Several threads may count."""
+    nbytes: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Bytes of the files by :attr:`Outcome.how`."""
     unverified: list[str] = field(default_factory=list)
     homes: dict[FileIdentity, tuple[Where, bool]] = field(default_factory=dict)
     """Files of the sources that have several names -> their paths at the target, and whether this process has compared
     the bytes with their checksums. Checkpoints that share a file share it at the target as well."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, copied: int = 0, linked: int = 0, reused: int = 0, unverified: tuple[str, ...] = ()) -> None:
-        with self._lock:
-            self.copied += copied
-            self.linked += linked
-            self.reused += reused
-            self.unverified += unverified
-
-    def report_progress(self) -> None:
-        """Call the callback of the user. Only the calling thread does."""
-        if self.progress is not None:
-            done = self.copied + self.linked + self.reused
-            self.progress(min(done, self.total), self.total)
 
 
-class _Stopped(Exception):
-    """Raised in a thread to stop it: another thread has failed."""
+@dataclass(frozen=True)
+class Outcome:
+    """The way of a file to the target."""
+
+    how: Literal["copied", "linked", "reused"]
+    unverified: tuple[str, ...] = ()
+    """Keys or files whose bytes were not compared with a checksum."""
 
 
 @dataclass
@@ -271,38 +264,25 @@ class Transfer:
             SaveFailed: The target cannot be written.
             CheckpointError: The source is damaged, was deleted, or cannot be read.
         """
-        directory, reservation = self.place.begin(self.source.is_file)
-        with self._failures(reservation):
-            if self.source.is_file:
-                self._copy_all(directory, [self.source.path.name])
-                if reservation is not None:
-                    self.medium.publish(reservation, None)
-            else:
-                assert reservation is not None, "several files are published together"
-                self._copy_folder(reservation)
-
-    def _copy_folder(self, reservation: Reservation[Any]) -> None:
-        directory, source = reservation.directory, self.source
-        views: dict[str, bytes] = {}
-        if source.summary is None:
-            tables = self._tables_of_others()
-        else:
-            tables, views = self._tables(source.summary)
-        self._copy_all(directory, [name for name in source.sizes if name not in tables and name not in views])
-        for name, data in views.items():
-            with self.medium.create(directory, self._made(directory, name), len(data), _ignore) as file:
-                file.write(data)
-        self.medium.flush(directory)
-        if source.summary is None:
-            self.place.set_time(directory, source.files.modified(""))
-        self.medium.publish(reservation, tables)
-        self.state.add(copied=sum(source.sizes[name] for name in (*tables, *views)))
-
-    @contextmanager
-    def _failures(self, reservation: Reservation[Any] | None) -> Iterator[None]:
-        """Raise any error as one that names the copy. Keep the files for another attempt if that may help."""
+        source = self.source
+        directory, reservation = self.place.begin(source.is_file)
         try:
-            yield
+            tables, views = self.tables()
+            self._copy_all(directory, [name for name in source.sizes if name not in tables and name not in views])
+            for name, data in views.items():
+                with self.place.create(directory, self.name_there(name), len(data)) as file:
+                    file.write(data)
+            if not source.is_file:
+                self.medium.flush(directory)
+                if source.summary is None:
+                    self.place.set_time(directory, source.files.modified(""))
+            if reservation is not None:
+                self.medium.publish(reservation, None if source.is_file else tables)
+            for name in (*tables, *views):
+                self._add(name, Outcome("copied"))
+                self.state.count.add(source.sizes[name])
+            if source.summary is not None and not source.summary.metadata_sha256:
+                self.state.unverified.append(f"{source.path}/{METADATA}")
         except BaseException as error:
             failure, keep = self._failure(error)
             if reservation is not None:  # the medium ignores a published reservation
@@ -312,7 +292,7 @@ class Transfer:
             raise failure from error
 
     def _failure(self, error: BaseException) -> tuple[BaseException, bool]:
-        """Return the error to raise, and whether another attempt may continue with the files."""
+        """Return the error to raise, which names the copy, and whether another attempt may continue with the files."""
         message = f"cannot copy {self.source.path} to {self.target}"
         if isinstance(error, SourceError):
             failure = gone_or_damaged(self.source.files, f"{error} cannot be read", error.error)
@@ -326,18 +306,19 @@ class Transfer:
             return SaveFailed(f"{message}: {error}. {self.medium.advice}{again}"), keep
         return error, isinstance(error, KeyboardInterrupt)
 
-    def _tables(self, summary: Summary) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Return the tables of a checkpoint of this package at the target, and its views that need the new names."""
-        source, files = self.source, self.source.files
+    def tables(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Return the files that are published last, and the views with new names in them."""
+        source, files, summary = self.source, self.source.files, self.source.summary
+        if source.is_file:
+            return {}, {}
+        if summary is None:
+            return {name: self._read(name) for name in self.place.published_last(source.sizes)}, {}
         index_bytes, metadata, summary_bytes = read(files, INDEX), read(files, METADATA), read(files, SUMMARY)
-        is_unchanged = fingerprint(index_bytes) == summary.index_sha256
-        if summary.metadata_sha256:
-            is_unchanged = is_unchanged and fingerprint(metadata) == summary.metadata_sha256
-        else:
-            self.state.add(unverified=(f"{source.path}/{METADATA}",))
-        if not is_unchanged:
+        hashes = fingerprint(index_bytes), fingerprint(metadata) if summary.metadata_sha256 else ""
+        if hashes != (summary.index_sha256, summary.metadata_sha256):
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
-        if not self.place.change_tables(self._new_names, bool(summary.base)):
+        is_renamed = any(old != new for old, new in self._new_names.items())
+        if not (self.place.renames and (is_renamed or summary.base)):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
         views = self._renamed_views(summary)
         # This is a second index in memory: the source is still read by its own.
@@ -352,6 +333,10 @@ class Transfer:
         if summary.base:
             changed["base"] = self._base_at_target() or changed["base"]
         return {INDEX: index_bytes, SUMMARY: with_hash(changed), METADATA: metadata}, views
+
+    def _read(self, name: str) -> bytes:
+        with self.source.open(name) as file:
+            return file.read()
 
     def _renamed_views(self, summary: Summary) -> dict[str, bytes]:
         """Return the tables of contents that name the data files for other readers, with the new names."""
@@ -380,22 +365,40 @@ class Transfer:
             return None
         base.close()
         at = self.state.base_at_target(base.path) or self.target / relative_to(base.path, self.source.path)
-        source = open_source(base.path)
-        try:
-            assert source.summary is not None
-            tables, _ = Transfer(source, at, replace(self.state, unverified=[]))._tables(source.summary)
-        finally:
-            source.close()
+        with closing(open_source(base.path)) as source:
+            tables, _ = Transfer(source, at, self.state).tables()
         index_hash = json.loads(tables[SUMMARY])["index_sha256"]
         return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": index_hash}
 
-    def _tables_of_others(self) -> dict[str, bytes]:
-        """Return the files that name other files, to be published last in a bucket; empty on a disk."""
-        tables = {}
-        for name in self.place.published_last(self.source.sizes):
-            with self.source.open(name) as file:
-                tables[name] = file.read()
-        return tables
+    def _copy_all(self, directory: Where, names: list[str]) -> None:
+        """Copy or link these files into the directory of the save."""
+        source = self.source
+        staged = self._staged(directory)
+        with suppress(OSError):
+            source.files.keep(names)
+        self.place.prepare(directory, map(self.name_there, source.sizes))
+        in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
+        at_once = max(1, min(self.state.io_threads, len(names)))
+        with (
+            PipelinedCopy(at_once, source.files.cost.at_once) as stream,
+            ThreadPoolExecutor(at_once, thread_name_prefix="dcp-copy") as pool,
+        ):
+            jobs = {pool.submit(self._one, directory, name, name in staged, stream, at_once): name for name in in_order}
+            try:
+                for job in as_completed(jobs):
+                    self._add(jobs[job], job.result())
+            finally:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _passed(self, count: int) -> None:
+        self.state.count.add(count)
+        if self._stop.is_set():  # another file has failed
+            raise CancelledError
+
+    def _add(self, name: str, outcome: Outcome) -> None:
+        self.state.nbytes[outcome.how] += self.source.sizes[name]
+        self.state.unverified += outcome.unverified
 
     def _staged(self, directory: Where) -> set[str]:
         """Return the names of files that an interrupted copy has completed. Delete its other files on a disk."""
@@ -409,7 +412,7 @@ class Transfer:
         name_there, size = self.name_there(name), self.source.sizes[name]
 
         def is_unchanged() -> bool:
-            check = self._check(name)
+            check = self.source.check(name)
             if check is None:
                 modified = self.source.files.modified(name)
                 return files.modified(name_there) in (modified, int(modified))  # some file systems store seconds
@@ -420,96 +423,44 @@ class Transfer:
             return self.place.is_complete(files, directory, name_there, name_there != name, size, is_unchanged)
         return False
 
-    def _copy_all(self, directory: Where, names: list[str]) -> None:
-        """Copy or link these files into the directory of the save."""
-        source = self.source
-        staged = self._staged(directory)
-        with suppress(OSError):
-            source.files.keep(names)
-        in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
-        at_once = max(1, min(self.state.io_threads, len(names)))
-        with (
-            PipelinedCopy(at_once, source.files.cost.at_once) as stream,
-            ThreadPoolExecutor(at_once, thread_name_prefix="dcp-copy") as pool,
-        ):
-            jobs = {pool.submit(self._one, directory, name, name in staged, stream, at_once) for name in in_order}
-            running = set(jobs)
-            try:
-                while running:
-                    done, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    self.state.report_progress()
-                    if any(job.exception() for job in done):
-                        break
-            finally:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                self._stop.clear()
-        failures = [error for job in jobs if not job.cancelled() and (error := job.exception())]
-        for error in sorted(failures, key=lambda error: isinstance(error, _Stopped)):
-            raise error
+    def _one(self, directory: Where, name: str, staged: bool, stream: PipelinedCopy, at_once: int) -> Outcome:
+        outcome = Outcome("reused") if staged else self._linked(directory, name)
+        if outcome is None:
+            return self._copied(directory, name, stream, at_once)
+        self.state.count.add(self.source.sizes[name])
+        return outcome
 
-    def _passed(self, count: int) -> None:
-        self.state.add(copied=count)
-        if self._stop.is_set():
-            raise _Stopped
-
-    def _one(self, directory: Where, name: str, staged: bool, stream: PipelinedCopy, at_once: int) -> None:
-        if self._stop.is_set():
-            raise _Stopped
-        if staged:
-            self.state.add(reused=self.source.sizes[name])
-        elif not self._linked(directory, name):
-            self._copied(directory, name, stream, at_once)
-
-    def _linked(self, directory: Where, name: str) -> bool:
-        """Link a file that the target has already, or let the store copy it. Return false if neither is possible."""
-        size, stored, stamp = self.source.sizes[name], self._stored(name), self.source.stamp(name)
+    def _linked(self, directory: Where, name: str) -> Outcome | None:
+        """Link a file that the target has already, or let the store copy it. Return None if neither is possible."""
+        source, name_there, stamp = self.source, self.name_there(name), self.source.stamp(name)
         known = None if stamp is None else self.state.homes.get(stamp)
-        home = self.place.source_of_link(stored, self.name_there(name), known)
+        home = self.place.source_of_link(source.stored(name), name_there, known)
         if home is None:
-            return False
+            return None
         path, verified = home
-        shared = DataFile((path,), size)
-        check = self._check(name)
-        try:
+        shared, check = DataFile((path,), source.sizes[name]), source.check(name)
+        with suppress(CannotLink):
             if not verified and check is not None:
                 with shared.opened(self.medium) as (file, shared):
                     if not _is_intact(file, check):
-                        return False
-            self.medium.link_file(shared, directory / self._made(directory, name))
-        except CannotLink:
-            return False
-        self.state.add(linked=size, unverified=self.place.unverified(stored))
-        return True
+                        return None
+            self.medium.link_file(shared, directory / name_there)
+            return Outcome("linked", self.place.unverified(source.stored(name)))
+        return None
 
-    def _stored(self, name: str) -> Where:
-        return self.source.path if self.source.is_file else self.source.path / name
-
-    def _check(self, name: str) -> FileCheck | None:
-        """Return the check of a file by its checksums; None if the checkpoint has none of it."""
-        source = self.source
-        return None if source.summary is None else check_of(source.index, name, source.files.where)
-
-    def _copied(self, directory: Where, name: str, stream: PipelinedCopy, at_once: int) -> None:
-        source, size, check = self.source, self.source.sizes[name], self._check(name)
-        new_name = self._made(directory, name)
-        incomplete = self.place.incomplete(new_name)
+    def _copied(self, directory: Where, name: str, stream: PipelinedCopy, at_once: int) -> Outcome:
+        source, size, check = self.source, self.source.sizes[name], self.source.check(name)
+        modified = source.files.modified(name) if check is None else None
+        parts = at_once * _PART_OF_FLIGHT
         with (
             source.open(name) as file,
-            self.medium.create(directory, incomplete, size, _ignore, at_once * _PART_OF_FLIGHT) as to,
+            self.place.create(directory, self.name_there(name), size, parts, modified) as to,
         ):
             stream.copy(name, file, size, to, check or FileCheck(), self._passed)
         if check is None:
-            self.state.add(unverified=(str(self._stored(name)),))
-        elif isinstance(check, ItemsCheck):
-            self.state.add(unverified=tuple(f"{source.path}: {key}" for key in check.unverified))
-        self.place.complete(directory, new_name, source.files.modified(name) if check is None else None)
-
-    def _made(self, directory: Where, name: str) -> str:
-        """Return the name of a file at the target, where it can be created now."""
-        new_name = self.name_there(name)
-        self.place.prepare(directory, new_name)
-        return new_name
+            return Outcome("copied", (str(source.stored(name)),))
+        unverified = check.unverified if isinstance(check, ItemsCheck) else ()
+        return Outcome("copied", tuple(f"{source.path}: {key}" for key in unverified))
 
 
 def _is_intact(file: RangedFile, check: FileCheck) -> bool:
@@ -521,7 +472,3 @@ def _is_intact(file: RangedFile, check: FileCheck) -> bool:
     except OSError:
         return False
     return not check.faults
-
-
-def _ignore(count: int) -> None:
-    """Ignore the bytes that were written: the copy counts those that it reads."""

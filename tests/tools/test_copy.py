@@ -327,7 +327,7 @@ def copy_one(self, *arguments):
             os.kill(os.getpid(), getattr(signal, how))
             if how == "SIGINT":
                 self._stop.wait()
-    copied(self, *arguments)
+    return copied(self, *arguments)
 transfer.Transfer._copied = copy_one
 app(["copy", source, target, "--io-threads", "1"])
 """
