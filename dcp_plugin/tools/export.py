@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointError, SaveFailed, one_line, size, some
-from dcp_plugin.format.index import Location, StoredTensor
+from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import medium_of
 from dcp_plugin.media.output import Output, exists, has_appeared, output_at
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.writer import Publication
-from dcp_plugin.tools.formats import Layout, OutFile, Selected, hugging_face, safetensors_files, torch_file
+from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
 from dcp_plugin.types import as_html
@@ -146,42 +146,25 @@ def export(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     to_dtype = _dtype(dtype)
     named = bool(texts(include)) or rename is not None
-    options = _Options(format, _size(max_shard_size), config, ranks, allow_pickle, named)
-    target = as_path(out, storage_options)
+    most, target = _size(max_shard_size), as_path(out, storage_options)
     with together(Call("call export", f"exports {path}", ["export"])):
         group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
     try:
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
             selected = Selected(reader, names, to_dtype)
-            made = (_as_dcp if format == "dcp" else _as_files)(selected, target, options, group, progress)
-            left_out = [key for key in reader.index if key not in selected.names and key not in made.names]
+            lay_out = partial(_laid_out, selected, target, format, most, config, ranks, allow_pickle, named)
+            output = group.agree("lay out the files", lay_out)
+            files = _written(output, target, group, progress)
+            written = output.selected.names
+            left_out = [key for key in reader.index if key not in names and key not in written]
     finally:
         group.close()
-    tensors = len(Selected(reader, made.names).tensors)
+    tensors = len(output.selected.tensors)
     return ExportReport(
-        *(target, format, made.files, tensors, len(made.names) - tensors, made.nbytes, left_out, made.notes),
+        *(target, format, files, tensors, len(written) - tensors, output.nbytes, left_out, output.notes),
         seconds=time.monotonic() - began,
     )
-
-
-@dataclass(frozen=True)
-class _Options:
-    format: Format
-    most: int | None
-    config: PathLike | None
-    ranks: int
-    allow_pickle: tuple[str, ...]
-    named: bool
-    """True if the caller selects keys or names, with ``include`` or ``rename``."""
-
-
-@dataclass(frozen=True)
-class _Made:
-    files: list[str]
-    names: Mapping[str, str]
-    nbytes: int
-    notes: list[str] = field(default_factory=list)
 
 
 def _dtype(named: str | torch.dtype | None) -> torch.dtype | None:
@@ -231,95 +214,88 @@ def _names(
     return renamed(chosen, rename or {}, reader.path)
 
 
-def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
-    is_file = options.format in ("torch", "lightning") or (
-        options.format == "safetensors" and out.name.endswith(".safetensors")
-    )
+class _Files:
+    """An output of files with the names that another tool expects."""
 
-    def lay_out() -> tuple[Selected, Layout]:
-        if options.format == "hf":
-            return hugging_face.layout(selected, options.config, options.most, options.named)
-        if options.format == "torch":
-            return selected, torch_file.layout(selected, out.name, options.allow_pickle)
-        if options.format == "lightning":
-            return selected, torch_file.lightning_layout(selected, out.name, options.allow_pickle)
+    def __init__(self, layout: Layout, output: Output) -> None:
+        self.selected, self.notes = layout.selected, layout.notes
+        self._layout, self._output = layout, output
+        self.begin, self.discard = output.begin, output.discard
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for file in self._layout.files for part in file.parts)
+
+    def write(self, directory: Where, group: Ranks, progress: Progress | None) -> None:
+        """Write this rank's files, and make them durable."""
+        files = self._layout.files[group.rank :: group.size]
+        count = Counter(sum(file.size for file in files), progress)
+        for file in files:
+            with self._output.create(directory, file.name, file.size, count.add) as new_file:
+                file.write(new_file, Stream(self.selected.reader, file.parts))
+        self._output.medium.flush(directory)
+
+    def publish(self, directory: Where, written: list[None]) -> list[str]:
+        """Write the last, small files, and publish the output under its name. Return the names of all files."""
+        self._output.publish(directory, self._layout.last)
+        return [*(file.name for file in self._layout.files), *self._layout.last]
+
+
+def _laid_out(
+    selected: Selected,
+    out: Where,
+    made_as: Format,
+    most: int | None,
+    config: PathLike | None,
+    ranks: int,
+    allow_pickle: tuple[str, ...],
+    named: bool,
+) -> _Files | DcpCheckpoint:
+    """Return the output, of which nothing is written yet.
+
+    Args:
+        named: The caller selects keys or names, with ``include`` or ``rename``.
+    """
+    if made_as == "dcp":
+        return DcpCheckpoint(selected, ranks, out)
+    if made_as == "hf":
+        return _Files(hugging_face.layout(selected, config, most, named), output_at(out, is_file=False))
+    if made_as == "safetensors":
+        is_file = out.name.endswith(".safetensors")
         stem = out.name.removesuffix(".safetensors") if is_file else "model"
-        return selected, safetensors_files.layout(selected, stem, None if is_file else options.most)
+        return _Files(safetensors_files.layout(selected, stem, None if is_file else most), output_at(out, is_file))
+    lay_out = torch_file.layout if made_as == "torch" else torch_file.lightning_layout
+    return _Files(lay_out(selected, out.name, allow_pickle), output_at(out, is_file=True))
 
-    chosen, layout = group.agree("lay out the files", lay_out)
-    output = output_at(out, is_file)
+
+def _written(output: _Files | DcpCheckpoint, out: Where, group: Ranks, progress: Progress | None) -> list[str]:
+    """Write and publish the output. Return the names of its files.
+
+    Raises:
+        SaveFailed: The path exists, was taken meanwhile, or cannot be written.
+    """
 
     def begin() -> Where:
-        _require_absent(out)
+        if exists(out):
+            raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
         return output.begin()
 
+    def write() -> Any:
+        with _named_failures(out):
+            return output.write(directory, group, progress)
+
+    def publish(written: list[Any]) -> list[str]:
+        with _named_failures(out):
+            if has_appeared(out):
+                raise SaveFailed(f"{out} has come while it was written. Nothing was replaced.")
+            return output.publish(directory, written)
+
     directory = group.from_zero(f"begin {out}", begin)
-    local_files = layout.files[group.rank :: group.size]
-    count = Counter(sum(file.size for file in local_files), progress)
     try:
-        group.agree(f"write {out}", lambda: _write(output, selected.reader, directory, local_files, count))
-        group.from_zero(f"complete {out}", lambda: _publish(output, directory, layout.last))
+        return group.combine(f"write {out}", write, publish)
     except BaseException:
         output.discard()
         raise
-    nbytes = sum(part.nbytes for file in layout.files for part in file.parts)
-    files = [*(file.name for file in layout.files), *layout.last]
-    return _Made(files, chosen.names, nbytes, layout.notes)
-
-
-def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
-    checkpoint = group.agree("lay out the checkpoint", lambda: DcpCheckpoint(selected, options.ranks))
-    publication = Publication(out, medium_of(out))
-
-    def begin() -> Where:
-        _require_absent(out)
-        return publication.reserve()
-
-    directory = group.from_zero(f"begin {out}", begin)
-    count = Counter(checkpoint.nbytes // group.size, progress)
-
-    def write() -> dict[int, list[Location]]:
-        with _named_failures(out):
-            publication.medium.join(directory, out)
-            own_ranks = range(group.rank, options.ranks, group.size)
-            return {rank: checkpoint.write(rank, directory, out, count) for rank in own_ranks}
-
-    def publish(written: list[dict[int, list[Location]]]) -> list[str]:
-        locations = {rank: places for part in written for rank, places in part.items()}
-        _require_not_taken(out)
-        checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])
-        return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
-
-    try:
-        files = group.combine(f"write {out}", write, publish)
-    except BaseException:
-        publication.discard()
-        raise
-    return _Made(files, selected.names, checkpoint.nbytes)
-
-
-def _write(output: Output, reader: ShardedReader, directory: Where, files: Sequence[OutFile], count: Counter) -> None:
-    """Write files of the output, and make them durable.
-
-    Raises:
-        SaveFailed: The path cannot be written.
-    """
-    with _named_failures(output.path):
-        for file in files:
-            with output.create(directory, file.name, file.size, count.add) as new_file:
-                file.write(new_file, Stream(reader, file.parts))
-        output.medium.flush(directory)
-
-
-def _publish(output: Output, directory: Where, last: Mapping[str, bytes]) -> None:
-    """Write the last, small files, and publish the output under its name.
-
-    Raises:
-        SaveFailed: The path was taken meanwhile, or cannot be written.
-    """
-    with _named_failures(output.path):
-        _require_not_taken(output.path)
-        output.publish(directory, last)
 
 
 @contextmanager
@@ -331,13 +307,3 @@ def _named_failures(out: Where) -> Iterator[None]:
         raise
     except OSError as error:
         raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
-
-
-def _require_absent(out: Where) -> None:
-    if exists(out):
-        raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
-
-
-def _require_not_taken(out: Where) -> None:
-    if has_appeared(out):
-        raise SaveFailed(f"{out} has come while it was written. Nothing was replaced.")

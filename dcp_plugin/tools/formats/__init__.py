@@ -89,6 +89,8 @@ class OutFile(Protocol):
 class Layout:
     """The files of an output."""
 
+    selected: Selected
+    """The keys that the files have, with their final names."""
     files: list[OutFile]
     last: dict[str, bytes] = field(default_factory=dict)
     """Small files that are written when the others are complete."""

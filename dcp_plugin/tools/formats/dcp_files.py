@@ -6,8 +6,10 @@ output.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 from dcp_plugin.format.derived_index import index_of
@@ -16,12 +18,13 @@ from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.load_balance import BoxPart
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.write_items import Streamed
 from dcp_plugin.storage.writer import Facts, Publication
 from dcp_plugin.tools.formats import Selected
-from dcp_plugin.tools.stream import Counter, Part, Stream, is_opaque
-from dcp_plugin.types import KeyPath
+from dcp_plugin.tools.stream import Counter, Part, Progress, Stream, is_opaque
+from dcp_plugin.types import Shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,10 @@ class _Item:
     """An entry in the file of a rank: a box of a tensor, or a complete value."""
 
     key: str
+    offsets: Shape
+    sizes: Shape
     part: Part | None = None
+    """None if it is copied as the writer of the source has written it."""
 
 
 class DcpCheckpoint:
@@ -38,23 +44,32 @@ class DcpCheckpoint:
     Args:
         selected: The keys to write.
         ranks: The number of ranks that the checkpoint is laid out for.
+        out: The path of the checkpoint.
     """
 
-    def __init__(self, selected: Selected, ranks: int) -> None:
-        self._selected = selected
+    def __init__(self, selected: Selected, ranks: int, out: Where) -> None:
+        self.selected, self.notes = selected, list[str]()
         self._ranks = ranks
+        self._publication = Publication(out, medium_of(out))
+        self.begin, self.discard = self._publication.reserve, self._publication.discard
         self._first: dict[object, str] = {}
         self._same: dict[str, str] = {}
+        """Tensors -> the first tensor with the same bytes."""
         self._items = [self._items_of(rank) for rank in range(ranks)]
 
     @property
     def nbytes(self) -> int:
         return sum(item.part.nbytes for items in self._items for item in items if item.part)
 
-    def write(self, rank: int, directory: Where, out: Where, count: Counter) -> list[Location]:
-        """Write the file of one rank. Return the location of each of its items."""
+    def write(self, directory: Where, group: Ranks, progress: Progress | None) -> dict[int, list[Location]]:
+        """Write the files of some ranks. Return the location of each of their items."""
+        self._publication.medium.join(directory, self._publication.path)
+        count = Counter(self.nbytes // group.size, progress)
+        return {rank: self._write(rank, directory, count) for rank in range(group.rank, self._ranks, group.size)}
+
+    def _write(self, rank: int, directory: Where, count: Counter) -> list[Location]:
         items = self._items[rank]
-        reader = self._selected.reader
+        reader, medium = self.selected.reader, self._publication.medium
         stream = Stream(reader, [item.part for item in items if item.part])
         pieces = groupby(stream, key=lambda piece: piece.part)
 
@@ -70,73 +85,65 @@ class DcpCheckpoint:
             if part is None:
                 data.append(reader.item(item.key))
             else:
-                data.append(Streamed(part.dtype, part.sizes, lambda nbytes=part.nbytes: bytes_of(nbytes)))  # type: ignore[misc]
-        medium = medium_of(out)
+                data.append(Streamed(part.dtype, part.sizes, partial(bytes_of, part.nbytes)))
         to = write_items.Destination(medium, directory, rank, directory.stem, 1, True)
-        places = write_items.write(data, to, out)
+        places = write_items.write(data, to, self._publication.path)
         medium.flush(directory)
-        locations = []
-        for number, item in enumerate(items):
-            location = places.location(number)
-            if item.part is None and isinstance(reader.index[item.key], StoredTensor):
-                location = replace(location, payload_offset=None)
-            locations.append(location)
-        return locations
+        locations = [places.location(number) for number in range(len(items))]
+        return [
+            replace(location, payload_offset=None)
+            if item.part is None and isinstance(reader.index[item.key], StoredTensor)
+            else location
+            for item, location in zip(items, locations, strict=True)
+        ]
 
-    def publish(self, publication: Publication, locations: Sequence[Sequence[Location]]) -> None:
-        """Write the index over the files of all ranks, and publish the checkpoint under its name."""
-        index = self._index(locations, publication.file_sizes())
-        summary, reader = self._selected.reader.summary, self._selected.reader
-        names = {name.partition(".")[0] for name in self._selected.names.values()}
+    def publish(self, directory: Where, written: list[dict[int, list[Location]]]) -> list[str]:
+        """Write the index over the files of all ranks, and publish the checkpoint. Return the names of its files."""
+        locations = {rank: places for part in written for rank, places in part.items()}
+        in_order = [locations[rank] for rank in range(self._ranks)]
+        index = self._index(in_order, self._publication.file_sizes())
+        summary, reader = self.selected.reader.summary, self.selected.reader
+        names = {name.partition(".")[0] for name in self.selected.names.values()}
         kinds = {name: kind for name, kind in reader.kinds.items() if name in names}
         classes = summary.optimizers if summary else {}
         optimizers = {name: cls for name, cls in classes.items() if name in names}
         step = summary.step if summary else None
         facts = Facts(step=step, world_size=self._ranks, kinds=kinds, optimizers=optimizers)
-        publication.publish(index, facts)
+        self._publication.publish(index, facts)
+        published = self._publication.medium.open(self._publication.path)
+        return sorted(name.rstrip("/") for name in published.names())
 
     def _index(self, locations: Sequence[Sequence[Location]], files: dict[str, int]) -> CheckpointIndex:
-        chunks: dict[str, list[StoredChunk]] = {}
-        values: dict[str, Location] = {}
+        chunks: dict[str, list[StoredChunk]] = defaultdict(list)
         for items, places in zip(self._items, locations, strict=True):
             for item, location in zip(items, places, strict=True):
-                if item.part is None:
-                    values[item.key] = location
-                else:
-                    chunks.setdefault(item.key, []).append(StoredChunk(item.part.offsets, item.part.sizes, location))
-        index = self._selected.reader.index
+                chunks[item.key].append(StoredChunk(item.offsets, item.sizes, location))
+        index = self.selected.reader.index
         entries: list[tuple[str, Entry]] = []
-        paths: dict[str, KeyPath] = {}
-        for key, name in self._selected.names.items():
-            source = self._same.get(key, key)
-            stored = index[key]
-            if not isinstance(stored, StoredTensor):
-                entries.append((name, StoredValue(values[source])))
-            elif source in values:
-                chunk = StoredChunk((0,) * len(stored.shape), stored.shape, values[source])
-                entries.append((name, StoredTensor(stored.dtype, stored.shape, (chunk,))))
+        for key, name in self.selected.names.items():
+            stored, written = index[key], chunks[self._same.get(key, key)]
+            if isinstance(stored, StoredTensor):
+                dtype = stored.dtype if is_opaque(self.selected.reader, key) else self.selected.part(key).dtype
+                entries.append((name, StoredTensor(dtype, stored.shape, tuple(written))))
             else:
-                dtype = self._selected.part(key).dtype
-                entries.append((name, StoredTensor(dtype, stored.shape, tuple(chunks[source]))))
-            if name == key:
-                paths[name] = index.path_of(key)
+                entries.append((name, StoredValue(written[0].location)))
+        paths = {name: index.path_of(key) for key, name in self.selected.names.items() if name == key}
         made = index_of(entries, files, paths)
-        made.empty = [name for key, name in self._selected.names.items() if key in index.empty]
+        made.empty = [name for key, name in self.selected.names.items() if key in index.empty]
         return made
 
     def _items_of(self, rank: int) -> list[_Item]:
-        reader = self._selected.reader
+        reader = self.selected.reader
         items = []
-        for key in self._selected.names:
+        for key in self.selected.names:
             entry = reader.index[key]
-            if isinstance(entry, StoredValue) or (is_opaque(reader, key) and len(entry.chunks) == 1):
-                items += [_Item(key)] if rank == 0 else []
-                continue
-            if rank == 0:
-                first = self._first.setdefault(_bytes_of(key, entry), key)
-                self._same.update({key: first} if first != key else {})
-            if key not in self._same:
-                items += [_Item(key, part) for part in _of_rank(self._selected.part(key), rank, self._ranks)]
+            if isinstance(entry, StoredValue):
+                items += [_Item(key, (), ())] if rank == 0 else []
+            elif is_opaque(reader, key) and len(entry.chunks) == 1:
+                items += [_Item(key, entry.chunks[0].offsets, entry.chunks[0].sizes)] if rank == 0 else []
+            elif self._same.setdefault(key, self._first.setdefault(_bytes_of(key, entry), key)) == key:
+                parts = _of_rank(self.selected.part(key), rank, self._ranks)
+                items += [_Item(key, part.offsets, part.sizes, part) for part in parts]
         return items
 
 

@@ -93,8 +93,8 @@ def _small_files(files: Readable) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return inside, outside
 
 
-def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_is: bool) -> tuple[Selected, Layout]:
-    """Lay out the weights and the small files. Return also the selection with the model's own names.
+def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_is: bool) -> Layout:
+    """Lay out the weights, with the model's own names, and the small files.
 
     Args:
         as_it_is: Keep the names: the caller chose them.
@@ -112,7 +112,7 @@ def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_
         selected, of_model = _of_model(selected, beside)
         notes += of_model
     made = safetensors_files.layout(selected, "model", most)
-    return selected, replace(made, last={**made.last, **_files_of(beside, selected.dtype)}, notes=notes)
+    return replace(made, last={**made.last, **_files_of(beside, selected.dtype)}, notes=notes)
 
 
 def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
@@ -206,7 +206,7 @@ def _place(stored: StoredTensor) -> object:
     return stored.shape, *((chunk.location.file, chunk.location.offset) for chunk in stored.chunks)
 
 
-def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside, most: int) -> tuple[Selected, Layout]:
+def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside, most: int) -> Layout:
     """Lay out an adapter as peft does: its keys without its name, the base model's keys without the wrapper of peft."""
     adapter_config = beside.json(ADAPTER)
     if not adapter_config:
@@ -217,16 +217,11 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
     names = {key: _OF_ADAPTER.sub(_without_adapter_name, name) for key, name in adapter.items()}
     made = safetensors_files.layout(replace(selected, names=_from_wrapper(names)), "adapter_model", None)
     inner = {
-        key: _WRAPPER.sub("", name, count=1).replace(_BASE_LAYER, ".")
+        key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".").replace(_BASE_LAYER, ".")
         for key, name in selected.names.items()
-        if key not in adapter and ".original_module." not in name
+        if key not in adapter or ".original_module." in name
     }
-    inner |= {
-        key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".")
-        for key, name in selected.names.items()
-        if ".original_module." in name
-    }
-    base: Layout = Layout([])
+    base = Layout(selected, [])
     if inner and beside.json(CONFIG):
         of_base, notes = _of_model(replace(selected, names=inner), beside)
         base = safetensors_files.layout(of_base, "model", most)
@@ -237,7 +232,8 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
         name = adapter_config.get("base_model_name_or_path")
         notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
     last = {**base.last, **_files_of(beside, selected.dtype)}
-    return replace(selected, names=names), Layout([*made.files, *base.files], last, [*beside.left_out, *notes])
+    selected = replace(selected, names=names)
+    return Layout(selected, [*made.files, *base.files], last, [*beside.left_out, *notes])
 
 
 def _without_adapter_name(match: re.Match[str]) -> str:

@@ -83,7 +83,7 @@ def layout(selected: Selected, stem: str, most: int | None) -> Layout:
         raise CheckpointMismatch(f"{path}: no tensor is selected, and a safetensors file has only tensors")
     shards = _shards(named, most)
     if len(shards) == 1:
-        return Layout([SafetensorsFile.of(f"{stem}.safetensors", shards[0], path)])
+        return Layout(selected, [SafetensorsFile.of(f"{stem}.safetensors", shards[0], path)])
     files, weight_map = [], {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
@@ -91,7 +91,7 @@ def layout(selected: Selected, stem: str, most: int | None) -> Layout:
         weight_map.update(dict.fromkeys([key for key, _ in shard], name))
     total = sum(part.nbytes for _, part in named)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return Layout([*files], {f"{stem}.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"})
+    return Layout(selected, [*files], {f"{stem}.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"})
 
 
 def _shards(named: list[tuple[str, Part]], most: int | None) -> list[list[tuple[str, Part]]]:

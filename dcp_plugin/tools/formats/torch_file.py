@@ -130,7 +130,7 @@ def layout(
     paths = {new: _path(index.path_of(key), key, new) for key, new in selected.names.items()}
     tree, notes = unflatten(named, paths), list[str]()
     tree = shaped(tree) if shaped else _with_numbers(tree, selected, notes)
-    return Layout([TorchFile.of(name, tree, parts)], notes=notes)
+    return Layout(selected, [TorchFile.of(name, tree, parts)], notes=notes)
 
 
 def _with_numbers(tree: dict[str, Any], selected: Selected, notes: list[str]) -> dict[str, Any]:
