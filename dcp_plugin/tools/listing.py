@@ -7,7 +7,7 @@ tensor, so :func:`~dcp_plugin.verify` may find damaged bytes in a checkpoint tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,8 +29,6 @@ from dcp_plugin.types import CheckpointState
 OURS, STOCK = "dcp_plugin", "stock"
 _STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
 """Names of the step in files that programs write with ``torch.save``."""
-_AT_ONCE = 16
-"""Checkpoints of a store that are examined at the same time: each takes two or three requests."""
 
 
 @dataclass(frozen=True)
@@ -122,38 +120,35 @@ class Found:
     """Entries that cannot be read, and may be checkpoints."""
     scan: Scan
 
+    @functools.cached_property
+    def listed(self) -> dict[Where, ListedCheckpoint]:
+        """The checkpoints of all runs."""
+        return {listed.path: listed for run in self.runs for listed in run.checkpoints}
+
 
 def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
     """Return the result of :func:`list_runs`, with the scan and the bases."""
     scan = Scan(root, others=True, in_flight=True)
     warn_of_unreadable(scan.unreadable)
     candidates = [*scan.checkpoints(), *local_below(root, local_dir, storage_options)]
-    looks = [
-        look for look in _at_once(lambda candidate: _look(candidate, scan.medium), candidates, root) if look is not None
-    ]
+    at_once = medium_of(root).open(root).cost.at_once
+    with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-list") as pool:
+        looks = [look for look in pool.map(lambda candidate: _look(candidate, scan.medium), candidates) if look]
     folders: dict[Where, list[_Looked]] = {}
     for look in sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1)):
         folders.setdefault(look.folder, []).append(look)
     runs = [_run(folder, members) for folder, members in folders.items()]
-    unreadable = {*scan.unreadable, *(look.listed.path for look in looks if look.unreadable)}
+    unreadable = {*scan.unreadable, *(look.listed.path for look in looks if look.is_unreadable)}
     return Found(runs, {look.listed.path: look.bases for look in looks if look.bases}, unreadable, scan)
-
-
-def _at_once(look: Callable[[Any], Any], things: Sequence[Any], root: Where) -> Iterable[Any]:
-    at_once = medium_of(root).open(root).cost.at_once
-    if at_once == 1:
-        return map(look, things)
-    with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-list") as pool:
-        return list(pool.map(look, things))
 
 
 @dataclass(frozen=True)
 class _Looked:
     listed: ListedCheckpoint
-    usage: Usage
     found: CheckpointState | Saved
+    usage: Usage = field(default_factory=Usage)
     bases: set[Where] = field(default_factory=set)
-    unreadable: bool = False
+    is_unreadable: bool = False
 
     @property
     def folder(self) -> Where:
@@ -161,16 +156,26 @@ class _Looked:
         return above.parent if is_workspace(above.name) or self.is_part else above
 
     @property
-    def step(self) -> int | None:
-        """The step of the checkpoint; for a part without a step, the step of the folder above."""
-        is_named = self.is_part and self.listed.step is None
-        return step_in_name(self.listed.path.parent) if is_named else self.listed.step
-
-    @property
     def is_part(self) -> bool:
         """True if this is a part of the checkpoint after which the folder above is named."""
         without_step = self.found.name != "" if isinstance(self.found, Saved) else self.found.step is None
         return without_step and step_in_name(self.listed.path.parent) is not None
+
+    def in_run(self, newest: Where | None) -> ListedCheckpoint:
+        """Return the entry of a run: with the step of the folder above for a part without a step.
+
+        Args:
+            newest: The checkpoint that an automatic resume of the run loads.
+        """
+        is_named = self.is_part and self.listed.step is None
+        step = step_in_name(self.listed.path.parent) if is_named else self.listed.step
+        return replace(
+            self.listed,
+            resumes=self.listed.path == newest,
+            step=step,
+            nbytes=self.usage.nbytes,
+            own_bytes=self.usage.own,
+        )
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
@@ -178,7 +183,7 @@ def _run(folder: Where, members: list[_Looked]) -> Run:
     newest: Where | None = None
     with suppress(NewerFormat):  # an automatic resume does not fall back to an older checkpoint
         newest = newest_among(usable)[0].path
-    listed = [replace(member.listed, resumes=member.listed.path == newest, step=member.step) for member in members]
+    listed = [member.in_run(newest) for member in members]
     return Run(folder, listed, Usage.of_all(member.usage for member in members).nbytes)
 
 
@@ -186,34 +191,35 @@ def _look(checkpoint: CheckpointState | Saved, medium: Medium) -> _Looked | None
     """Examine a checkpoint. Return None if it was deleted meanwhile, and for a file without a training."""
     try:
         if isinstance(checkpoint, Saved):
-            return _look_into_saved(checkpoint, medium)
-        if checkpoint.tier == "local":
-            return _Looked(
-                ListedCheckpoint(checkpoint.path, "whole", "", OURS, checkpoint.step, checkpoint.time, 0, 0, "local"),
-                Usage(),
-                checkpoint,
-            )
-        look = _look_into(checkpoint, medium)
-        usage = usage_of(medium, checkpoint.path)
+            look = _look_into_saved(checkpoint)
+        elif checkpoint.tier == "local":
+            return _Looked(replace(_entry(checkpoint, "whole"), tier="local"), checkpoint)
+        elif is_workspace(checkpoint.path.parent.name) and not checkpoint.committed:  # a save in flight, by its record
+            look = _Looked(_entry(checkpoint, "torn", checkpoint.reason), checkpoint)
+        else:
+            look = in_one_view(checkpoint.path, lambda _, files: _look_at_files(checkpoint, files), medium=medium)
+        return None if look is None else replace(look, usage=usage_of(medium, checkpoint.path))
     except (OSError, CheckpointNotFound, CheckpointUnreadable):
         return None
-    return replace(look, listed=replace(look.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
 
 
-def _look_into_saved(checkpoint: Saved, medium: Medium) -> _Looked | None:
+_State = Literal["whole", "torn", "damaged", "newer format", "foreign"]
+
+
+def _entry(checkpoint: CheckpointState, state: _State, reason: str = "", tool: str = OURS) -> ListedCheckpoint:
+    return ListedCheckpoint(checkpoint.path, state, reason, tool, checkpoint.step, checkpoint.time, 0, 0)
+
+
+def _look_into_saved(checkpoint: Saved) -> _Looked | None:
     examined = checkpoint.examined()
     if examined is None:
         return None
-    state: Literal["foreign", "torn", "damaged"] = "foreign"
+    state: _State = "foreign"
     if examined.reason and not examined.export:
         state = "torn" if checkpoint.reason else "damaged"
-    usage = usage_of(medium, checkpoint.path)
-    reason, tool, step = examined.reason, examined.tool, _step_in(checkpoint)
-    return _Looked(
-        ListedCheckpoint(checkpoint.path, state, reason, tool, step, checkpoint.time, usage.nbytes, usage.own),
-        usage,
-        checkpoint,
-    )
+    step, time = _step_in(checkpoint), checkpoint.time
+    listed = ListedCheckpoint(checkpoint.path, state, examined.reason, examined.tool, step, time, 0, 0)
+    return _Looked(listed, checkpoint)
 
 
 def _step_in(checkpoint: Saved) -> int | None:
@@ -226,20 +232,10 @@ def _step_in(checkpoint: Saved) -> int | None:
     return next((values[name] for name in _STEPS if type(values.get(name)) is int), None)
 
 
-def _look_into(checkpoint: CheckpointState, medium: Medium) -> _Looked:
-    if is_workspace(checkpoint.path.parent.name) and not checkpoint.committed:  # the scan took it for a save in flight
-        return _Looked(
-            ListedCheckpoint(checkpoint.path, "torn", checkpoint.reason, OURS, checkpoint.step, checkpoint.time, 0, 0),
-            Usage(),
-            checkpoint,
-        )
-    return in_one_view(checkpoint.path, lambda path, files: _look_at_files(checkpoint, files), medium=medium)
-
-
 def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
-    state: Literal["whole", "torn", "damaged", "newer format", "foreign"] = "torn"
+    state: _State = "torn"
     summary: Summary | None = None
     is_unreadable = False
     if reason:
@@ -258,30 +254,26 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
             state = "newer format" if isinstance(error, NewerFormat) else "damaged"
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             is_unreadable = isinstance(error, CheckpointUnreadable)
-    kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
-    listed = ListedCheckpoint(checkpoint.path, state, reason, kind, checkpoint.step, checkpoint.time, 0, 0)
-    if summary is None:
-        return _Looked(listed, Usage(), checkpoint, unreadable=is_unreadable)
+    tool = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
+    look = _Looked(_entry(checkpoint, state, reason, tool), checkpoint, is_unreadable=is_unreadable)
+    return look if summary is None else _with_facts(look, summary)
+
+
+def _with_facts(look: _Looked, summary: Summary) -> _Looked:
+    """Return the look with the facts of the summary, and the base."""
     listed = replace(
-        listed,
+        look.listed,
         step=summary.step,
         time=summary.time,
         world_size=summary.world_size,
         layouts=list(summary.layouts),
         metrics=dict(summary.metrics),
     )
-    return _with_base(_Looked(listed, Usage(), checkpoint, unreadable=is_unreadable), summary)
-
-
-def _with_base(looked: _Looked, summary: Summary) -> _Looked:
-    if not summary.base:
-        return looked
-    path = looked.listed.path
-    try:
-        base = Base.of_summary(summary.base, path)
-    except CheckpointCorrupt:
-        return looked
-    return replace(looked, listed=replace(looked.listed, base=base.path), bases=set(base.places(path)))
+    with suppress(CheckpointCorrupt):  # the summary names no valid base
+        if summary.base:
+            base = Base.of_summary(summary.base, listed.path)
+            return replace(look, listed=replace(listed, base=base.path), bases=set(base.places(listed.path)))
+    return replace(look, listed=listed)
 
 
 def is_in_flight(checkpoint: ListedCheckpoint) -> bool:

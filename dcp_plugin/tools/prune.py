@@ -7,8 +7,8 @@ folders, and other processes may prune there. Each checkpoint is therefore exami
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,8 +22,8 @@ from dcp_plugin.retention import Retention, needed
 from dcp_plugin.runs import figures
 from dcp_plugin.runs.retention import delete, may_need
 from dcp_plugin.runs.scan import state_of
-from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
-from dcp_plugin.tools.stream import Progress
+from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
+from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.types import CheckpointState, as_html
 
 
@@ -151,19 +151,32 @@ def prune(
     root_path = as_path(root, storage_options)
     listing = look_below(root_path, storage_options)
     _check_metric(best, listing, root_path)
-    leftovers = _leftovers(listing)
-    decided = _decided(listing, policy, damaged, root_path, in_flight=_is_saving(listing, leftovers))
-    doomed = [checkpoint for checkpoint in decided.values() if checkpoint.deleted]
-    if dry_run:
-        usage = Usage.of_all(usage_of(medium_of(checkpoint.path), checkpoint.path) for checkpoint in doomed)
-        pruned = [PrunedLeftover(leftover.path, leftover.what, leftover.nbytes, True) for leftover in leftovers]
-    else:
-        usage = _delete(listing, decided, progress)
-        pruned = _tidy(listing, leftovers)
-        for workspace in _workspaces(listing):
+    workspaces = _workspaces(listing)
+    leftovers = [item for place in workspaces for item in medium_of(place).collect_garbage(place, True)]
+    why = _why_kept(listing, policy, damaged, root_path, in_flight=_is_saving(listing, leftovers))
+    doomed = [listing.listed[path] for path, reasons in why.items() if not reasons]
+    usages = {listed.path: usage_of(medium_of(listed.path), listed.path) for listed in doomed}
+    spared: dict[Where, str] = {}
+    remaining = set[tuple[Where, str]]()
+    if not dry_run:
+        spared = _delete(doomed, progress)
+        remaining = _tidy(workspaces) if leftovers else remaining
+        for workspace in workspaces:
             figures.compact(workspace.parent)
-    freed = usage.own + sum(leftover.nbytes or 0 for leftover in pruned if leftover.deleted)
-    return PruneReport(root_path, dry_run, list(decided.values()), pruned, freed)
+    why |= {path: [reason] for path, reason in spared.items()}
+    checkpoints = [
+        PrunedCheckpoint(
+            *(path, listing.listed[path].step, listing.listed[path].nbytes, not reasons, reasons),
+            failed=spared.get(path, _AGAIN) != _AGAIN,
+        )
+        for path, reasons in why.items()
+    ]
+    pruned = [
+        PrunedLeftover(item.path, item.what, item.nbytes, (item.path, item.what) not in remaining) for item in leftovers
+    ]
+    freed = Usage.of_all(usage for path, usage in usages.items() if path not in spared).own
+    freed += sum(leftover.nbytes or 0 for leftover in pruned if leftover.deleted)
+    return PruneReport(root_path, dry_run, checkpoints, pruned, freed)
 
 
 def _policy(
@@ -189,7 +202,7 @@ def _policy(
 
 def _check_metric(metric: str | None, listing: Found, root: Where) -> None:
     """Refuse a misspelt metric, which would keep nothing while other rules delete the best."""
-    ours = [listed for run in listing.runs for listed in run.checkpoints if _may_go(listed)]
+    ours = [listed for listed in listing.listed.values() if _may_go(listed)]
     metrics = {name for listed in ours for name in listed.metrics}
     if metric is not None and ours and metric not in metrics:
         available = (
@@ -200,47 +213,56 @@ def _check_metric(metric: str | None, listing: Found, root: Where) -> None:
         raise ValueError(f"no checkpoint below {root} has a metric {metric!r}; {available}")
 
 
-def _decided(
-    listing: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool
-) -> dict[Where, PrunedCheckpoint]:
-    links = _links(listing, root)
-    decided: dict[Where, PrunedCheckpoint] = {}
+def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool) -> dict[Where, list[str]]:
+    """Return the reasons why each checkpoint stays, run by run; an empty list if it is to be deleted."""
+    why: dict[Where, list[str]] = {}
     for run in listing.runs:
-        why = _why_kept(run, policy, damaged, listing.unreadable)
+        ours = [listed for listed in run.checkpoints if _may_go(listed) and listed.path.parent == run.folder]
+        judged = policy.reasons(
+            [CheckpointState(one.path, True, "", one.step, one.time, metrics=one.metrics) for one in ours]
+        )
         for listed in run.checkpoints:
             if is_in_flight(listed):
                 continue
-            reasons = why[listed.path]
-            target = resolved(listed.path)
-            reasons += [f"{link} leads to it" for link, to in links.items() if target in (to, *to.parents)]
-            decided[listed.path] = PrunedCheckpoint(listed.path, listed.step, listed.nbytes, not reasons, reasons)
-    _keep_bases(decided, listing.bases, in_flight)
-    _keep_what_unreadable_ones_may_need(decided, listing)
-    return decided
-
-
-def _why_kept(run: Run, policy: Retention, damaged: bool, unreadable: Collection[Where]) -> dict[Where, list[str]]:
-    ours = [listed for listed in run.checkpoints if _may_go(listed) and listed.path.parent == run.folder]
-    why = policy.reasons(
-        [CheckpointState(listed.path, True, "", listed.step, listed.time, metrics=listed.metrics) for listed in ours]
-    )
-    for listed in run.checkpoints:
-        if listed.path in why:
-            why[listed.path] += [_RESUMES] if listed.resumes and not why[listed.path] else []
-        elif listed.state == "damaged" and listed.format == OURS:
-            may_go = damaged and listed.path not in unreadable and _was_published(listed.path)
-            why[listed.path] = [] if may_go else [f"damaged: {listed.reason}"]
-        elif listed.state == "newer format":
-            why[listed.path] = [listed.reason]
-        elif listed.state == "whole" and listed.tier == "durable":
-            why[listed.path] = [f"a part of {listed.path.parent}, which no rule judges"]
-        elif listed.state == "torn":
-            why[listed.path] = [f"it is being saved, or its save was interrupted: {listed.reason}"]
-        else:
-            why[listed.path] = [
-                f"saved by {'stock DCP' if listed.format == 'stock' else listed.format}, not by this package"
-            ]
+            reasons = judged.get(listed.path)
+            if reasons is None:
+                may_go = damaged and listed.path not in listing.unreadable and _is_damaged(listed)
+                reasons = [] if may_go else [_why_no_rule_judges(listed)]
+            elif listed.resumes and not reasons:
+                reasons.append(_RESUMES)
+            why[listed.path] = reasons
+    links = listing.scan.links() | links_in(root.parent)
+    for path, reasons in why.items():
+        target = resolved(path)
+        reasons += [f"{link} leads to it" for link, to in links.items() if target in (to, *to.parents)]
+    # A save in flight may need the base of a checkpoint that is to be deleted.
+    staying = {path: bases for path, bases in listing.bases.items() if in_flight or why.get(path, [""])}
+    for base, path in needed(why, staying).items():
+        why[base].append(f"{path} needs it as its base")
+    for path, reasons in why.items():
+        if not reasons and path not in listing.bases:
+            reasons += _needed_by_unreadable(listing.listed[path], listing)
     return why
+
+
+def _why_no_rule_judges(listed: ListedCheckpoint) -> str:
+    if listed.state == "damaged" and listed.format == OURS:
+        return f"damaged: {listed.reason}"
+    if listed.state == "newer format":
+        return listed.reason
+    if listed.state == "whole" and listed.tier == "durable":
+        return f"a part of {listed.path.parent}, which no rule judges"
+    if listed.state == "torn":
+        return f"it is being saved, or its save was interrupted: {listed.reason}"
+    return f"saved by {'stock DCP' if listed.format == 'stock' else listed.format}, not by this package"
+
+
+def _needed_by_unreadable(listed: ListedCheckpoint, listing: Found) -> list[str]:
+    """Return the reason to keep a checkpoint that may be the base of an entry that cannot be read."""
+    for entry in listing.unreadable:
+        if not is_workspace(entry.name) and may_need(entry, listed.time, listing.scan.medium):
+            return [f"{entry} cannot be read, and may leave out what this one has"]
+    return []
 
 
 def _may_go(checkpoint: ListedCheckpoint) -> bool:
@@ -252,80 +274,35 @@ def _may_go(checkpoint: ListedCheckpoint) -> bool:
     )
 
 
-def _was_published(path: Where) -> bool:
-    """Return whether a damaged directory is a published checkpoint of this package, and not a save in flight."""
-    files = medium_of(path).open(path)
+def _is_damaged(checkpoint: ListedCheckpoint) -> bool:
+    """Return whether this is a damaged checkpoint of this package that was published, and not a save in flight."""
+    if checkpoint.state != "damaged" or checkpoint.format != OURS:
+        return False
+    files = medium_of(checkpoint.path).open(checkpoint.path)
     return exists(files, SUMMARY) or exists(files, DAMAGED)
 
 
-def _links(listing: Found, root: Where) -> dict[Path, Path]:
-    """Return the symbolic links in the folders of the checkpoints and above, with their targets."""
-    return listing.scan.links() | links_in(root.parent)
-
-
-def _keep_bases(decided: dict[Where, PrunedCheckpoint], bases: Mapping[Where, set[Where]], in_flight: bool) -> None:
-    """Keep the bases of checkpoints that stay; during a save, which may need the same base, those of all."""
-    staying = {path: bases[path] for path in bases if path not in decided or in_flight or not decided[path].deleted}
-    for base, path in needed(decided, staying).items():
-        reasons = [*decided[base].reasons, f"{path} needs it as its base"]
-        decided[base] = replace(decided[base], deleted=False, reasons=reasons)
-
-
-def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], listing: Found) -> None:
-    """Keep each checkpoint that may be the base of an entry that cannot be read."""
-    members = {outcome.path: outcome for run in listing.runs for outcome in run.checkpoints}
-    for path, outcome in decided.items():
-        needed_by = [
-            entry
-            for entry in listing.unreadable
-            if outcome.deleted
-            and path not in listing.bases
-            and not is_workspace(entry.name)
-            and may_need(entry, members[path].time, listing.scan.medium)
-        ]
-        if needed_by:
-            reason = f"{needed_by[0]} cannot be read, and may leave out what this one has"
-            decided[path] = replace(outcome, deleted=False, reasons=[*outcome.reasons, reason])
-
-
-def _leftovers(listing: Found) -> list[Leftover[Any]]:
-    return [
-        item for workspace in _workspaces(listing) for item in medium_of(workspace).collect_garbage(workspace, True)
-    ]
-
-
 def _workspaces(listing: Found) -> list[Where]:
-    paths = [
-        item.path for run in listing.runs for item in run.checkpoints if item.format == OURS and not is_in_flight(item)
-    ]
+    paths = [item.path for item in listing.listed.values() if item.format == OURS and not is_in_flight(item)]
     return list(dict.fromkeys([*listing.scan.workspaces, *(workspace_of(cast(Path, path)) for path in paths)]))
 
 
 def _is_saving(listing: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
     """Return whether a save is in flight whose process may be alive."""
     ended = {leftover.path for leftover in leftovers}
-    saves = [item for run in listing.runs for item in run.checkpoints if is_in_flight(item) or item.state == "torn"]
+    saves = [item for item in listing.listed.values() if is_in_flight(item) or item.state == "torn"]
     return any(item.path not in ended for item in saves)
 
 
-def _delete(listing: Found, decided: dict[Where, PrunedCheckpoint], progress: Progress | None) -> Usage:
-    """Delete the newest first: a base goes after the checkpoints that need it. Return the space that is freed."""
-    listed = {checkpoint.path: checkpoint for run in listing.runs for checkpoint in run.checkpoints}
-    doomed = sorted(
-        (path for path, checkpoint in decided.items() if checkpoint.deleted), key=lambda path: -listed[path].time
-    )
-    usages = {
-        path: usage_of(medium_of(path), path) for path in doomed
-    }  # counted before the first deletion: hard links share files
-    total, done = sum(decided[path].nbytes for path in doomed), 0
-    for path in doomed:
-        if kept := _deleted(listed[path]):
-            decided[path] = replace(decided[path], deleted=False, reasons=[kept], failed=kept != _AGAIN)
-            del usages[path]
-        done += decided[path].nbytes
-        if progress is not None:
-            progress(done, total)
-    return Usage.of_all(usages.values())
+def _delete(doomed: list[ListedCheckpoint], progress: Progress | None) -> dict[Where, str]:
+    """Delete the newest first: a base goes after the checkpoints that need it. Return those that stay, and why."""
+    spared: dict[Where, str] = {}
+    count = Counter(sum(listed.nbytes for listed in doomed), progress)
+    for listed in sorted(doomed, key=lambda listed: -listed.time):
+        if reason := _deleted(listed):
+            spared[listed.path] = reason
+        count.add(listed.nbytes)
+    return spared
 
 
 _AGAIN = "it was saved again meanwhile"
@@ -344,16 +321,13 @@ def _deleted(checkpoint: ListedCheckpoint) -> str:
     return ""
 
 
-def _tidy(listing: Found, leftovers: list[Leftover[Any]]) -> list[PrunedLeftover]:
+def _tidy(workspaces: list[Where]) -> set[tuple[Where, str]]:
+    """Delete the garbage of interrupted saves. Return path and description of what remains."""
     remaining: list[Leftover[Any]] = []
-    for workspace in _workspaces(listing) if leftovers else ():
+    for workspace in workspaces:
         medium = medium_of(workspace)
         try:
             remaining += medium.collect_garbage(workspace)
         except OSError:
             remaining += medium.collect_garbage(workspace, dry_run=True)
-    still = {(leftover.path, leftover.what) for leftover in remaining}
-    return [
-        PrunedLeftover(leftover.path, leftover.what, leftover.nbytes, (leftover.path, leftover.what) not in still)
-        for leftover in leftovers
-    ]
+    return {(leftover.path, leftover.what) for leftover in remaining}
