@@ -1,11 +1,11 @@
-"""The charts of a report, as plotly.js takes them: plain data. Colours are names of the page's style sheet.
+"""The charts of a report: their numbers, names and hover texts. ``page.js`` says how they look.
 
-Texts from files are escaped: plotly understands some HTML in its labels.
+Texts from files are escaped: plotly understands some HTML in its labels. Colours are names of the page's style sheet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from math import isfinite
 from typing import Any
@@ -15,9 +15,6 @@ from dcp_plugin.tools.report.collect import RunFigures, Save, heat_saves
 
 _METRICS = ("--blue", "--orange", "--green", "--purple")
 _MODULES = ("--m1", "--m2", "--m3", "--m4", "--m5", "--m6")
-_TICKS = 10
-_HEAT = [[0.0, "#fcf3dc"], [0.25, "#f4c16a"], [0.5, "#dd7f3c"], [0.75, "#a8433f"], [1.0, "#5a1e4d"]]
-_HEAT_ON_DARK = [[at, colour] for (at, _), (_, colour) in zip(_HEAT, _HEAT[::-1], strict=True)]
 _CHOICES = (("write_seconds", "Writing"), ("staging_seconds", "Copying"), ("blocked_seconds", "Waiting"))
 
 NONE = "\N{EN DASH}"
@@ -58,67 +55,41 @@ def _x(save: Save, number: int) -> int:
 def metrics(run: RunFigures) -> Chart:
     """Return the chart of metrics over steps. A line ends with its training."""
     traces: list[Chart] = []
-    trainings = list(dict.fromkeys(save.training for save in run.published))
     numbered = list(enumerate(run.saves, 1))
     for name, colour in zip(chosen_metrics(run), _METRICS, strict=False):
-        for training in trainings:
-            points = [(n, s) for n, s in numbered if not s.error and s.training == training]
-            points = [(n, s) for n, s in points if isfinite(s.metrics.get(name, float("nan")))]
-            if not points:
-                continue
-            hover = [f"{_hover(s)}<br>{plain(name)} {s.metrics[name]:.5g}<extra></extra>" for _, s in points]
-            trace = _points(plain(name), [_x(save, number) for number, save in points], hover, colour, 6, "circle")
-            trace |= {"mode": "lines+markers", "line": {"color": colour, "width": 2}, "legendgroup": name}
-            trace |= {"showlegend": not any(other["legendgroup"] == name for other in traces)}
-            traces.append({**trace, "y": [save.metrics[name] for _, save in points]})
-    marks, labels = _marks(run, numbered)
+        lines: dict[int, list[tuple[int, Save]]] = {}
+        for number, save in numbered:
+            if not save.error and isfinite(save.metrics.get(name, float("nan"))):
+                lines.setdefault(save.training, []).append((_x(save, number), save))
+        for line in lines.values():
+            x, y = [x for x, _ in line], [save.metrics[name] for _, save in line]
+            hover = [f"{_hover(save)}<br>{plain(name)} {save.metrics[name]:.5g}<extra></extra>" for _, save in line]
+            is_first = line is next(iter(lines.values()))
+            traces.append({**_points(plain(name), x, y, hover, colour, "line"), "group": name, "is_first": is_first})
     title = "step" if any(save.step is not None for save in run.saves) else "save"
-    axes = {"xaxis": {"title": title, "nticks": _TICKS, "tickformat": ",d"}, "yaxis": {"title": "metric"}}
-    return {"traces": traces, "layout": {**axes, "shapes": marks, "annotations": labels}, "height": 340}
+    return {"traces": traces, "x": title, "y": "metric", "marks": _marks(numbered), "height": 340}
 
 
-def _points(name: str, x: list[int], hover: list[str], colour: str, size: int, symbol: str) -> Chart:
-    """Return a trace of points, without their heights."""
-    marker = {"color": colour, "size": size, "symbol": symbol}
-    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "marker": marker, "hovertemplate": hover}
+def _points(name: str, x: Sequence[int], y: Sequence[float | None], hover: list[str], colour: str, look: str) -> Chart:
+    points = {"type": "scatter", "name": name, "x": x, "y": y, "hovertemplate": hover}
+    return {**points, "colour": colour, "look": look}
 
 
-def _marks(run: RunFigures, numbered: Sequence[tuple[int, Save]]) -> tuple[list[Chart], list[Chart]]:
-    """Return lines and labels at the failed saves and at the first saves of later trainings."""
+def _marks(numbered: Sequence[tuple[int, Save]]) -> list[Chart]:
+    """Return the places of the failed saves and of the first saves of later trainings."""
     marks: list[Chart] = []
-    labels: list[Chart] = []
     before = 0
     for number, save in numbered:
         again = bool(before and save.training and save.training != before)
         before = save.training or before
-        if not save.error and not again:
-            continue
-        colour, at = "--red" if save.error else "--faint", _x(save, number)
-        line = {"color": colour, "width": 1.3, "dash": "dot" if save.error else "dash"}
-        marks.append(
-            {"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": line, "layer": "below"}
-        )
-        if len(labels) < 12:
-            text = "failed save" if save.error else "restart"
-            place = {"xanchor": "left", "yanchor": "top", "xshift": 3, "font": {"size": 11.5, "color": colour}}
-            labels.append(
-                {"x": at, "yref": "paper", "y": 1 - 0.07 * (len(labels) % 2), "text": text, "showarrow": False, **place}
-            )
-    return marks, labels
+        if save.error or again:
+            marks.append({"x": _x(save, number), "failed": bool(save.error)})
+    return marks
 
 
-def _over_saves(saves: Sequence[Save]) -> Chart:
-    """Return an axis with a place for each save, named by steps."""
-    at = list(range(0, len(saves), max(1, -(-len(saves) // _TICKS))))
-    labels = [step_of(saves[number]) for number in at]
-    ends = [-0.6, len(saves) - 0.4]
-    return {"title": "saves, by step", "tickvals": at, "ticktext": labels, "range": ends, "showgrid": False}
-
-
-def _stacked(saves: Sequence[Save], traces: list[Chart], title: str, height: int) -> Chart:
-    """Return a chart with a column for each save."""
-    axes = {"xaxis": _over_saves(saves), "yaxis": {"title": title, "rangemode": "tozero"}}
-    return {"traces": traces, "layout": {"barmode": "stack", "bargap": 0.25, **axes}, "height": height}
+def _over_saves(saves: Sequence[Save], traces: list[Chart], title: str, height: int) -> Chart:
+    """Return a chart with a column for each save, named by steps."""
+    return {"traces": traces, "saves": [step_of(save) for save in saves], "y": title, "height": height}
 
 
 def seconds(run: RunFigures) -> Chart:
@@ -136,16 +107,14 @@ def seconds(run: RunFigures) -> Chart:
     for (name, colour), values in zip(stages, columns, strict=True):
         if max(values) >= 0.0005:
             traces.append(_bars(saves, name, colour, values, list(map(_short, values))))
-    numbers = list(range(len(saves)))
+    numbers = range(len(saves))
     hover = [f"{_hover(save)}<br>training waited {_short(save.blocked_seconds)}<extra></extra>" for save in saves]
-    waited = _points("Training waited", numbers, hover, "--orange", 9, "diamond")
-    waited["marker"] |= {"line": {"width": 1.2, "color": "--card"}}
-    traces.append({**waited, "y": [None if save.error else save.blocked_seconds for save in saves]})
+    waited = [None if save.error else save.blocked_seconds for save in saves]
+    traces.append(_points("Training waited", [*numbers], waited, hover, "--orange", "diamond"))
     if failed := [number for number in numbers if saves[number].error]:
         hover = [f"{_hover(saves[number])}<br>{_cut(saves[number].error)}<extra></extra>" for number in failed]
-        crosses = _points("Failed", failed, hover, "--red", 11, "x")
-        traces.append({**crosses, "y": [0] * len(failed), "cliponaxis": False})
-    return _stacked(saves, traces, "seconds", 340)
+        traces.append(_points("Failed", failed, [0] * len(failed), hover, "--red", "x"))
+    return _over_saves(saves, traces, "seconds", 340)
 
 
 def _cut(text: str) -> str:
@@ -173,8 +142,8 @@ def _bars(
 ) -> Chart:
     heights = [value / divisor for value in values]
     hover = [f"{_hover(s)}<br>{name.lower()}: {text}<extra></extra>" for s, text in zip(saves, texts, strict=True)]
-    bar = {"type": "bar", "name": name, "x": list(range(len(saves))), "y": heights}
-    return {**bar, "marker": {"color": colour, "line": {"width": 0}}, "hovertemplate": hover}
+    bars = {"type": "bar", "name": name, "x": [*range(len(saves))], "y": heights, "hovertemplate": hover}
+    return {**bars, "colour": colour}
 
 
 def ranks(run: RunFigures) -> Chart:
@@ -183,20 +152,16 @@ def ranks(run: RunFigures) -> Chart:
     most = max(len(save.ranks["write_seconds"]) for save in saves)
     traces = []
     for column, name in _CHOICES:
-        rows: list[list[float | None]] = [
-            [save.ranks[column][rank] if rank < len(save.ranks[column]) else None for save in saves]
-            for rank in range(most)
-        ]
+        columns: Iterable[list[float | None]] = (
+            [*save.ranks[column], *[None] * (most - len(save.ranks[column]))] for save in saves
+        )
         hover = f"rank %{{y}}<br>{name.lower()} %{{z:.3f}} s<extra></extra>"
-        gaps = {"xgap": 1 if len(saves) < 120 else 0, "ygap": 1 if most < 40 else 0}
-        bar = {"thickness": 10, "len": 1, "outlinewidth": 0, "ticksuffix": " s", "nticks": 5}
-        colours = {"colorscale": {"light": _HEAT, "dark": _HEAT_ON_DARK}, "colorbar": bar}
-        traces.append({"type": "heatmap", "z": rows, **colours, "zmin": 0, **gaps, "hovertemplate": hover})
-    rows_at = {"tickvals": list(range(most))} if most <= 16 else {"nticks": 12, "tickformat": "d"}
-    rank_axis = {"title": "rank", "autorange": "reversed", "showgrid": False, **rows_at}
-    layout = {"xaxis": _over_saves(saves), "yaxis": rank_axis}
-    choice = [name for _, name in _CHOICES]
-    return {"traces": traces, "layout": layout, "height": min(560, 150 + 26 * most), "choice": choice}
+        traces.append({"type": "heatmap", "z": [*map(list, zip(*columns, strict=True))], "hovertemplate": hover})
+    return {
+        **_over_saves(saves, traces, "rank", min(560, 150 + 26 * most)),
+        "rows": most,
+        "choice": [name for _, name in _CHOICES],
+    }
 
 
 def modules(run: RunFigures) -> Chart:
@@ -209,29 +174,16 @@ def modules(run: RunFigures) -> Chart:
     for module in run.modules[1:]:  # each module follows its parent
         own = _MODULES[tops.index(module.id) % len(_MODULES)] if module.id in tops else "--m0"
         colour_of[module.id] = own if module.id in tops else colour_of.get(module.parent, own)
-    colours = ["--card", *(colour_of[module.id] for module in run.modules[1:])]
     trace = {
         "type": "treemap",
         "ids": [module.id for module in run.modules],
         "parents": [module.parent for module in run.modules],
         "labels": [plain(module.label) for module in run.modules],
         "values": [module.nbytes for module in run.modules],
-        "branchvalues": "total",
-        "marker": {
-            "colors": colours,
-            "line": {"width": 1.5, "color": "--card"},
-            "pad": {"t": 20, "l": 2, "r": 2, "b": 2},
-        },
-        "tiling": {"pad": 1},
-        "maxdepth": 4,
-        "root": {"color": "rgba(0,0,0,0)"},
-        "pathbar": {"visible": True, "thickness": 20},
-        "textfont": {"size": 12.5},
-        "texttemplate": "%{label}<br>%{customdata}",
         "customdata": [size(module.nbytes) for module in run.modules],
-        "hovertemplate": "<b>%{label}</b><br>%{customdata}<br>%{percentRoot:.1%} of all<extra></extra>",
+        "colours": ["--card", *(colour_of[module.id] for module in run.modules[1:])],
     }
-    return {"traces": [trace], "layout": {"margin": {"l": 0, "r": 0, "t": 4, "b": 4}}, "height": 420}
+    return {"traces": [trace], "height": 420}
 
 
 _UNITS = [("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0)]
@@ -248,4 +200,4 @@ def reuse(run: RunFigures) -> Chart:
         ("Linked from the checkpoint before", "--green", [save.bytes_reused or 0 for save in saves]),
     ):
         traces.append(_bars(saves, name, colour, values, list(map(size, values)), divisor))
-    return _stacked(saves, traces, unit, 320)
+    return _over_saves(saves, traces, unit, 320)
