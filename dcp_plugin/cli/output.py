@@ -214,6 +214,8 @@ def show(document: Mapping[str, Any]) -> None:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         value = vars(value)
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -75,16 +74,7 @@ def _print_copied(report: CopyReport) -> None:
         echo(f"NOT COPIED: {line}", err=True)
 
 
-class Format(StrEnum):
-    """Values of ``--format``."""
-
-    HF = "hf"
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    LIGHTNING = "lightning"
-    DCP = "dcp"
-
-
+_Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 _Out = Annotated[str, typer.Argument(metavar="OUT", help="The path or URL to write. It must not exist.")]
 _Rename = Annotated[
     list[str] | None,
@@ -98,7 +88,7 @@ _Base = Annotated[str | None, typer.Option(help="The base of the checkpoint, if 
 def export_command(
     path: PathArgument,
     out: _Out,
-    made_as: Annotated[Format, typer.Option("--format", help="The format to write.")] = Format.HF,
+    made_as: Annotated[_Format, typer.Option("--format", help="The format to write.")] = "hf",
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     rename: _Rename = None,
@@ -115,8 +105,25 @@ def export_command(
 ) -> Answer | None:
     """Write a checkpoint in another format: hf (a folder for from_pretrained), safetensors, torch (one file for
     torch.load), lightning (a .ckpt), dcp (for another number of ranks). Under torchrun all ranks take part."""
-    options = {"max_shard_size": max_shard_size, "config": config, "base": base}
-    return _export(path, out, made_as, include, exclude, rename, dtype, ranks, storage_option, **options)
+    from dcp_plugin.tools.export import export
+
+    source, target = where(path, storage_option), where(out, storage_option)
+    prefixes = renames(rename, "CHECKPOINT_PREFIX=OUTPUT_PREFIX")
+    with _ranks() as first, progress("exporting") as bar:
+        report = export(
+            *(source, target, made_as),
+            include=include or (),
+            exclude=exclude or (),
+            rename=prefixes or None,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            config=config,
+            ranks=ranks,
+            base=base,
+            storage_options=storage_options(storage_option),
+            progress=bar if first else None,
+        )
+    return Answer({"export": report}, partial(_print_exported, report)) if first else None
 
 
 def import_command(
@@ -131,39 +138,8 @@ def import_command(
     storage_option: StorageOptionsOption = None,
 ) -> Answer | None:
     """Make a checkpoint of a file or folder of another tool: safetensors, torch.save, Lightning, Accelerate, DCP."""
-    return _export(source, out, Format.DCP, include, exclude, rename, dtype, ranks, storage_option)
-
-
-def _export(
-    path: str,
-    out: str,
-    made_as: Format,
-    include: list[str] | None,
-    exclude: list[str] | None,
-    rename: list[str] | None,
-    dtype: str | None,
-    ranks: int,
-    storage_option: list[str] | None,
-    **options: Any,
-) -> Answer | None:
-    """Export, and return the answer on the first rank only."""
-    from dcp_plugin.tools.export import export
-
-    source, target = where(path, storage_option), where(out, storage_option)
-    prefixes = renames(rename, "CHECKPOINT_PREFIX=OUTPUT_PREFIX")
-    with _ranks() as first, progress("exporting") as bar:
-        report = export(
-            *(source, target, made_as.value),
-            include=include or (),
-            exclude=exclude or (),
-            rename=prefixes or None,
-            dtype=dtype,
-            ranks=ranks,
-            storage_options=storage_options(storage_option),
-            progress=bar if first else None,
-            **options,
-        )
-    return Answer({"export": report}, partial(_print_exported, report)) if first else None
+    selection: dict[str, Any] = {"include": include, "exclude": exclude, "rename": rename, "dtype": dtype}
+    return export_command(source, out, "dcp", **selection, ranks=ranks, storage_option=storage_option)
 
 
 def _print_exported(report: ExportReport) -> None:

@@ -34,9 +34,8 @@ _DEEPEST = 100
 _NUMBERED = re.compile(r"(.*?)(0|[1-9]\d{0,8})(?!\d)")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it."""
+class TensorInfo(NamedTuple):
+    """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it. A checkpoint may have a million."""
 
     key: str
     shape: Shape
