@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import itertools
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -289,6 +290,8 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                 for piece in stream.pieces(name, file, index.files[name]):
                     check.add(piece)
                     passed(len(piece))
+                    if stopped.is_set():
+                        return check.faults
                 if name not in in_base:
                     check.finish(file)
         except (OSError, SourceError) as error:
@@ -296,13 +299,17 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
             check.faults.append(f"{files.where}: {name} cannot be read: {reason.strerror}")
         return check.faults
 
+    stopped = threading.Event()
     in_base = {name for name in index.files if opened.base and name.startswith(f"{opened.base.files.where}/")}
     piece = READ_PIECE if files.cost.at_once == 1 else PIECE  # a request to a store costs more than the smaller memory
     with (
         PipelinedCopy(at_once, files.cost.at_once, piece) as stream,
         ThreadPoolExecutor(at_once, thread_name_prefix="dcp-verify") as pool,
     ):
-        faults = list(itertools.chain.from_iterable(pool.map(verify, index.files)))
+        try:
+            faults = list(itertools.chain.from_iterable(pool.map(verify, index.files)))
+        finally:
+            stopped.set()  # an interrupt does not wait for the ends of files
     return faults + [fault for name in index.extra_files if (fault := _fault_in_extra_file(opened, name))]
 
 
