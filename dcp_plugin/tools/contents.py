@@ -145,7 +145,8 @@ def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
     itemsizes = [dtype.itemsize for dtype in table.torch_dtypes]
     nbytes = map(mul, map(math.prod, shapes), map(itemsizes.__getitem__, numbers))
     chunks = np.diff(table.chunk_starts)[slots].tolist()
-    tensors = list(map(TensorInfo, keys, shapes, map(table.dtypes.__getitem__, numbers), chunks, nbytes))
+    columns = zip(keys, shapes, map(table.dtypes.__getitem__, numbers), chunks, nbytes, strict=True)
+    tensors = list(map(TensorInfo._make, columns))
     return tensors, [table.keys[slot] for slot in np.flatnonzero(is_value).tolist()]
 
 

@@ -124,9 +124,8 @@ def copy(
     began = time.monotonic()
     source, target = as_path(src, storage_options), as_path(dst, storage_options)
     _refuse_within(source, target)
-    checkpoints = _find(source)
-    report = CopyReport(source, target, passed_over=checkpoints.passed_over, unreadable=checkpoints.unreadable)
-    state = _Copy(report, checkpoints.paths, overwrite).copy(io_threads, Counter(0, progress))
+    report = CopyReport(source, target)
+    state = _Copy(report, _find(source, report), overwrite).copy(io_threads, Counter(0, progress))
     return replace(
         report,
         bytes_copied=state.nbytes["copied"],
@@ -143,27 +142,21 @@ def _refuse_within(source: Where, target: Where) -> None:
         raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Checkpoints at a path or below it."""
+def _find(source: Where, report: CopyReport) -> dict[Where, bool]:
+    """Return the checkpoints at a path or below it, oldest first, and whether each is of another tool.
 
-    paths: dict[Where, bool]
-    """Paths, oldest first -> true for a checkpoint of another tool."""
-    passed_over: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-
-def _find(source: Where) -> _Found:
+    Add to the report what cannot be copied.
+    """
     with damage_in(source):
         kind = medium_of(source).kind(locate(source))
     if not kind:
         raise CheckpointNotFound(f"{source}: nothing is there.")
     if kind == "file":
         _refuse_other_file(source)
-        return _Found({source: True})
+        return {source: True}
     try:
         open_checkpoint(source, complete=False).close()
-        return _Found({source: False})
+        return {source: False}
     except CheckpointNotFound as error:
         if weights_in(source):
             raise
@@ -171,15 +164,15 @@ def _find(source: Where) -> _Found:
     except CheckpointError:
         scan = Scan(source, others=True)
         if any(saved.path == source for saved in scan.of_others):  # opening it would execute code
-            return _Found({source: True})
+            return {source: True}
         raise
     scan = Scan(source, others=True, read_all=True)
     checkpoints = {checkpoint.path: isinstance(checkpoint, Saved) for checkpoint in scan.complete()}
     if not checkpoints:
         raise reason
-    torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
-    unreadable = [str(error) for error in scan.unreadable.values()]
-    return _Found(checkpoints, torn, unreadable)
+    report.passed_over.extend(f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed)
+    report.unreadable.extend(map(str, scan.unreadable.values()))
+    return checkpoints
 
 
 def _refuse_other_file(path: Where) -> None:
@@ -262,11 +255,9 @@ class _Copy:
                 source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
             )
             return False
-        try:
+        with closing(existing):
             if is_same(source, existing):
                 return True
-        finally:
-            existing.close()
         self._refuse(source, new_path, "another checkpoint is there", True)
         refuse_to_replace_a_base(new_path)
         return False

@@ -85,29 +85,29 @@ def verify(
 
 def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
     """Verify the checkpoints of a run, and the weights of another tool in its directory."""
-    errors: list[str] = []
-    unverified: list[str] = []
-    items = nbytes = 0
+    reports: list[VerifyReport] = []
     try:
         weights = weights_in(run)
     except CheckpointUnreadable:
         raise
     except CheckpointError as error:
-        weights, errors = [], [str(error)]
+        weights, reports = [], [VerifyReport(run, 0, 0, [str(error)])]
     for path in (*(run / name for name in weights), *below):
         try:
-            report = verify_one(path)
+            reports.append(verify_one(path))
         except CheckpointNotFound:  # the training deleted it meanwhile
             continue
         except CheckpointUnreadable:
             raise
         except CheckpointError as error:
-            errors.append(str(error))
-        else:
-            items, nbytes = items + report.items, nbytes + report.nbytes
-            errors += report.errors
-            unverified += report.unverified
-    return VerifyReport(run, items, nbytes, errors, unverified)
+            reports.append(VerifyReport(path, 0, 0, [str(error)]))
+    return VerifyReport(
+        run,
+        sum(report.items for report in reports),
+        sum(report.nbytes for report in reports),
+        [error for report in reports for error in report.errors],
+        [name for report in reports for name in report.unverified],
+    )
 
 
 def _verify_checkpoint(path: Where, io_threads: int, base: PathLike | None, progress: Progress | None) -> VerifyReport:
