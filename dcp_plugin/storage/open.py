@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from dcp_plugin import media
-from dcp_plugin.errors import (
-    CheckpointCorrupt,
-    CheckpointIncomplete,
-    damage_in,
-)
-from dcp_plugin.format import (
-    INDEX,
-    SUMMARY,
-    has_traces,
-    index_file,
-    read,
-    uncommitted_reason,
-)
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, damage_in
+from dcp_plugin.format import INDEX, SUMMARY, has_traces, index_file, read, uncommitted_reason
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.summary import Summary, fingerprint
+from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
@@ -31,9 +20,10 @@ from dcp_plugin.storage.published import (
     in_one_view,
     refuse_if_moved,
     summary_in,
-    summary_of,
 )
 from dcp_plugin.tensors.host_memory import collector_paused
+
+T = TypeVar("T")
 
 
 def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> None:
@@ -104,36 +94,21 @@ def open_files(path: Where, files: Readable, base: Where | None = None, complete
         CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As :func:`open_checkpoint`.
     """
     with damage_in(path), collector_paused():
-        while True:
-            try:
-                summary = summary_of(files)
-                opened = OpenCheckpoint(
-                    path, files, _own_index(files, summary), summary.index_sha256, "dcp_plugin", summary.kinds, summary
-                )
-                break
-            except CheckpointCorrupt:
-                if not _elsewhere(files):
-                    raise
+        summary = _trusted(files, SUMMARY, lambda data: Summary.decode(data, f"{files.where}/{SUMMARY}"))
+        index = _trusted(files, INDEX, lambda data: _decoded(data, files, summary))
+        opened = OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
         return completed(opened, base) if complete else opened
 
 
-def _elsewhere(files: Readable) -> bool:
-    """Return whether a contradicting table of contents can be read again from another source.
-
-    An unreadable summary, or an index with another fingerprint than the summary's, is marked unreliable.
-    """
-    expected = None
-    for name in (SUMMARY, INDEX):
-        with suppress(OSError), files.open(name) as file:
-            data = file.read()
+def _trusted(files: Readable, name: str, decode: Callable[[bytes], T]) -> T:
+    """Return the contents of a table, from the first source of the file that has a valid one."""
+    while True:
+        with damage_in(f"{files.where}/{name}"), files.open(name) as file:
             try:
-                sha256 = Summary.decode(data, name).index_sha256 if name == SUMMARY else fingerprint(data)
+                return decode(file.read())
             except CheckpointCorrupt:
-                return files.distrust(file)
-            if expected not in (None, sha256):
-                return files.distrust(file)
-            expected = sha256
-    return False
+                if not files.distrust(file):
+                    raise
 
 
 def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
@@ -164,12 +139,12 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
     if not reason and INDEX in names and (summary := summary_in(files)) is not None:
-        index = _own_index(files, summary)
+        index = _decoded(read(files, INDEX), files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints and do not need it
 
     return open_foreign(path, files, reason)
 
 
-def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
-    return index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
+def _decoded(data: bytes, files: Readable, summary: Summary) -> CheckpointIndex:
+    return index_file.decode(data, summary.index_sha256, f"{files.where}/{INDEX}")
