@@ -369,7 +369,7 @@ def _copy_file(source: Path, medium: Medium, directory: Where, name: str, pace: 
     with (
         PipelinedCopy(1) as stream,
         LocalFiles(source.parent).open(source.name) as file,
-        medium.create(directory, name, size, lambda count: None, at_once) as to,
+        medium.create(directory, name, size, at_once=at_once) as to,
     ):
         try:
             stream.copy(source.name, file, size, to, FileCheck(), pace.passed)

@@ -372,6 +372,10 @@ class Leftover(Generic[P]):
     """Bytes that its deletion frees; None if they are unknown, 0 for a checkpoint that gets its name back."""
 
 
+def ignore(count: int) -> None:
+    """Take the number of written bytes, which is not shown."""
+
+
 class Medium(Protocol):
     """A place for checkpoints. A method raises OSError if the medium refuses its request."""
 
@@ -399,7 +403,9 @@ class Medium(Protocol):
             SaveFailed: This rank does not see the reserved directory.
         """
 
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1) -> NewFile:
+    def create(
+        self, directory: Where, name: str, size: int, wrote: Callable[[int], None] = ignore, at_once: int = 1
+    ) -> NewFile:
         """Begin a new file of a save.
 
         Args:
@@ -508,13 +514,9 @@ def add_files(medium: Medium, directory: Where, put: Callable[[Path], None]) -> 
         put(Path(local))
         for path in filter(Path.is_file, Path(local).rglob("*")):
             name = f"{PACKED}{directory.stem}/{path.relative_to(local).as_posix()}"
-            with open(path, "rb") as file, medium.create(directory, name, path.stat().st_size, _ignore) as to:
+            with open(path, "rb") as file, medium.create(directory, name, path.stat().st_size) as to:
                 while data := file.read(_PIECE):
                     to.write(data, kept=True)
-
-
-def _ignore(count: int) -> None:
-    """Take the number of written bytes, which is not shown."""
 
 
 _PIECE = 8 << 20

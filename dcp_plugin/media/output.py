@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from dcp_plugin.media import Medium, NewFile, Reservation, medium_of
+from dcp_plugin.media import Medium, NewFile, Reservation, ignore, medium_of
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, Where, is_link
 
@@ -36,7 +36,9 @@ class Output:
         return directory
 
     @contextmanager
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> Iterator[NewFile]:
+    def create(
+        self, directory: Where, name: str, size: int, wrote: Callable[[int], None] = ignore
+    ) -> Iterator[NewFile]:
         """Yield a new file, which is durable when the block ends. Raises OSError."""
         with self.medium.create(directory, name, size, wrote) as file:
             yield file
@@ -67,7 +69,9 @@ class _Objects(Output):
         return self.path.parent / token if self.is_file else self.path / token
 
     @contextmanager
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> Iterator[NewFile]:
+    def create(
+        self, directory: Where, name: str, size: int, wrote: Callable[[int], None] = ignore
+    ) -> Iterator[NewFile]:
         with super().create(directory, name, size, wrote) as file:
             yield file
         assert isinstance(directory, ObjectPath)
@@ -75,7 +79,7 @@ class _Objects(Output):
 
     def publish(self, directory: Where, last: Mapping[str, bytes]) -> None:
         for name, data in last.items():
-            with self.create(directory, name, len(data), lambda count: None) as file:
+            with self.create(directory, name, len(data), ignore) as file:
                 file.write(data)
 
     def discard(self) -> None:

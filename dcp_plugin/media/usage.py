@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from dcp_plugin.media import Medium, files_below, snapshot
+from dcp_plugin.media import FileStatus, Medium, files_below, snapshot
 from dcp_plugin.paths import Where
 
 
@@ -15,26 +15,24 @@ from dcp_plugin.paths import Where
 class Usage:
     """The bytes of some files, each counted once, whatever number of names (hard links) it has."""
 
-    files: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
-    """By the identity of a file: its bytes, the number of its listed names, and the number of all its names."""
+    names: tuple[FileStatus, ...] = ()
+    """The status of the file of each listed name."""
 
     @classmethod
     def of_all(cls, usages: Iterable[Usage]) -> Usage:
         """Return the bytes of files in several places, which have no name in common."""
-        files: dict[Any, tuple[int, int, int]] = {}
-        for usage in usages:
-            for identity, (nbytes, here, names) in usage.files.items():
-                files[identity] = (nbytes, here + files.get(identity, (0, 0, 0))[1], names)
-        return cls(files)
+        return cls(tuple(status for usage in usages for status in usage.names))
 
     @property
     def nbytes(self) -> int:
-        return sum(nbytes for nbytes, _, _ in self.files.values())
+        return sum({status.identity: status.size for status in self.names}.values())
 
     @property
     def own(self) -> int:
         """The bytes that deleting all listed names gives back: those of files that have no other name."""
-        return sum(nbytes for nbytes, here, names in self.files.values() if here >= names)
+        listed = Counter(status.identity for status in self.names)
+        files = {status.identity: status for status in self.names}
+        return sum(file.size for file in files.values() if listed[file.identity] >= file.names)
 
 
 def usage(medium: Medium, path: Where) -> Usage:
@@ -42,11 +40,9 @@ def usage(medium: Medium, path: Where) -> Usage:
     is_folder = medium.kind(path) == "folder"
     entries = [entry for _, entry in files_below(snapshot(path, medium), path)] if is_folder else []
     entries = entries or [entry for entry in medium.entries(path.parent) if entry.path == path]
-    files: dict[Any, tuple[int, int, int]] = {}
+    names: list[FileStatus] = []
     for entry in entries:
         with suppress(FileNotFoundError):  # deleted since it was listed
             if entry.is_file:
-                status = entry.status()
-                _, names, _ = files.get(status.identity, (0, 0, 0))
-                files[status.identity] = (status.size, names + 1, status.names)
-    return Usage(files)
+                names.append(entry.status())
+    return Usage(tuple(names))

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation, lease
+from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation, ignore, lease
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles, link_file
@@ -60,7 +60,7 @@ class LocalDisk:
             time.sleep(0.1)
 
     def create(
-        self, directory: Path, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1
+        self, directory: Path, name: str, size: int, wrote: Callable[[int], None] = ignore, at_once: int = 1
     ) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 

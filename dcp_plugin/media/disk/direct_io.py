@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media import IN_PLACE, PAGE
+from dcp_plugin.media import IN_PLACE, PAGE, ignore
 from dcp_plugin.media.disk import posix
 
 BUFFER = 2 << 20
@@ -55,7 +55,7 @@ class BlockFile:
     """
 
     def __init__(
-        self, path: Path, size: int, direct: bool | Literal["auto"], wrote: Callable[[int], None] = lambda count: None
+        self, path: Path, size: int, direct: bool | Literal["auto"], wrote: Callable[[int], None] = ignore
     ) -> None:
         self._path, self._wrote, self._forced = path, wrote, direct is True
         # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.

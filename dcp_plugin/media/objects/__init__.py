@@ -16,7 +16,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
-from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Listed, lease
+from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Listed, ignore, lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, ObjectInfo, ObjectWriter, below
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -68,7 +68,7 @@ class ObjectStore:
             raise SaveFailed(f"cannot save {path}: rank 0 saves to {directory.parent}")
 
     def create(
-        self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1
+        self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None] = ignore, at_once: int = 1
     ) -> ObjectWriter:
         return self.client.create(below(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
 

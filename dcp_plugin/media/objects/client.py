@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
-from dcp_plugin.media import scatter
+from dcp_plugin.media import ignore, scatter
 from dcp_plugin.media.objects import s3
 from dcp_plugin.media.objects.refusals import error_text, refusal, secrets_in, texts_in
 from dcp_plugin.paths import ObjectPath
@@ -73,10 +73,6 @@ class Changed(Exception):
 
 class NoConditions(Exception):
     """The store does not know conditional requests."""
-
-
-def ignore(count: int) -> None:
-    """Take the number of written bytes, which is not shown."""
 
 
 class ObjectWriter:
