@@ -72,7 +72,7 @@ class CopyTarget:
             modified: The time that the file gets on a disk: other tools order files by their times.
         """
         incomplete = f"{directory}/{name}{_PARTIAL}"
-        with self.medium.create(directory, f"{name}{_PARTIAL}", size, _ignore, at_once) as file:
+        with self.medium.create(directory, f"{name}{_PARTIAL}", size, at_once=at_once) as file:
             yield file
         if modified is not None:
             os.utime(incomplete, (modified, modified))
@@ -166,7 +166,7 @@ class _Bucket(CopyTarget):
     def create(
         self, directory: Where, name: str, size: int, at_once: int = 1, modified: float | None = None
     ) -> Iterator[NewFile]:
-        with self.medium.create(directory, name, size, _ignore, at_once) as file:
+        with self.medium.create(directory, name, size, at_once=at_once) as file:
             yield file  # the object appears when it is complete
 
     def set_time(self, directory: Where, modified: float) -> None:
@@ -203,7 +203,3 @@ class _Bucket(CopyTarget):
 def copy_target(path: Where, token: str, is_ours: bool) -> CopyTarget:
     """Return the target of a copy at a path."""
     return (_Bucket if isinstance(path, ObjectPath) else CopyTarget)(path, token, is_ours)
-
-
-def _ignore(count: int) -> None:
-    """Ignore the bytes that were written: the copy counts those that it reads."""
