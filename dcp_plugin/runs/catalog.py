@@ -259,7 +259,7 @@ def find_newest(
         scan = Scan(as_path(root), others=True, patience=patience)
         candidates = list(filter(may_count, [*scan.checkpoints(), *local]))
         newest, complete = newest_among(candidates, tools, patience)
-        if complete and (newest.path is not None or scan.is_current()):  # else the scan may have missed a newer one
+        if complete and (newest.path is not None or scan.is_stable):  # else the scan may have missed a newer one
             break
     unreadable = {**scan.unreadable, **newest.unreadable}
     refuse_unreadable(unreadable, candidates, tools)

@@ -2,7 +2,7 @@
 
 A checkpoint that exists throughout a scan is in its result. One listing does not ensure this: during a replacement the
 checkpoint may be missing under its name when the directory is listed, and missing in the workspace when the workspace
-is listed. So a directory with a workspace is listed again until two listings in a row are equal. Only new entries are
+is listed. So all directories are listed again until two rounds in a row have the same folders. Only new entries are
 examined again.
 
 An error never counts as an empty directory. Reads that fail with a transient error are repeated for 10 s. Then an
@@ -149,6 +149,19 @@ class Scan:
         CheckpointUnreadable: The root cannot be read, or the store of a URL cannot be listed.
     """
 
+    states: dict[Where, CheckpointState]
+    """DCP checkpoints, complete or not."""
+    of_others: list[Saved]
+    workspaces: dict[Where, list[Where]]
+    """Directories of saves in flight, and of garbage of interrupted ones, with their entries."""
+    unreadable: dict[Where, CheckpointUnreadable]
+    """Entries below the root that may hold checkpoints, and cannot be read."""
+    is_stable = False
+    """True if the last two rounds have listed the same entries. Listings of large directories are not atomic."""
+    _listed: dict[Where, set[tuple[Where, int]]]
+    _folders: dict[Where, list[tuple[Where, int]]]
+    """Entries of each scanned directory, by path and number; and those of them that are folders."""
+
     def __init__(
         self,
         root: Where,
@@ -157,28 +170,31 @@ class Scan:
         in_flight: bool | None = None,
         patience: Patience | None = None,
     ) -> None:
-        self.states: dict[Where, CheckpointState] = {}
-        """DCP checkpoints, complete or not."""
-        self.of_others: list[Saved] = []
-        self.workspaces: list[Where] = []
-        """Workspaces: directories of saves in flight, and of garbage of interrupted ones."""
-        self.unreadable: dict[Where, CheckpointUnreadable] = {}
-        """Entries below the root that may hold checkpoints, and cannot be read."""
         self._root, self._patience = root, patience or Patience()
         self._others, self._read_all = others, read_all
         self._reads_records = read_all if in_flight is None else in_flight
+        self._read: dict[object, Any] = {}
+        """Results of reads in earlier rounds, by path and number of the entry."""
         try:
             self.medium = snapshot(root)
         except OSError as error:
             raise unreadable(f"{root} cannot be listed", error) from error
-        self._listed: dict[Where, set[tuple[Where, int]]] = {}
-        self._complete = self._visit(root, _DEPTH)
-        if not self._complete:  # the root may be a checkpoint that is being replaced at this moment
+        folders, listed = None, None
+        for _ in range(_MOST_ROUNDS):
+            self._look_once()
+            before, folders = folders, (self._folders, self.workspaces, self.states.keys())
+            self.is_stable, listed = self._listed == listed, self._listed
+            if folders == before:  # files may come and go all the time
+                break
+
+    def _look_once(self) -> None:
+        self.states, self.of_others, self.workspaces, self.unreadable = {}, [], {}, {}
+        self._listed, self._folders = {}, {}
+        if not self._look(self._root):  # the root may be a checkpoint that is being replaced at this moment
             try:
-                located = self._patience.read(lambda: locate(root))
-                self._complete = self._visit(located, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
+                self._look(self._patience.read(lambda: locate(self._root)))
             except OSError as error:
-                raise cannot_read(root, error) from error
+                raise cannot_read(self._root, error) from error
 
     def checkpoints(self) -> list[CheckpointState | Saved]:
         """Return the checkpoints of this package and of other tools, complete or not, oldest first."""
@@ -193,23 +209,21 @@ class Scan:
         entries = [path for listed in self._listed.values() for path, _ in listed]
         return {path: path.resolve() for path in entries if is_link(path)}
 
-    def is_current(self) -> bool:
-        """Return whether no entry was added or removed since the scan. Listings of large directories are not atomic."""
-        return self._complete and all(self._entries(path) == listed for path, listed in self._listed.items())
+    def _once(self, key: object, read: Callable[[], T]) -> T:
+        """Return the result of ``read``, called once for each key in all rounds."""
+        if key not in self._read:
+            self._read[key] = self._patience.read(read)
+        result: T = self._read[key]
+        return result
 
-    def _entries(self, directory: Where) -> set[tuple[Where, int]]:
-        with suppress(OSError):
-            return {(entry.path, entry.number) for entry in self.medium.entries(directory)}
-        return set()
-
-    def _visit(self, directory: Where, depth: int) -> bool:
-        """Examine a directory; return False if it does not exist any more."""
-        self.unreadable.pop(directory, None)
+    def _look(self, directory: Where, number: int = 0, depth: int = _DEPTH) -> bool:
+        """Examine a directory and those below it; return False if it does not exist any more."""
         try:
-            state = self._patience.read(lambda: self._state(directory))
+            state = self._once((directory, number), lambda: self._state(directory))
             if state is None:
-                return self._look_below(directory, depth)
-            self.states[directory] = state
+                self._look_below(directory, depth)
+            else:
+                self.states[directory] = state
         except FileNotFoundError:
             return False
         except NotADirectoryError:
@@ -238,80 +252,65 @@ class Scan:
             return CheckpointState(directory, True, "", None, time)
         return in_one_view(directory, _state_in, medium=self.medium)
 
-    def _look_below(self, directory: Where, depth: int) -> bool:
+    def _look_below(self, directory: Where, depth: int) -> None:
         entries = self._patience.read(lambda: self.medium.entries(directory))
-        if self._others and self._patience.read(lambda: self._is_of_others(directory, entries)):
-            return True
-        seen: dict[Where, int] = {}
-        before = None
-        for _ in range(_MOST_ROUNDS):
-            self._listed[directory] = {(entry.path, entry.number) for entry in entries}
-            folders = {entry.path: entry.number for entry in entries if entry.is_folder}
-            workspaces = [path for path in folders if is_workspace(path.name)]
-            for workspace in workspaces:
-                del folders[workspace]
-            for path in seen.keys() - folders.keys():
-                self.states.pop(path, None)
-                self.unreadable.pop(path, None)
-            all_exist = True
-            for path, number in folders.items():
-                if depth > 0 and seen.get(path) != number:
-                    self.states.pop(path, None)
-                    all_exist = self._visit(path, depth - 1) and all_exist
-            seen = folders
-            now = folders, [self._look_into_workspace(workspace) for workspace in workspaces]
-            if (all_exist and not workspaces) or now == before:
-                break
-            before = now
-            entries = self._patience.read(lambda: self.medium.entries(directory))
-        return True
+        listed = {(entry.path, entry.number) for entry in entries}
+        if self._others:
+            saved, in_files = self._once((directory, *listed), lambda: self._saved_by_others(directory, entries))
+            self.of_others += [*([] if saved is None else [saved]), *in_files]
+            if saved is not None and not saved.export:
+                return
+        folders = [entry for entry in entries if entry.is_folder]
+        self._listed[directory] = listed
+        self._folders[directory] = [(entry.path, entry.number) for entry in folders]
+        for entry in folders if depth > 0 else ():
+            if not is_workspace(entry.path.name):
+                self._look(entry.path, entry.number, depth - 1)
+        for entry in folders:
+            if is_workspace(entry.path.name):
+                self._look_into_workspace(entry.path)
 
-    def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
-        """Return whether a directory is a checkpoint of another tool. Record such files in it."""
+    def _saved_by_others(self, directory: Where, entries: list[Listed[Any]]) -> tuple[Saved | None, list[Saved]]:
+        """Return the checkpoint of another tool that a directory is, and those that are files in it."""
         files = self.medium.open(directory)
         saved = saved_as_folder(files, (entry.path.name for entry in entries))
         if saved is not None and not saved.export:
-            self.of_others.append(saved)
-            return True
+            return saved, []
         names = [entry.path.name for entry in entries if entry.is_file]
-        in_files = list(saved_as_files(files, names, look=self._read_all or files.cost.gap <= _LITTLE))
-        self.of_others += [*([] if saved is None else [saved]), *in_files]
-        return False
+        return saved, list(saved_as_files(files, names, look=self._read_all or files.cost.gap <= _LITTLE))
 
-    def _look_into_workspace(self, workspace: Where) -> list[Where]:
-        """Record the saves in flight, and the checkpoints that are being replaced. Return the entries."""
-        if workspace not in self.workspaces:
-            self.workspaces.append(workspace)
-        for path in [path for path in self.states if path.parent == workspace]:
-            del self.states[path]
+    def _look_into_workspace(self, workspace: Where) -> None:
+        """Record the saves in flight, and the checkpoints that are being replaced."""
+        self.workspaces[workspace] = []
         try:
             entries = self._patience.read(lambda: self.medium.entries(workspace))
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             self._note_unreadable(workspace, error)
-            return []
-        is_cheap = self.medium.open(workspace).cost.gap <= _LITTLE
+            return
+        self.workspaces[workspace] = [entry.path for entry in entries]
+        reads_records = self._reads_records or self.medium.open(workspace).cost.gap <= _LITTLE
         for entry in entries:
-            path = entry.path
             try:
-                if path.suffix == ".aside":
-                    state = state_of(path, self._patience)
-                else:
-                    state = self._in_flight(entry) if is_cheap or self._reads_records else None
+                if entry.path.suffix == ".aside":
+                    self._add_replaced(entry)
+                elif reads_records:
+                    self._add_in_flight(entry)
             except CheckpointUnreadable as error:
-                self._note_unreadable(path, error)
-                continue
-            if state is not None:
-                self.states[path] = state
-        return [entry.path for entry in entries]
+                self._note_unreadable(entry.path, error)
 
-    def _in_flight(self, entry: Listed[Any]) -> CheckpointState | None:
-        save = entry.in_flight()
+    def _add_replaced(self, entry: Listed[Any]) -> None:
+        state = self._once((entry.path, entry.number), lambda: state_of(entry.path, self._patience))
+        if state is not None:
+            self.states[entry.path] = state
+
+    def _add_in_flight(self, entry: Listed[Any]) -> None:
+        save = self._once((entry.path, entry.number), entry.in_flight)
         if save is None:
-            return None
+            return
         at_target = self.states.get(entry.path.parent.parent / save.target)
         if save.is_at_target and at_target is not None and not at_target.committed:  # the scan has seen it there
-            return None
+            return
         reason = f"a save of {save.target} that is in flight or was interrupted"
-        return CheckpointState(entry.path, False, reason, None, save.time)
+        self.states[entry.path] = CheckpointState(entry.path, False, reason, None, save.time)
