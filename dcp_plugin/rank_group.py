@@ -26,15 +26,13 @@ from dcp_plugin import errors
 from dcp_plugin.calls import Call, current_call, together, verb_of
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, some
 from dcp_plugin.meeting import meet
-from dcp_plugin.ranks import Ranks, by_text, name_of
+from dcp_plugin.ranks import Attempt, Ranks, by_text, name_of
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _ABSENT = -1
 """Length in the header of a rank that has not arrived."""
-_MAX_TEXT = 4096
-"""Size of the message about ranks in different calls, in bytes."""
 _CUT = 0.01
 """Seconds added to the remaining timeout. gloo truncates a timeout to milliseconds and would give up too early."""
 _making_group = threading.Lock()
@@ -91,36 +89,23 @@ class RankGroup(Ranks):
         exists = dist.is_available() and dist.is_initialized()
         return self._group is not None and exists and dist.group.WORLD is self._world
 
-    @property
-    def holds_group(self) -> bool:
-        return self.usable
-
     def close(self) -> None:
-        if self.holds_group:
+        if self.usable:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def from_zero(self, step: str, work: Callable[[], T]) -> T:
-        self._gather(step, None)
-        outcome = self._attempt(work) if self.rank == 0 else None
-        return cast(T, self._unwrap(step, self._broadcast(step, outcome)))
-
     def combine(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
-        own_result, outcome = self._run(step, work, combine)
-        return cast(R, self._unwrap(step, self._broadcast(step, outcome), own_result))
+        own_failure, outcome = self._run(step, work, combine)
+        box = [outcome]
+        self._collective(step, lambda: dist.broadcast_object_list(box, src=0, group=self._group))
+        return cast(R, _unwrap(step, box[0], own_failure))
 
     def scatter(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
-        own_result, outcome = self._run(step, work, combine)
+        own_failure, outcome = self._run(step, work, combine)
         parts = [outcome] * self.size if isinstance(outcome, _Failure) else outcome
         box: list[Any] = [None]
         self._collective(step, lambda: dist.scatter_object_list(box, parts, src=0, group=self._group))
-        return cast(R, self._unwrap(step, box[0], own_result))
-
-    def agree(self, step: str, work: Callable[[], T]) -> T:
-        own_result: list[T] = []  # stays on this rank: the result may be large or impossible to pickle
-        failure, outcome = self._run(step, lambda: own_result.append(work()), lambda results: None)
-        self._unwrap(step, self._broadcast(step, outcome), failure)
-        return own_result[0]
+        return cast(R, _unwrap(step, box[0], own_failure))
 
     def all_come_to(self, step: str, within: float) -> bool:
         timeout, self._timeout = self._timeout, min(self._timeout, within)
@@ -149,33 +134,16 @@ class RankGroup(Ranks):
 
         self._collective(step, pass_on)
 
-    def _run(self, step: str, work: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
-        """Return this rank's result or exception, and on rank 0 the result of ``combine`` or the failure."""
-        try:
-            own_result = work()
-        except Exception as error:
-            own_result = error
-        results = self._gather(step, _Failure.of(own_result) if isinstance(own_result, Exception) else own_result)
+    def _run(
+        self, step: str, work: Callable[[], Any], combine: Callable[[list[Any]], Any]
+    ) -> tuple[Exception | None, Any]:
+        """Return this rank's exception, if any, and on rank 0 the result of ``combine`` or the failure."""
+        own = Attempt.of(work)
+        results = self._gather(step, _to_send(own))
         if results is None:
-            return own_result, None
+            return own.failure, None
         failed = {rank: result for rank, result in enumerate(results) if isinstance(result, _Failure)}
-        return own_result, _merge(failed) if failed else self._attempt(lambda: combine(results))
-
-    @staticmethod
-    def _attempt(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as error:
-            return _Failure.of(error)
-
-    @staticmethod
-    def _unwrap(step: str, outcome: Any, own_result: Any = None) -> Any:
-        if isinstance(outcome, _Failure):
-            is_included = isinstance(own_result, CheckpointError) and str(own_result) in outcome.text
-            raise outcome.to_error(step) from (
-                own_result if isinstance(own_result, Exception) and not is_included else None
-            )
-        return outcome
+        return own.failure, _merge(failed) if failed else _to_send(Attempt.of(lambda: combine(results)))
 
     # The collectives. An exception inside a collective means that a rank is gone, never that its work failed.
 
@@ -188,11 +156,10 @@ class RankGroup(Ranks):
             RankFailure: A rank died, or did not join within the timeout.
         """
         call = current_call(step)
-        digest = call.digest(step)
         data = b"" if value is None else pickle.dumps(value)
-        is_same, lengths = self._collective(step, lambda: self._meet(call, digest, len(data)))
+        is_same, lengths = self._collective(step, lambda: self._meet(call, call.digest(step), len(data)))
         if not is_same:
-            self._compare_calls(step, call)
+            self._refuse_other_calls(step, call)
         return self._collective(step, lambda: self._send_to_zero(data, lengths))
 
     def _meet(self, call: Call, digest: int, length: int) -> tuple[bool, list[int]]:
@@ -214,17 +181,17 @@ class RankGroup(Ranks):
             # are missing.
             with call.reporting(lambda: _absent(headers)):
                 self._wait_for(arriving, call, lambda: _absent(headers))
-            is_same = bool((headers[:, 0] == digest).all())
-            answer[0] = is_same
+            answer[0] = bool((headers[:, 0] == digest).all())
             for sent in [dist.isend(answer, group=self._group, group_dst=rank) for rank in self._others]:
                 cast(dist.Work, sent).wait()
-            return is_same, headers[:, 1].tolist()
-        sent = dist.isend(header, group=self._group, group_dst=0)
-        answered = dist.irecv(answer, group=self._group, group_src=0)
-        with call.reporting(lambda: "rank 0" if self.rank == 1 else ""):  # only one rank reports that rank 0 is missing
-            self._wait_for({0: sent}, call, lambda: "rank 0")
-            self._wait_for({0: answered}, call, lambda: "rank 0")
-        return bool(answer.item()), []
+        else:
+            sent = dist.isend(header, group=self._group, group_dst=0)
+            answered = dist.irecv(answer, group=self._group, group_src=0)
+            # Only one rank reports that rank 0 is missing.
+            with call.reporting(lambda: "rank 0" if self.rank == 1 else ""):
+                self._wait_for({0: sent}, call, lambda: "rank 0")
+                self._wait_for({0: answered}, call, lambda: "rank 0")
+        return bool(answer.item()), headers[:, 1].tolist()
 
     @property
     def _others(self) -> range:
@@ -252,30 +219,16 @@ class RankGroup(Ranks):
                     raise
                 raise RuntimeError(call.still_waiting(missing())) from error
 
-    def _compare_calls(self, step: str, call: Call) -> None:
+    def _refuse_other_calls(self, step: str, call: Call) -> None:
         """Exchange the descriptions of calls whose digests differ.
 
         Raises:
             CheckpointMismatch: The calls differ. Equal calls may have different digests, through links to the same
                 path.
         """
-        own_call = pickle.dumps((call.what, call.keys, step))
-        text = bytearray(_MAX_TEXT)
-        message = torch.frombuffer(text, dtype=torch.uint8)
-
-        def compare() -> None:
-            _, lengths = self._meet(call, 0, len(own_call))
-            calls = self._send_to_zero(own_call, lengths)
-            if calls is None:
-                dist.recv(message, group=self._group, group_src=0)
-                return
-            difference = _difference(calls).encode()[:_MAX_TEXT]
-            text[: len(difference)] = difference
-            for rank in self._others:
-                dist.send(message, group=self._group, group_dst=rank)
-
-        self._collective(step, compare)
-        if difference := text.rstrip(b"\0").decode(errors="replace"):
+        calls: list[Any] = [None] * self.size
+        self._collective(step, lambda: dist.all_gather_object(calls, (call.what, call.keys, step), group=self._group))
+        if difference := _difference(calls):
             self.close()
             raise CheckpointMismatch(difference)
 
@@ -298,11 +251,6 @@ class RankGroup(Ranks):
         messages = [memoryview(data), *(buffer.numpy().data for buffer in buffers[1:])]
         return [pickle.loads(message) if len(message) else None for message in messages]
 
-    def _broadcast(self, step: str, value: Any) -> Any:
-        box = [value]
-        self._collective(step, lambda: dist.broadcast_object_list(box, src=0, group=self._group))
-        return box[0]
-
     def _collective(self, step: str, call: Callable[[], T]) -> T:
         """Run collectives of the group. A failure closes the group.
 
@@ -320,6 +268,19 @@ class RankGroup(Ranks):
         except Exception as error:
             self.close()
             raise _lost(self.rank, step, self._timeout, error) from error
+
+
+def _to_send(attempt: Attempt[Any]) -> Any:
+    """Return the value of an attempt, or its failure in the form for other ranks."""
+    return attempt.value if attempt.failure is None else _Failure.of(attempt.failure)
+
+
+def _unwrap(step: str, outcome: Any, own_failure: Exception | None) -> Any:
+    """Return an outcome, or raise it if it is a failure. Its cause is the failure of this rank, if it says more."""
+    if isinstance(outcome, _Failure):
+        is_included = isinstance(own_failure, CheckpointError) and str(own_failure) in outcome.text
+        raise outcome.to_error(step) from (None if is_included else own_failure)
+    return outcome
 
 
 def _absent(headers: torch.Tensor) -> str:

@@ -72,7 +72,7 @@ class Attempt(Generic[T]):
 
 class Ranks:
     """The ranks of a job: several processes, or this process alone. This base class is the process alone, for which
-    every method is the plain call; :class:`~dcp_plugin.rank_group.RankGroup` is several processes."""
+    ``combine`` and ``scatter`` are plain calls; :class:`~dcp_plugin.rank_group.RankGroup` is several processes."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -114,17 +114,12 @@ class Ranks:
         """False after a failure of a rank, after :meth:`close`, and if the default process group has changed."""
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-    @property
-    def holds_group(self) -> bool:
-        """True if there is a group to leave. False for this process alone, and if the default group is gone."""
-        return False
-
     def close(self) -> None:
         """Leave the group. Ranks that wait in it fail now instead of at their timeout."""
 
     def from_zero(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 after all ranks have joined. Every rank returns its result or raises its exception."""
-        return work()
+        return self.combine(step, lambda: None, lambda results: work())
 
     def combine(self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Run ``work`` on every rank, then ``combine`` on rank 0 over all results in the order of ranks.
@@ -140,7 +135,9 @@ class Ranks:
     def agree(self, step: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank. Each rank returns its own result; if ``work`` fails on a rank, all ranks
         raise."""
-        return work()
+        own_result: list[T] = []  # stays on this rank: the result may be large or impossible to pickle
+        self.combine(step, lambda: own_result.append(work()), lambda results: None)
+        return own_result[0]
 
     def all_come_to(self, step: str, within: float) -> bool:
         """Return whether every rank calls this within ``within`` seconds. If not, the group is closed.
@@ -202,8 +199,8 @@ class RankGroups:
 
     @property
     def held(self) -> int:
-        """Number of groups to leave."""
-        return sum(ranks is not None and ranks.holds_group for ranks in (self.known, self._aside))
+        """Number of groups to leave: those of several processes, unless the default group is gone."""
+        return sum(ranks is not None and ranks.size > 1 and ranks.usable for ranks in (self.known, self._aside))
 
     def main(self) -> Ranks:
         """Return the group of saves. It is made at the first use, and again after a failure or with a new default
