@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -70,32 +71,30 @@ def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[]
         RankFailure: The store is gone or does not answer, or the requests raise a RankFailure.
     """
     rank = dist.get_rank()
-    answers: list[T] = []
-    failures: list[BaseException] = []
-    ended = threading.Event()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.append(requests())
+            answer.set_result(requests())
         except BaseException as error:
-            failures.append(error)
-        ended.set()
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="dcp-meet", daemon=True).start()
-    if not ended.wait(timeout) and not ended.wait(grace()):
+    if not wait([answer], timeout).done and not wait([answer], grace()).done:
         raise RankFailure(
             f"rank {rank} could not meet the other ranks within {timeout:g} s: the store of the process group does "
             f"not answer. {_HOST} hangs or cannot be reached."
         )
-    if not failures:
-        return answers[0]
-    if isinstance(failures[0], RankFailure):
-        raise failures[0]
-    reason = (str(failures[0]).strip() or type(failures[0]).__name__).splitlines()[0]
+    failure = answer.exception()
+    if failure is None:
+        return answer.result()
+    if isinstance(failure, RankFailure):
+        raise failure
+    reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
     raise RankFailure(
         f"rank {rank} could not meet the other ranks: the store of the process group failed ({reason}). {_HOST} has "
         f"ended, or the process group has no real ranks."
-    ) from failures[0]
+    ) from failure
 
 
 _HOST = "The process that hosts the store (a launcher or rank 0)"
