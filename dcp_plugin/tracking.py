@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
@@ -32,22 +31,6 @@ from dcp_plugin.storage.reader import ShardedReader
 logger = logging.getLogger("dcp_plugin")
 
 LATEST = "latest"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Entry of a checkpoint in a tracker."""
-
-    uri: str
-    name: str
-    """Name of the checkpoint in its directory."""
-    digest: str
-    """Digest that differs for other contents, for another save and for another path."""
-    nbytes: int
-    step: int | None
-    metadata: dict[str, Any]
-    """All values of the entry, as JSON values."""
-    aliases: tuple[str, ...]
 
 
 def log_checkpoint(
@@ -105,9 +88,9 @@ def log_checkpoint(
     trackers = _trackers(run, name, register)
 
     def log(path: Where) -> None:
-        entry = _entry(path, aliases, floats)
+        facts = _facts(resolved(path), floats)  # a link such as last.ckpt may get another target
         for tracker in trackers:
-            tracker(entry)
+            tracker(facts, aliases)
 
     def published(event: SaveFinished) -> None:
         if event.tier == "durable":
@@ -128,21 +111,18 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
-    checkpoint_path = resolved(path)  # a link such as last.ckpt may get another target
-    uri = uri_of(checkpoint_path)
-    metadata = _facts(checkpoint_path)
-    numbers = metadata["metrics"] if metrics is None else metrics
-    metadata["metrics"] = {name: x if isfinite(x) else str(x) for name, x in numbers.items()}  # JSON has no inf and nan
-    digest = hashlib.sha256(f"{uri}\n{metadata['fingerprint']}\n{metadata['saved']}".encode()).hexdigest()
-    name = checkpoint_path.name or uri.partition("://")[2]
-    return _Entry(uri, name, digest, metadata["bytes"], metadata["step"], {"uri": uri, **metadata}, aliases)
+def _facts(path: Where, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return the facts about a checkpoint as JSON values, with its own metrics if ``metrics`` is None."""
+    saved = _facts_saved(path)
+    numbers = saved["metrics"] if metrics is None else metrics
+    plain = {name: x if isfinite(x) else str(x) for name, x in numbers.items()}  # JSON has no inf and nan
+    return {"uri": uri_of(path), **saved, "metrics": plain}
 
 
-def _facts(checkpoint_path: Where) -> dict[str, Any]:
-    summary = read_summary(checkpoint_path)
+def _facts_saved(path: Where) -> dict[str, Any]:
+    summary = read_summary(path)
     if summary is None:
-        with ShardedReader(checkpoint_path, complete=False) as reader:
+        with ShardedReader(path, complete=False) as reader:
             opened, fingerprint = reader.opened, reader.fingerprint
         return {
             "step": None,
@@ -166,7 +146,8 @@ def _facts(checkpoint_path: Where) -> dict[str, Any]:
     }
 
 
-_Tracker = Callable[[_Entry], None]
+_Tracker = Callable[[dict[str, Any], tuple[str, ...]], None]
+"""Function that logs the facts about a checkpoint, under these aliases, to a run."""
 
 
 def _trackers(run: Any, name: str | None, register: str | None) -> list[_Tracker]:
@@ -201,15 +182,17 @@ def _kind_of(run: Any) -> str:
 def _to_wandb(run: Any, name: str | None) -> _Tracker:
     run = run.experiment if has_base(type(run), "WandbLogger") else run
 
-    def log(entry: _Entry) -> None:
+    def log(facts: dict[str, Any], aliases: tuple[str, ...]) -> None:
         wandb: Any = importlib.import_module("wandb")
-        artifact = wandb.Artifact(name or f"model-{run.id}", type="model", metadata=entry.metadata)
+        artifact = wandb.Artifact(name or f"model-{run.id}", type="model", metadata=facts)
+        uri, step = facts["uri"], facts["step"]
+        # The digest differs for other contents, for another save and for another path.
+        digest = hashlib.sha256(f"{uri}\n{facts['fingerprint']}\n{facts['saved']}".encode()).hexdigest()
         # add_reference() would list a directory, and hash its files or query the store with its own credentials. It
         # takes no digest. The code below is its last step.
         kind: Any = importlib.import_module("wandb.sdk.artifacts.artifact_manifest_entry").ArtifactManifestEntry
-        artifact.manifest.add_entry(kind(path=entry.name, ref=entry.uri, digest=entry.digest, size=entry.nbytes))
-        step = () if entry.step is None else (f"step-{entry.step}",)
-        run.log_artifact(artifact, aliases=[LATEST, *step, *entry.aliases])
+        artifact.manifest.add_entry(kind(path=_name_in(uri), ref=uri, digest=digest, size=facts["bytes"]))
+        run.log_artifact(artifact, aliases=[LATEST, *([] if step is None else [f"step-{step}"]), *aliases])
 
     return log
 
@@ -220,24 +203,29 @@ def _to_mlflow(run: Any, register: str | None) -> _Tracker:
     else:
         client, run_id = importlib.import_module("mlflow").MlflowClient(), run.info.run_id
 
-    def log(entry: _Entry) -> None:
-        client.log_dict(run_id, entry.metadata, f"checkpoints/{entry.name}.json")
-        for alias in (LATEST, *entry.aliases):
-            client.set_tag(run_id, f"checkpoint.{alias}", entry.uri)
+    def log(facts: dict[str, Any], aliases: tuple[str, ...]) -> None:
+        client.log_dict(run_id, facts, f"checkpoints/{_name_in(facts['uri'])}.json")
+        for alias in (LATEST, *aliases):
+            client.set_tag(run_id, f"checkpoint.{alias}", facts["uri"])
         if register is not None:
-            _register(client, run_id, entry, register)
+            _register(client, run_id, register, facts, aliases)
 
     return log
 
 
-def _register(client: Any, run_id: str, entry: _Entry, model: str) -> None:
+def _name_in(uri: str) -> str:
+    """Return the name of a checkpoint in its directory; the name of the bucket if it is a complete bucket."""
+    return uri.rpartition("/")[2]
+
+
+def _register(client: Any, run_id: str, model: str, facts: dict[str, Any], aliases: tuple[str, ...]) -> None:
     exceptions: Any = importlib.import_module("mlflow.exceptions")
     try:
         client.create_registered_model(model)
     except exceptions.MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    tags = {} if entry.step is None else {"step": str(entry.step)}
-    version = client.create_model_version(model, entry.uri, run_id, tags=tags, await_creation_for=0).version
-    for alias in entry.aliases:
+    tags = {} if facts["step"] is None else {"step": str(facts["step"])}
+    version = client.create_model_version(model, facts["uri"], run_id, tags=tags, await_creation_for=0).version
+    for alias in aliases:
         client.set_registered_model_alias(model, alias, version)
