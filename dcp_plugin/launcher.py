@@ -15,15 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _LAUNCHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
-    ("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
+    ("torchrun", ("RANK", "WORLD_SIZE"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
+    ("srun", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    ("mpirun", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMIX_NAMESPACE",)),
 )
-"""Launcher, variables for rank and world size, and variables that distinguish launches. The first launcher whose rank
-is set started this process: torchrun may run inside of srun."""
-_REQUIRED = {"SLURM_STEP_ID"}
-"""Variables without which the launcher is ignored. A batch script of SLURM has its other variables, but runs only once
-for any number of tasks."""
+"""Launcher, the variables that it sets (rank and world size first), and variables that distinguish launches. The first
+launcher whose variables are set started this process: torchrun may run inside of srun. A batch script of SLURM has no
+step, and runs only once for any number of tasks."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -50,11 +48,10 @@ class Launch:
 
 def this_launch() -> Launch | None:
     """Return the launch of this process; None if the process was started alone."""
-    for launcher, rank, world_size, names in _LAUNCHERS:
-        if rank not in os.environ or world_size not in os.environ:
+    for launcher, variables, names in _LAUNCHERS:
+        if not all(name in os.environ for name in variables):
             continue
-        if any(name in _REQUIRED and name not in os.environ for name in names):
-            continue
+        rank, world_size, *_ = variables
         try:
             launch = Launch(launcher, _id(names), int(os.environ[rank]), int(os.environ[world_size]))
         except ValueError:

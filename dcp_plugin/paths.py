@@ -151,9 +151,6 @@ class ObjectPath(str):
     def with_name(self, name: str) -> ObjectPath:
         return self.parent / name
 
-    def with_suffix(self, suffix: str) -> ObjectPath:
-        return self.parent / f"{self.stem}{suffix}"
-
     def __truediv__(self, below: str) -> ObjectPath:
         joined = posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/")
         return self._with_key(joined)

@@ -12,7 +12,6 @@ A warm start takes only the model: optimizer, schedules, counters and random str
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
 from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
-from dcp_plugin.storage.published import read_summary
+from dcp_plugin.storage.published import read_summary, summary_if_readable
 from dcp_plugin.types import CheckpointState, as_html
 
 
@@ -95,9 +94,10 @@ class StartOptions:
             tools: Other tools: the integration resumes from their checkpoints, too.
             without: Checkpoints to ignore, because they are damaged.
         """
-        hydra_jobs.refuse_other_jobs(root, self.resume, self.storage_options)
+        root_path = as_path(root, self.storage_options)
+        hydra_jobs.refuse_other_jobs(root_path, self.resume)
         checkpoint = self._find(root, tools, without)
-        hydra_jobs.compare(root, self.resume, checkpoint, self.storage_options)
+        hydra_jobs.compare(root_path, self.resume, checkpoint)
         return checkpoint
 
     def _find(self, root: PathLike, tools: Collection[str], without: Collection[Where]) -> Where | None:
@@ -183,9 +183,7 @@ class StartOptions:
         if own is not None:
             if (local := next((state for state in self.local if state.path == own), None)) is not None:
                 return Restart("resumed", own, local.step)
-            summary = None
-            with suppress(CheckpointCorrupt):  # damaged after the search: the load will raise it
-                summary = read_summary(own)
+            summary = summary_if_readable(own)  # if it was damaged after the search, the load will raise that
             return Restart("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Restart("fresh")
@@ -324,8 +322,8 @@ def resume_or_init(
         options = options.with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
-            if resume != "never":
-                refuse_other_ranks(as_path(root, used.config.storage_options), used.ranks.launch)
+            if resume != "never" and (launch := used.ranks.launch) is not None:
+                refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
         return options.start(

@@ -21,7 +21,6 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotF
 from dcp_plugin.format import DAMAGED, DATA_SUFFIX, METADATA, PACKED, exists, has_traces, is_own, read
 from dcp_plugin.format.foreign.detect import META as META
 from dcp_plugin.format.packed import token_in
-from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable, files_below, locate, medium_of, snapshot, unpacked
 from dcp_plugin.media import uncommitted_reason as uncommitted_reason
 from dcp_plugin.media.packed import PackedFiles
@@ -30,6 +29,7 @@ from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.published import comparison_of, in_one_view
 from dcp_plugin.storage.published import read_summary as read_summary
+from dcp_plugin.storage.published import summary_if_readable as summary_if_readable
 
 _AT_ONCE = 8 << 20
 """Number of bytes that one request fetches."""
@@ -111,10 +111,7 @@ def saved_at(path: Where) -> float | None:
     """Return the time at which a checkpoint directory or file was saved; None if the path does not exist."""
     if is_regular_file(path):
         return medium_of(path).open(path.parent).modified(path.name)
-    summary: Summary | None = None
-    with suppress(CheckpointError, OSError):
-        summary = read_summary(path)
-    if summary is not None:
+    if (summary := summary_if_readable(path)) is not None:
         return summary.time
     with suppress(OSError):  # a checkpoint of stock DCP has no summary
         return medium_of(path).open(path).modified(METADATA)

@@ -40,7 +40,7 @@ from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import Saver, lightning_packages
-from dcp_plugin.integration.files import is_regular_file, read_summary
+from dcp_plugin.integration.files import is_regular_file, summary_if_readable
 from dcp_plugin.integration.stored import MODEL
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
@@ -316,9 +316,7 @@ class DCPCheckpointIO(Saver):
         """Report the cost of a published save to the log and the loggers, on rank 0."""
         if event.rank != 0:
             return
-        summary = None
-        with suppress(CheckpointError, OSError):
-            summary = read_summary(event.path)
+        summary = summary_if_readable(event.path)
         gigabytes, linked = event.bytes / 1e9, 0.0  # the checkpoint was deleted meanwhile: the share of this rank
         if summary is not None:
             gigabytes, linked = summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9

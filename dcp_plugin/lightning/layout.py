@@ -74,7 +74,6 @@ from dcp_plugin.state import (
     OwnLayout,
     contains_fsdp1,
     extras_of,
-    flat_parameter_names,
     flatten_optimizer,
     flatten_tree,
     gather_module,
@@ -368,12 +367,11 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
             f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
         )
     _refuse_state_of_others(nested["state"], gather_module(model))
-    targets = load.targets()
-    load.check({key: flat[key] for key in targets if not is_tensor(flat[key])})
-    for key, target in targets.items():
+    load.check({key: flat[key] for key in wanted.targets if not is_tensor(flat[key])})
+    for key, target in wanted.targets.items():
         if is_tensor(target):
             fill(key, target, flat[key])
-    load.commit({key: flat[key] if target is None else target for key, target in targets.items()})
+    load.commit({key: flat[key] if target is None else target for key, target in wanted.targets.items()})
 
 
 def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
@@ -413,10 +411,8 @@ def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def _names_in_model(model: nn.Module) -> list[str]:
-    if not contains_fsdp1(model):
-        return list(parameter_names(model).values())
-    parameters = {name for names in flat_parameter_names(model).values() for name in names}
-    return [name for name in gather_module(model) if name in parameters]
+    names = {name: None for of_one in parameter_names(model).values() for name in of_one}
+    return [name for name in gather_module(model) if name in names] if contains_fsdp1(model) else list(names)
 
 
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:

@@ -61,14 +61,8 @@ def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator
     try:
         yield
     except CheckpointCorrupt as error:
-        damage = error
-
-        def quarantine() -> bool:
-            return (checkpoint_path in _chosen and (restores or not _chosen[checkpoint_path])) and set_aside(
-                checkpoint_path, damage
-            )
-
-        if ranks.from_zero(f"set {path} aside", quarantine):
+        damage, is_resume = error, checkpoint_path in _chosen and (restores or not _chosen[checkpoint_path])
+        if ranks.from_zero(f"set {path} aside", lambda: is_resume and set_aside(checkpoint_path, damage)):
             error.add_note("It is quarantined: the next automatic resume takes the checkpoint before it.")
         raise
     if checkpoint_path in _chosen and restores:

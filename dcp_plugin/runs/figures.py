@@ -12,6 +12,7 @@ ignored. The names do not end as those of the records of saves do, which saves d
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -44,8 +45,8 @@ _STREAMS = 16
 COLUMNS = ("blocked_seconds", "staging_seconds", "write_seconds", "bytes", "bytes_reused")
 """Names of the figures of each rank: the fields of :class:`~dcp_plugin.records.Spent`, then bytes."""
 
-_sizes: dict[Path, tuple[int, int]] = {}
-"""Numbers of lines and bytes of the files that this process has written."""
+_lines: dict[Path, int] = {}
+"""Numbers of lines of the files that this process has written."""
 
 
 def this_run() -> str:
@@ -111,32 +112,29 @@ def _values(event: events.SaveFinished | events.SaveAborted, record: events.Save
 
 def _append(file: Path, line: bytes) -> None:
     posix.make_directories(file.parent)
-    if file not in _sizes or len(_sizes) > 64:
-        _sizes.clear()
+    if file not in _lines:
         data = _read(file.parent).get(NAME, b"")
-        _sizes[file] = data.count(b"\n"), len(data)
+        _lines[file] = data.count(b"\n")
         line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
     with (
         posix.Folder(file.parent) as folder,
         open(folder.open(file.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end,
     ):
         end.write(line)  # a single write: lines of other processes do not mix with it
-    lines, nbytes = _sizes[file]
-    _sizes[file] = lines + 1, nbytes + len(line)
-    if lines + 1 > MOST_SAVES + _SLACK or nbytes + len(line) > _MOST_BYTES:
+        nbytes = end.tell()
+    _lines[file] += 1
+    if _lines[file] > MOST_SAVES + _SLACK or nbytes > _MOST_BYTES:
         newest = newest_lines(_read(file.parent).get(NAME, b""), _MOST_BYTES // 2)
         medium_of(file).note(file, newest)
-        _sizes[file] = newest.count(b"\n"), len(newest)
+        _lines[file] = newest.count(b"\n")
 
 
 def newest_lines(data: bytes, most_bytes: int) -> bytes:
     """Return at most the last :data:`MOST_SAVES` lines that fit into ``most_bytes``; the last line in any case."""
     lines = data.splitlines(keepends=True)[-MOST_SAVES:]
-    first = len(lines)
-    while first and most_bytes >= len(lines[first - 1]):
-        first -= 1
-        most_bytes -= len(lines[first])
-    return b"".join(lines[first:] or lines[-1:])
+    sizes = itertools.accumulate(len(line) for line in reversed(lines))
+    count = sum(size <= most_bytes for size in sizes)
+    return b"".join(lines[-max(1, count) :])
 
 
 def compact(folder: Where) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointMismatch, some, unreadable
 from dcp_plugin.media import medium_of, workspace_in, workspaces_in
-from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.paths import PathLike, Where, as_path, resolved
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -37,7 +37,7 @@ _CONFIGURATION = "configuration.hydra"
 _MOST_OF_CONFIGURATION = 1 << 24
 
 
-def refuse_other_jobs(root: PathLike, resume: str | PathLike, storage_options: StorageOptions | None = None) -> None:
+def refuse_other_jobs(root: Where, resume: str | PathLike) -> None:
     """Record that this job of a sweep has its checkpoints below ``root``. Without a sweep, do nothing.
 
     Raises:
@@ -45,21 +45,18 @@ def refuse_other_jobs(root: PathLike, resume: str | PathLike, storage_options: S
         CheckpointUnreadable: The notes of other jobs cannot be read.
     """
     own_job = _job()
-    if own_job is None:
+    if own_job is None or _only_reads(resume, root):
         return
-    where = as_path(root, storage_options)
     resumes_own = resume in ("auto", "must")
-    if _only_reads(resume, where, storage_options):
-        return
     if resumes_own:
-        for workspace in workspaces_in(where):
-            _refuse(where, workspace, own_job)
+        for workspace in workspaces_in(root):
+            _refuse(root, workspace, own_job)
     name = f"sweep-{hashlib.blake2b(own_job.encode(), digest_size=8).hexdigest()}{SUFFIX}"
     with suppress(OSError):  # a job that cannot write there saves no checkpoints there
-        medium_of(where).note(workspace_in(where) / name, own_job.encode())
+        medium_of(root).note(workspace_in(root) / name, own_job.encode())
     if resumes_own:
-        for workspace in workspaces_in(where):
-            _refuse(where, workspace, own_job)
+        for workspace in workspaces_in(root):
+            _refuse(root, workspace, own_job)
 
 
 def _refuse(root: Where, workspace: Where, own_job: str) -> None:
@@ -83,24 +80,21 @@ def _refuse(root: Where, workspace: Where, own_job: str) -> None:
         raise unreadable(f"whose checkpoints are below {root} cannot be read", error) from error
 
 
-def compare(
-    root: PathLike, resume: str | PathLike, chosen: Where | None, storage_options: StorageOptions | None = None
-) -> None:
+def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     """Record the composed configuration of this start below ``root``, and log the differences from that of ``chosen``.
 
     Log a warning, too, if ``chosen`` is None and no later start would search below ``root``. Without Hydra, do nothing.
     """
     hydra = _hydra()
-    root_path = as_path(root, storage_options)
-    if hydra is None or _only_reads(resume, root_path, storage_options):
+    if hydra is None or _only_reads(resume, root):
         return
     omegaconf = sys.modules["omegaconf"].OmegaConf
     composed = omegaconf.select(hydra, "..")
     resumes_own = resume in ("auto", "must")
     if resumes_own and chosen is None:
-        _warn_of_the_time(root_path, map(str, omegaconf.get_cache(composed)["now"].values()))
+        _warn_of_the_time(root, map(str, omegaconf.get_cache(composed)["now"].values()))
     settings = dict(_settings(omegaconf.to_container(composed, resolve=False)))
-    medium, workspace = medium_of(root_path), workspace_in(root_path)
+    medium, workspace = medium_of(root), workspace_in(root)
     earlier: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
         earlier = json.loads(file.read(_MOST_OF_CONFIGURATION))
@@ -141,9 +135,9 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [f"{name} {before.get(name, absent)} -> {now.get(name, absent)}" for name in changed]
 
 
-def _only_reads(resume: str | PathLike, root: Where, storage_options: StorageOptions | None) -> bool:
+def _only_reads(resume: str | PathLike, root: Where) -> bool:
     """Return whether a job only reads a checkpoint below ``root``, which it names, and saves to another directory."""
-    return resume not in ("auto", "must", "never") and root in as_path(resume, storage_options).parents
+    return resume not in ("auto", "must", "never") and root in as_path(resume).parents
 
 
 def _hydra() -> Any:

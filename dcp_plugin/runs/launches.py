@@ -5,24 +5,22 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import Listed, is_workspace, medium_of, workspaces_in
 from dcp_plugin.paths import Where
-from dcp_plugin.storage.published import read_summary
+from dcp_plugin.storage.published import summary_if_readable
 
 
-def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
+def refuse_other_ranks(root: Where, launch: Launch) -> None:
     """Refuse a root to which another rank of the same launch saves without a process group.
 
     Args:
-        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+        launch: :attr:`Ranks.launch` of this process.
 
     Raises:
         CheckpointMismatch: The root has a checkpoint of that rank, or a save in flight.
     """
-    if launch is None:
-        return
     medium = medium_of(root)
     entries: list[Listed[Any]] = []
     for folder in (root, *workspaces_in(root)):
@@ -36,19 +34,17 @@ def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
             refuse_another_rank(entry.path, launch)
 
 
-def refuse_another_rank(path: Where, launch: Launch | None) -> None:
+def refuse_another_rank(path: Where, launch: Launch) -> None:
     """Refuse a checkpoint that another rank of the same launch has saved without a process group.
 
     Args:
-        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+        launch: :attr:`Ranks.launch` of this process.
 
     Raises:
         CheckpointMismatch: Both ranks have no process group, and the checkpoint is of the other rank.
     """
-    summary = None
-    with suppress(CheckpointError, OSError):
-        summary = read_summary(path) if launch is not None else None
-    if launch is None or summary is None or summary.world_size > 1:
+    summary = summary_if_readable(path)
+    if summary is None or summary.world_size > 1:
         return
     if (rank := launch.rank_in(summary.launch)) is not None:
         raise _without_group(path, rank, launch)

@@ -24,7 +24,7 @@ from dcp_plugin.retention import Retention
 from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass
-from dcp_plugin.storage.published import read_summary, summary_of
+from dcp_plugin.storage.published import read_summary, summary_if_readable, summary_of
 from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
@@ -45,21 +45,15 @@ def prune(newest: Where, policy: Retention) -> None:
     in_folder_of_step = step_in_name(newest.parent) is not None
     doomed = policy.select(states)
     if any(state.step is None for state in doomed):  # their steps decide which of them are parts of the newest
-        steps = {path: _step_of(path) for path in (newest, *(state.path for state in doomed))}
+        summaries = {path: summary_if_readable(path) for path in (newest, *(state.path for state in doomed))}
+        steps = {path: summary.step for path, summary in summaries.items() if summary is not None}
         doomed = policy.select([replace(state, step=steps.get(state.path, state.step)) for state in states])
     remove_all(state.path for state in doomed if not (in_folder_of_step and state.step is None))
 
 
-def _step_of(path: Where) -> int | None:
-    with suppress(CheckpointCorrupt, OSError):
-        return summary.step if (summary := read_summary(path)) else None
-    return None
-
-
 def rotate(oldest_first: Iterable[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
     """Delete all checkpoints except the last ``keep``, for a framework with its own order."""
-    states = [CheckpointState(path, True, time=number) for number, path in enumerate(oldest_first)]
-    remove_all((state.path for state in Retention(newest=keep).select(states)), delete)
+    remove_all(reversed([*oldest_first][:-keep]), delete)
 
 
 def remove_all(paths: Iterable[Where], delete: Callable[[Where], None] | None = None) -> None:

@@ -16,7 +16,7 @@ import difflib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -56,17 +56,10 @@ class Source:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Keys that all ranks leave out of a save, and the base that has them."""
+    """Keys that all ranks leave out of a save, and the record of the base for its summary."""
 
-    keys: Mapping[str, str]  # our key -> the key in the base
-    base: Source | None = None
-
-    def summary_of_base(self, checkpoint: Where) -> dict[str, str]:
-        """Return the description of the base for the summary of a checkpoint; empty if no key is left out."""
-        if not self.keys or self.base is None:
-            return {}
-        relative = relative_to(self.base.path, checkpoint)
-        return Base(self.base.path, relative, self.base.fingerprint).to_summary()
+    keys: Mapping[str, str] = field(default_factory=dict)  # our key -> the key in the base
+    base: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,19 +79,6 @@ class _Frozen:
     key: str  # in the source
     same: bool  # whether the parameter is still equal to the source
     nbytes: int  # on this rank: the source with the most bytes becomes the base
-
-
-@dataclass(frozen=True)
-class _RankReport:
-    """Report of one rank to rank 0.
-
-    It has the numbers of the ``exclude`` globs that have matched a key of its state, the keys if a glob may match none,
-    and its frozen parameters.
-    """
-
-    globs: frozenset[int]
-    keys: tuple[str, ...]
-    frozen: dict[str, _Frozen]
 
 
 class KeySelection:
@@ -192,7 +172,8 @@ class KeySelection:
         return {key: value for key, value in state.items() if not hits[key]}
 
     def agree(self, state: Attempt[Flat], ranks: Ranks, path: Where) -> LeftOut:
-        """Return the keys that this save leaves out, the same on all ranks. Collective, if any may be left out.
+        """Check the globs of the first save, and return the keys that the save leaves out, the same on all ranks.
+        Collective, if any may be left out.
 
         Args:
             state: The state of this rank; if its staging failed, all ranks raise the failure.
@@ -201,31 +182,25 @@ class KeySelection:
             SaveFailed: The base is unknown, or would be overwritten.
             CheckpointMismatch: A glob matches no key; the named base does not fit.
         """
-        if self._globs_checked and not self._config.trainable_only:
-            return LeftOut({})
-        decided = ranks.combine(
+        if not self._globs_checked:
+            keys = state.then(lambda flat: [] if self._matched else list(flat))
+            step = f"check what to exclude from {path}"
+            ranks.combine(step, lambda: (self._matched, keys.get()), self._refuse_idle_globs)
+            self._globs_checked = True
+        if not self._config.trainable_only:
+            return LeftOut()
+        return ranks.combine(
             f"decide what to leave out of {path}",
-            lambda: pack(self._report(state.get())),
+            lambda: pack(self._frozen_in(state.get())),
             lambda reports: self._decide(list(map(unpack, reports)), path),
         )
-        self._globs_checked = True
-        return decided
 
-    def _report(self, state: Flat) -> _RankReport:
-        """Return the report of this rank."""
-        frozen = self._frozen_in(state) if self._config.trainable_only else {}
-        return _RankReport(
-            frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen
-        )
-
-    def _decide(self, reports: list[_RankReport], path: Where) -> LeftOut:
+    def _decide(self, reports: list[dict[str, _Frozen]], path: Where) -> LeftOut:
         """Decide on rank 0 from the reports of all ranks."""
-        if not self._globs_checked:
-            self._refuse_idle_globs(reports)
-        frozen = [(key, parameter) for report in reports for key, parameter in report.frozen.items()]
+        frozen = [(key, parameter) for report in reports for key, parameter in report.items()]
         base = self._base_of(frozen, path)
         if base is None or self._is_lost(base):
-            return LeftOut({})
+            return LeftOut()
         keys: dict[str, str] = {}
         changed: dict[str, None] = {}
         for key, parameter in frozen:
@@ -234,13 +209,19 @@ class KeySelection:
                 changed[key] = None
         if changed:
             self._warn(f"frozen parameters that are not as in {base.path} are saved: {some(list(changed), 5)}")
-        return LeftOut({key: base_key for key, base_key in keys.items() if key not in changed}, base)
+        record = Base(base.path, relative_to(base.path, path), base.fingerprint).to_summary()
+        return LeftOut({key: base_key for key, base_key in keys.items() if key not in changed}, record)
 
-    def _refuse_idle_globs(self, reports: list[_RankReport]) -> None:
-        matched = frozenset[int]().union(*(report.globs for report in reports))
+    def _refuse_idle_globs(self, reports: list[tuple[set[int], list[str]]]) -> None:
+        """Refuse globs that match no key of any rank.
+
+        Args:
+            reports: For each rank, the numbers of the globs that match a key; and the keys, if none does.
+        """
+        matched = set[int]().union(*(globs for globs, _ in reports))
         globs = [glob for number, glob in enumerate(self._config.exclude) if number not in matched]
         if globs:
-            keys = list(dict.fromkeys(key for report in reports for key in report.keys))
+            keys = list(dict.fromkeys(key for _, others in reports for key in others))
             near = difflib.get_close_matches(globs[0], keys[:MAX_CANDIDATES], n=1, cutoff=0.5) or keys[:1]
             raise CheckpointMismatch(
                 f"exclude={globs!r} matches no key of the state; its keys look like {', '.join(near) or 'nothing'}"

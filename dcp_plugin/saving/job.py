@@ -45,10 +45,10 @@ from dcp_plugin.state.adapters import (
     adapters_of,
     gather_state,
     layouts_of,
-    optimizer_classes,
-    shards_in,
+    optimizers_in,
     shared_keys,
 )
+from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
 from dcp_plugin.tensors._torch import is_tensor
@@ -138,8 +138,9 @@ class SavePipeline:
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
-        shards = shards_in(parts, live.kinds, live.owners)
-        classes = optimizer_classes(parts, live.kinds, live.owners)
+        optimizers = optimizers_in(parts, live.kinds, live.owners)
+        shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
+        classes = {name: class_name(type(adapter.optimizer)) for name, adapter in optimizers.items()}
         compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
         shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
         metrics = plain_metrics(live.metrics)
@@ -212,11 +213,10 @@ class SavePipeline:
         left_out = self.selection.agree(staged.then(lambda before: before.state), ranks, request.path)
         if not left_out.keys:
             return staged
-        base = left_out.summary_of_base(request.path)
 
         def without(before: StagedState) -> StagedState:
             state = {key: value for key, value in before.state.items() if key not in left_out.keys}
-            return replace(before, state=state, left_out=left_out.keys, base=base)
+            return replace(before, state=state, left_out=left_out.keys, base=left_out.base)
 
         return staged.then(without)
 

@@ -243,7 +243,7 @@ class SaveQueue:
     """Asynchronous saves of a checkpointer that no caller has waited for, oldest first."""
 
     def __init__(self) -> None:
-        self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
+        self._saves: dict[SaveHandle, threading.Thread] = {}
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
         self._process = os.getpid()
@@ -262,7 +262,7 @@ class SaveQueue:
     @property
     def handles(self) -> list[SaveHandle]:
         """Every save that no caller has waited for."""
-        return [handle for handle, _ in self._saves]
+        return list(self._saves)
 
     @property
     def in_flight(self) -> list[SaveHandle]:
@@ -345,7 +345,7 @@ class SaveQueue:
         If this call raises, on Ctrl-C for example, the save is either among :attr:`handles` and continues, or neither
         function runs.
         """
-        before = self._saves[-1][0] if self._saves else None
+        before = next(reversed(self._saves), None)
         decided = threading.Lock()  # the thread or, after an error, start() acquires it: the first decides
         returning = threading.Event()
 
@@ -369,12 +369,12 @@ class SaveQueue:
         thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # wait_at_exit() waits
         _wait_when_the_program_ends()
         try:
-            self._saves.append((handle, thread))
+            self._saves[handle] = thread
             _unattended.add(self)
             thread.start()
         except BaseException:
-            if decided.acquire(blocking=False) and handle in self.handles:
-                self._saves.pop()
+            if decided.acquire(blocking=False):
+                self._saves.pop(handle, None)
             raise
         finally:
             returning.set()
@@ -387,10 +387,10 @@ class SaveQueue:
         """
         ended: list[SaveHandle] = []
         while len(self._saves) > count:
-            handle, thread = self._saves[0]
+            handle = self.handles[0]
             handle.wait_done()  # after a join that Ctrl-C interrupts, a thread counts as ended
-            thread.join()
-            self._saves.popleft()
+            self._saves[handle].join()
+            del self._saves[handle]
             ended.append(handle)
             if handle.exception() is not None:
                 count = 0
@@ -400,10 +400,9 @@ class SaveQueue:
 
     def drop_succeeded(self) -> None:
         """Drop the saves that succeeded. Failed saves stay until a caller waits for them."""
-        ended = [(handle, thread) for handle, thread in self._saves if handle.done() and handle.exception() is None]
-        for save in ended:
-            save[1].join()
-            self._saves.remove(save)
+        for handle in self.handles:
+            if handle.done() and handle.exception() is None:
+                self._saves.pop(handle).join()
         if not self._saves:
             _unattended.discard(self)
 

@@ -86,7 +86,7 @@ class SaveTiming:
         self._since = 0.0  # time at which the training continued after the last save
         self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
         self._answered: tuple[int, bool] | None = None
-        self._calls = self._meeting = 0
+        self._calls_left = 0  # calls of due() until the next meeting
 
     @property
     def step_seconds(self) -> float | None:
@@ -139,27 +139,30 @@ class SaveTiming:
         if self._began is None:
             self._began = self._since = self.clock()
         self._answered = step, False
-        if self._wanted is not None:
-            self._calls += 1
-            if self._calls > self._meeting:
-                self._answered = step, self._meet(step, ranks())
+        if self._calls_left > 0:
+            self._calls_left -= 1
+        elif self._wanted is not None:
+            self._answered = step, self._meet(step, ranks())
         return self._answered[1]
 
     def _meet(self, step: int, ranks: Ranks) -> bool:
         with together(Call("call due", f"asks whether to save after step {step}", ["due"])):
-            front_step, due, calls = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
+            front_step, due, calls_left = ranks.from_zero("decide whether to save", lambda: (step, *self._decide()))
         if front_step != step:
             raise CheckpointMismatch(
                 f"rank 0 asks whether to save after step {front_step}, but rank {ranks.rank} after step {step}"
             )
-        self._meeting = self._calls + calls
-        return bool(due)
+        self._calls_left = calls_left
+        return due
 
     def _decide(self) -> tuple[bool, int]:
         """Return whether to save now, and the number of calls until the next meeting. Runs on rank 0."""
         now = self.clock()
         step_seconds = statistics.median(self._newest) if self._newest else None  # earlier steps may have been faster
-        interval = self._interval()
+        interval = self._wanted
+        if interval == "auto":
+            interval = FIRST_SECONDS if (proposed := self.proposal) is None else proposed.seconds
+        assert interval is not None, "without save_interval the ranks do not meet"
         remaining = interval - (now - self._since)
         due = not self._is_saving() and remaining <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
         if due:
@@ -167,12 +170,6 @@ class SaveTiming:
         if not step_seconds:
             return due, 0
         return due, max(0, int(min(remaining / 2, _APART_SECONDS) / step_seconds) - 1)
-
-    def _interval(self) -> float:
-        if self._wanted == "auto":
-            return FIRST_SECONDS if (proposed := self.proposal) is None else proposed.seconds
-        assert self._wanted is not None
-        return self._wanted
 
     def paused(self, seconds: float, saving: bool) -> None:
         """Record that the training was in a call that saves, or that waits for a save."""
@@ -221,4 +218,4 @@ class SaveTiming:
         self._earlier = self._failures
         self._began = self._answered = None
         self._ended, self._paused, self._waited, self._saved = None, 0.0, 0.0, False
-        self._calls = self._meeting = 0
+        self._calls_left = 0

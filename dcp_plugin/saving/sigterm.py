@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 
-_watched: list[tuple[weakref.ref[SaveQueue], float]] = []
+_watched: weakref.WeakKeyDictionary[SaveQueue, float] = weakref.WeakKeyDictionary()
+"""Queues, and the seconds after which SIGTERM takes effect in any case."""
 _previous: Any = None
 _stage: Literal["", "finishing", "finished"] = ""
 """Progress of the response to a SIGTERM."""
@@ -37,7 +38,7 @@ def watch(queue: SaveQueue, limit: float) -> None:
         limit: Seconds after which SIGTERM takes effect in any case.
     """
     global _previous, _stage
-    if any(reference() is queue for reference, _ in _watched):
+    if queue in _watched:
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if not ours and threading.current_thread() is not threading.main_thread():
@@ -47,16 +48,16 @@ def watch(queue: SaveQueue, limit: float) -> None:
             stacklevel=3,
         )
         return
-    _watched.append((weakref.ref(queue), limit))
+    _watched[queue] = limit
     if not ours:
         _previous, _stage = signal.signal(signal.SIGTERM, _finish_then_chain), ""
 
 
 def forget(queue: SaveQueue) -> None:
     """Stop watching ``queue``. The last call restores the handler of SIGTERM, unless ours was replaced."""
-    if all(reference() is not queue for reference, _ in _watched):
+    if queue not in _watched:
         return
-    _watched[:] = [(reference, limit) for reference, limit in _watched if reference() not in (queue, None)]
+    del _watched[queue]
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if ours and not _watched and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _previous or signal.SIG_DFL)
@@ -85,7 +86,7 @@ def _finish_then_chain(number: int, frame: FrameType | None) -> None:
 
 
 def _in_flight() -> tuple[list[SaveHandle], float]:
-    busy = [(queue.in_flight, limit) for reference, limit in tuple(_watched) if (queue := reference()) is not None]
+    busy = [(queue.in_flight, limit) for queue, limit in tuple(_watched.items())]
     return [save for saves, _ in busy for save in saves], max((limit for saves, limit in busy if saves), default=0.0)
 
 

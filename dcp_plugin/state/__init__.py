@@ -7,7 +7,7 @@ unwrapped module, whatever wraps it.
 
 from dcp_plugin.state.adapters import CalledLast, NamesOnly, Unapplied
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
-from dcp_plugin.state.module import apply_module, flat_parameter_names, gather_module, inside_ddp, materialise
+from dcp_plugin.state.module import apply_module, gather_module, inside_ddp, materialise
 from dcp_plugin.state.names import (
     contains_fsdp1,
     is_of_no_module,
@@ -50,7 +50,6 @@ __all__ = [
     "apply_module",
     "contains_fsdp1",
     "extras_of",
-    "flat_parameter_names",
     "flatten_optimizer",
     "flatten_tree",
     "gather_module",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, NamedTuple
@@ -45,7 +45,6 @@ from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
 from dcp_plugin.state.names import trained_module
 from dcp_plugin.state.optimizer import (
     OwnLayout,
-    class_name,
     flatten_optimizer,
     flatten_tree,
     flatten_trees,
@@ -188,16 +187,14 @@ def adapters_of(
     names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
-    modules: dict[str, nn.Module] = {}
-    adapters: list[StateAdapter] = []
     objects = [(name, value) for name, _, _, value, _ in named_objects if type(value) not in _LEAVES]
-    for kind in (nn.Module, Unapplied, NamesOnly):
-        for name, value in objects:
-            if isinstance(value, kind):
-                modules[name] = value if isinstance(value, nn.Module) else value.module
-                if kind is not NamesOnly:
-                    unapplied = value if isinstance(value, Unapplied) else None
-                    adapters.append(ModuleAdapter(name, modules[name], unapplied))
+    of_modules = {
+        name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
+    }
+    modules = {name: value if isinstance(value, nn.Module) else value.module for name, value in of_modules.items()}
+    adapters: list[StateAdapter] = [
+        ModuleAdapter(name, value) for name, value in of_modules.items() if not isinstance(value, NamesOnly)
+    ]
     for module in modules.values():
         reshard(module)
     for name, owner, key, value, entry in named_objects:
@@ -285,38 +282,24 @@ def _below(name: str, keys: tuple[str, ...]) -> list[str]:
     return [f"{name}.{key}" if key else name for key in keys]
 
 
-def shards_in(
-    adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]
-) -> dict[str, dict[str, Box]]:
-    """Return this rank's parts of sharded parameters, by the name of their optimizer.
+def optimizers_in(
+    adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
+) -> dict[str, OptimizerAdapter]:
+    """Return the adapters of all optimizers by name, also of those whose state dicts are in the state.
 
     Args:
         kinds: The kinds of the names that hold state dicts. The optimizers among them are the optimizers in ``owners``,
             in their order, and these train the only module in ``owners``.
     """
-    shards = {adapter.name: adapter.shards() for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
-    owners = list(owners)
+    found = {adapter.name: adapter for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    if len(modules) == 1:
-        owned = _owned_optimizers(shards, kinds, owners)
-        shards |= {name: shards_of(modules[0], optimizer) for name, optimizer in owned.items()}
-    return shards
-
-
-def optimizer_classes(adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, str]:
-    """Return the class of each optimizer, without wrappers, by name. The arguments are those of :func:`shards_in`."""
-    optimizers = {adapter.name: adapter.optimizer for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
-    optimizers |= _owned_optimizers(optimizers, kinds, owners)
-    return {name: class_name(type(optimizer)) for name, optimizer in optimizers.items()}
-
-
-def _owned_optimizers(
-    live_names: Collection[str], kinds: Mapping[str, str], owners: Iterable[Any]
-) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers among ``owners`` by the names of their state dicts, without the names already found."""
     optimizers = [unwrapped_optimizer(owner) for owner in owners if isinstance(owner, torch.optim.Optimizer)]
-    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in live_names]
-    return dict(zip(names, optimizers, strict=True)) if len(names) == len(optimizers) else {}
+    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
+    if len(names) == len(optimizers):
+        module = modules[0] if len(modules) == 1 else nn.Module()  # without parameters, which then have no shards
+        owned = zip(names, optimizers, strict=True)
+        found |= {name: OptimizerAdapter(name, module, optimizer, False) for name, optimizer in owned}
+    return found
 
 
 def shared_keys(
@@ -413,8 +396,10 @@ class ModuleAdapter(StateAdapter):
     kind = "module"
     module: nn.Module
 
-    def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
-        self.name, self.module, self._unapplied = name, module, unapplied
+    def __init__(self, name: str, value: nn.Module | Unapplied) -> None:
+        self.name = name
+        self._unapplied = value if isinstance(value, Unapplied) else None
+        self.module = value.module if isinstance(value, Unapplied) else value
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         state = mark_parameters(self.module, gather_module(self.module))
@@ -476,7 +461,6 @@ class OptimizerAdapter(StateAdapter):
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load: OptimizerLoad | OwnLayoutLoad = load_into(self.module, self.optimizer, stored, paths)
-        self._load.targets()
         return self._load.wanted
 
     def lacks(self, recorded: str) -> list[str]:
@@ -642,11 +626,10 @@ class MappingAdapter(TreeAdapter):
         """
         if not stored:
             return [""] if current else []
-        empty = {key for key, value in current.items() if _is_open(value)}
         return [
             key
-            for key in current
-            if key and key not in stored and not (key in empty and any(other.startswith(f"{key}.") for other in stored))
+            for key, value in current.items()
+            if key and key not in stored and not (_is_open(value) and has_keys_below(key, stored))
         ]
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.module import flat_parameter_names
-from dcp_plugin.state.names import CleanNames, ddp_names, is_ddp, named_modules, parameters_by_name
+from dcp_plugin.state.names import CleanNames, ddp_names, is_ddp, named_modules, parameter_names, parameters_by_name
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin.tensors._torch_modules import is_of_torch, own_parameters
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
@@ -36,7 +35,7 @@ def frozen_names(module: nn.Module) -> set[str]:
     """Return the clean FQNs of the parameters that are not trained, tied ones under each of their names."""
     if all(parameter.requires_grad for _, child in named_modules(module) for _, parameter in own_parameters(child)):
         return set()
-    names, clean = flat_parameter_names(module), CleanNames(module)
+    names, clean = parameter_names(module), CleanNames(module)
     named = module.named_parameters(remove_duplicate=False)
     return {fqn for name, p in named if not p.requires_grad for fqn in (clean(name), *names[id(p)])}
 

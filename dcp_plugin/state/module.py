@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules
+from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules, parameter_names
 from dcp_plugin.tensors import _torch_modules
 from dcp_plugin.tensors._torch import DTensor, laid_out_like, sharded_value
 from dcp_plugin.tensors._torch_modules import (
@@ -298,7 +298,7 @@ def apply_fsdp1_optimizer(
     """
     with _quiet(), _loading_too(optimizer, extras or {}):  # not strict: parameters without a gradient have no state
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
-    names = flat_parameter_names(module)
+    names = parameter_names(module)
     for parameter in list(optimizer.state):
         if isinstance(parameter, torch.Tensor) and not any(name in state["state"] for name in names[id(parameter)]):
             del optimizer.state[parameter]
@@ -330,7 +330,7 @@ def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
 
 
 def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = flat_parameter_names(module)
+    names = parameter_names(module)
     return [
         {
             **{field: value for field, value in group.items() if field != "params"},
@@ -340,20 +340,6 @@ def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
         }
         for group in optimizer.param_groups
     ]
-
-
-def flat_parameter_names(module: nn.Module) -> dict[int, list[str]]:
-    """Return the clean names of each parameter that an optimizer sees; a flat parameter has several."""
-    clean = CleanNames(module)
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        inner = getattr(parameter, "_fqns", None)  # a flat parameter lists its originals relative to its module
-        if inner is None:
-            names.setdefault(id(parameter), [clean(name)])
-        else:
-            owner = clean(name.removesuffix("_flat_param").removesuffix("."))
-            names.setdefault(id(parameter), [f"{owner}.{clean(n)}" if owner else clean(n) for n in inner])
-    return names
 
 
 def same_flat_parameter(module: nn.Module) -> dict[str, str]:

@@ -95,9 +95,16 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
         chain += inner[:1]
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the clean FQN of every parameter by ``id``. A tied parameter has its first name."""
-    return {id(parameter): name for name, parameter in parameters_by_name(module).items()}
+def parameter_names(module: nn.Module) -> dict[int, list[str]]:
+    """Return the clean FQNs of every parameter by ``id``: those in a flat parameter of FSDP1, else its first name."""
+    clean = CleanNames(module)
+    names: dict[int, list[str]] = {}
+    for prefix, child in named_modules(module):
+        for name, parameter in own_parameters(child):
+            if id(parameter) not in names:
+                inner = getattr(parameter, "_fqns", (name,))  # relative to the module of the flat parameter
+                names[id(parameter)] = [clean(f"{prefix}.{fqn}" if prefix else fqn) for fqn in inner]
+    return names
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -34,7 +34,7 @@ from torch import nn
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.keys import LocalSlot, Walks, flatten, holds_sharded, walked_by_us, with_types_of
 from dcp_plugin.records import Box
-from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
+from dcp_plugin.state.module import gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.tensors._torch import laid_out_like, shard_of
 from dcp_plugin.tensors._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
@@ -221,13 +221,8 @@ def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
 
 
 def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
-    """Return the nested state: the inverse of :func:`flatten_optimizer`. Parameters with equal hyper-parameters share a
-    group."""
-    state, fields = sort_by_name({key: value for key, value in flat.items() if key != GROUPS})  # a list for stock code
-    groups: dict[str, Nested] = {}
-    for fqn, group in fields.items():
-        groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append(fqn)
-    return _nested(state, list(groups.values()), flat.get(GLOBAL, {}), flat.get(EXTRA_STATE, {}))
+    """Return the nested state: the inverse of :func:`flatten_optimizer`."""
+    return nested_of(flat)[0]
 
 
 def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
@@ -282,7 +277,7 @@ Named = dict[str, dict[str, Any]]
 """Slots, or hyper-parameters, by the FQN of their parameter and their name."""
 
 
-def sort_by_name(flat: Mapping[str, Any], fqns: Collection[str] = ()) -> tuple[Named, Named]:
+def sort_by_name(flat: Mapping[str, Any], fqns: Collection[str]) -> tuple[Named, Named]:
     """Return the slots and the hyper-parameters among stored keys, without the state of no parameter.
 
     Args:
@@ -310,11 +305,8 @@ def split_key(key: str, fqns: Collection[str] = ()) -> tuple[str, str, str]:
 
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the clean FQNs of the parameters of each group."""
-    if contains_fsdp1(module):
-        names = flat_parameter_names(module)
-        return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
-    single = names_of(module, optimizer)
-    return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    names = names_of(module, optimizer)
+    return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
 
 
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
@@ -332,7 +324,9 @@ def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {fqn: box for fqn, box in boxes.items() if box is not None}
 
 
-def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, list[str]]:
+    """Return :func:`~dcp_plugin.state.names.parameter_names`. Raise CheckpointMismatch if an optimized parameter is not
+    among them."""
     names = parameter_names(module)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -390,7 +384,7 @@ class OptimizerState:
         Raises:
             CheckpointMismatch: The optimizer has a parameter that the module lacks.
         """
-        names = names_of(module, optimizer)
+        names = {parameter: of_one[0] for parameter, of_one in names_of(module, optimizer).items()}
         state, groups = (optimizer.state, optimizer.param_groups) if own is None else (own["state"], own[GROUPS])
         fqn_of = {
             key: names[id(parameter)]

@@ -83,14 +83,10 @@ def load_into(
     own = own_state_dict(optimizer)
     if not isinstance(own, OwnLayout):
         return OptimizerLoad(module, optimizer, stored, paths, own)
-    load = OwnLayoutLoad(module, optimizer, own, stored, paths or {})
-    if (
-        load.current.keys().isdisjoint(stored)
-        and any(key.startswith(f"{GROUPS}.") for key in stored)
-        and groups_of(optimizer)
-    ):
+    has_groups = any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer)
+    if has_groups and flatten_tree(own, walked_as_stored(stored))[0].keys().isdisjoint(stored):
         return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before this package stored own layouts
-    return load
+    return OwnLayoutLoad(module, optimizer, own, stored, paths or {})
 
 
 def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:
@@ -142,14 +138,20 @@ class OptimizerLoad:
         self._has_other_layout = False
         self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
         self.wanted = Wanted()
-        """Wanted state, without targets until :meth:`targets` is called."""
+        self._sort_entries(stored, own is not None)
+        self._compare_names(bool(stored))
+        if not self.wanted.unfit:
+            self._add_targets()
+
+    def _sort_entries(self, stored: Mapping[str, Entry], takes_extras: bool) -> None:
+        """Sort the stored entries into slots and hyper-parameters by FQN, and state of no parameter."""
         for key, entry in stored.items():
             kind, fqn, name = split_key(key, self._here)
             if key == "state":  # an empty mapping, from an optimizer without state that was saved as data
                 continue
             self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
             if kind in BESIDE:
-                if kind == GLOBAL or own is not None:
+                if kind == GLOBAL or takes_extras:
                     self._beside[key] = entry
             elif kind == "state" and (local := LocalSlot.parse(name)) is not None:
                 self._local[fqn, local.slot].append((local, key))
@@ -157,13 +159,16 @@ class OptimizerLoad:
                 self._slots[fqn][name] = entry
                 if (path := self._path_in_slot(key, fqn))[1:]:
                     self._parts[key] = path
-            elif any(isinstance(part, int) for part in (paths or {}).get(key, ())):
+            elif any(isinstance(part, int) for part in self._paths.get(key, ())):
                 self._group_list[key] = entry
             else:
                 self._hyper[fqn][name] = entry
         for (fqn, slot), locals_of_slot in self._local.items():
             if fqn in self._here:
                 self._take_local(fqn, slot, locals_of_slot, stored)
+
+    def _compare_names(self, has_state: bool) -> None:
+        """Compare the parameters of the checkpoint with those of the optimizer."""
         self._numbers = {number: fqn for fqn, number in numbers_of(self._groups).items()}
         has_numbers = self._here.isdisjoint(self._slots) and all(map(str.isdecimal, self._slots))
         if self._group_list and not self._hyper and has_numbers:
@@ -173,7 +178,7 @@ class OptimizerLoad:
         if not listed_only:
             self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - stored_names)]
         self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(stored_names - self._here)]
-        if stored and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
+        if has_state and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
             self.wanted.tolerated = _OTHERS_ARE_TRAINED
         if self._hyper:
             self._group_list = {}
@@ -228,11 +233,9 @@ class OptimizerLoad:
         self._slots = defaultdict(dict, {self._numbers[number]: slots for number, slots in numbered.items()})
         return ""
 
-    def targets(self) -> dict[str, Any]:
-        """Return a tensor to fill, or None for another value, by relative key."""
+    def _add_targets(self) -> None:
+        """Add a tensor to fill, or None for another value, for each entry that is read."""
         targets = self.wanted.targets
-        if self.wanted.unfit:
-            return targets
         for fqn in sorted(self._here):
             for slot, entry in self._slots.get(fqn, {}).items():
                 key = f"state.{fqn}.{slot}"
@@ -253,7 +256,6 @@ class OptimizerLoad:
         )
         for key, entry in self._beside.items():
             targets[key] = memory.of(key, entry, current.get(key)) if isinstance(entry, StoredTensor) else None
-        return targets
 
     def lacks(self, recorded: str) -> list[str]:
         """Return what the optimizer needs and the state of another class does not have.
@@ -445,20 +447,14 @@ class OwnLayoutLoad:
         stored: Mapping[str, Entry],
         paths: Mapping[str, KeyPath],
     ) -> None:
-        self._module, self._optimizer, self._tree, self._stored = module, optimizer, tree, stored
+        self._optimizer, self._tree, self._stored = optimizer, tree, stored
         self.current, self._paths = flatten_tree(tree, walked_as_stored(stored))
         self._paths |= paths_as_stored(stored, self._paths, paths)
         self.wanted = Wanted(missing=[] if stored else [""])
-        """Wanted state, without targets until :meth:`targets` is called."""
-
-    def targets(self) -> dict[str, Any]:
-        """Return a tensor to fill, or None for another value, by relative key.
-
-        These are the keys that the optimizer has, and those that name a parameter of this rank. All other keys are
-        extra: they may be keys of another pipeline stage.
-        """
-        memory = Memory(self._module, self.wanted.refused)
-        for key, entry in self._stored.items():
+        """Wanted state. Targets are the keys that the optimizer has, and those that name a parameter of this rank. All
+        other keys are extra: they may be keys of another pipeline stage."""
+        memory = Memory(module, self.wanted.refused)
+        for key, entry in stored.items():
             if key not in self.current and memory.parameter_in(key) is None:
                 self.wanted.extra[key] = Deferred(entry) if isinstance(entry, StoredTensor) else None
                 if isinstance(entry, StoredTensor) and (reason := memory.refusal(entry)):
@@ -467,7 +463,6 @@ class OwnLayoutLoad:
                 self.wanted.targets[key] = memory.of(key, entry, self.current.get(key))
             else:
                 self.wanted.targets[key] = None
-        return self.wanted.targets
 
     def lacks(self, recorded: str) -> list[str]:
         """Return the keys of the optimizer that the state of another class lacks, as :meth:`OptimizerLoad.lacks`."""

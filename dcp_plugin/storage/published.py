@@ -136,6 +136,13 @@ def read_summary(path: Where) -> Summary | None:
         return in_one_view(path, lambda _, files: summary_in(files))
 
 
+def summary_if_readable(path: Where) -> Summary | None:
+    """Return :func:`read_summary`; None as well if it cannot be read or is damaged."""
+    with suppress(CheckpointError, OSError):
+        return read_summary(path)
+    return None
+
+
 def summary_in(files: Readable) -> Summary | None:
     """Return the summary in pinned files, as :func:`read_summary`."""
     if not exists(files, SUMMARY):

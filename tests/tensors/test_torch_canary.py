@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
 from dcp_plugin.format.pickles.unpickler import FILE, load
-from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.state.module import gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.state.names import parameter_names
 from dcp_plugin.tensors import _torch, _torch_modules, _torch_sharded
 from tests import launch
 from tests.compare import full, same_bytes
@@ -150,7 +151,7 @@ def test_dtensor_tells_where_its_shard_is() -> None:
 def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = flat_parameter_names(model)
+    names = parameter_names(model)
     assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
     value = gather_fsdp1_module(model)["weight"]
     made = _torch.empty_like(value, torch.float64)
