@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -45,16 +46,14 @@ def save(
         >>> info.step, info.metrics
         (1, {'val_loss': 0.25})
     """
-    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step", "metrics"), **overrides))
-    if checkpointer.config.async_save:
+    config = CheckpointConfig.merge(config, ("step", "metrics"), **overrides)
+    if config.async_save:
         raise ValueError(
             "dcp_plugin.save() waits for the disk, so it cannot take async_save=True. Use a Checkpointer for "
             "background saves."
         )
-    try:
+    with closing(Checkpointer(config)) as checkpointer:
         checkpointer.save(state, path, step, metrics=metrics)
-    finally:
-        checkpointer.close()
 
 
 def load(
@@ -94,8 +93,5 @@ def load(
         >>> state
         {'weights': tensor([0., 1., 2.]), 'epoch': 3}
     """
-    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("partial", "strict"), **overrides))
-    try:
+    with closing(Checkpointer(CheckpointConfig.merge(config, ("partial", "strict"), **overrides))) as checkpointer:
         return checkpointer.load(state, path, partial, strict)
-    finally:
-        checkpointer.close()

@@ -82,6 +82,7 @@ class Ranks:
     @classmethod
     def of_default_group(cls, timeout: float, patience: float | None = None) -> Ranks:
         """Put all ranks of the default process group into a new gloo group; without one, return this process alone.
+        Warn if its launcher has started several processes.
 
         Collective.
 
@@ -92,22 +93,17 @@ class Ranks:
         Raises:
             RankFailure: Ranks do not join within the timeout. The message names them.
         """
+        alone = cls()
         if not (dist.is_available() and dist.is_initialized()):
-            return cls._alone()
+            alone.launch = this_launch()
+            if alone.launch is not None:
+                warn_without_group(alone.launch)
+            return alone
         if dist.get_world_size() == 1:
-            return cls()
+            return alone
         from dcp_plugin.rank_group import RankGroup  # a process alone needs no collectives
 
         return RankGroup.joined(timeout, patience)
-
-    @classmethod
-    def _alone(cls) -> Ranks:
-        """Return this process alone. Warn if its launcher has started several processes."""
-        ranks = cls()
-        ranks.launch = this_launch()
-        if ranks.launch is not None:
-            warn_without_group(ranks.launch)
-        return ranks
 
     @property
     def usable(self) -> bool:

@@ -179,7 +179,8 @@ class Scan:
             self.medium = snapshot(root)
         except OSError as error:
             raise unreadable(f"{root} cannot be listed", error) from error
-        folders, listed = None, None
+        folders: object = None
+        listed: object = None
         for _ in range(_MOST_ROUNDS):
             self._look_once()
             before, folders = folders, (self._folders, self.workspaces, self.states.keys())

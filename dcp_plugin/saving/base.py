@@ -138,29 +138,25 @@ class KeySelection:
 
     def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> Source:
         """Read a named base, unless it was loaded, to find out which parameters it has."""
-        threads = self._config.io_threads
-        reader = ShardedReader(base, io_threads=threads, verify=self._config.verify_on_load, complete=False)
-        with reader:
-            return self._source_in(reader, frozen)
-
-    def _source_in(self, reader: ShardedReader, frozen: Mapping[str, ShardedValue]) -> Source:
-        if reader.index.left_out:
-            raise CheckpointMismatch(
-                f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
-            )
-        source = Source(resolved(reader.path), reader.fingerprint)
-        if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
-            return source
-        names = _names_in(frozen, reader)
-        self._origins |= {key: _Origin(source, base_key, None) for key, base_key in names.items()}
-        exact = {key: frozen[key] for key, base_key in names.items() if _is_exact(frozen[key], reader.index, base_key)}
-        for batch in _batches(exact):
-            copies = {key: _like(value) for key, value in batch.items()}
-            planner = ShardedLoadPlanner(strict=False)
-            planner.use_index(dict(copies), reader.index, names)
-            reader.read_data(planner.create_local_plan(), planner).wait()
-            hashes = _hashes(copies, self._config.io_threads)
-            self._origins |= {key: _Origin(source, names[key], now) for key, now in hashes.items()}
+        threads, verify = self._config.io_threads, self._config.verify_on_load
+        with ShardedReader(base, io_threads=threads, verify=verify, complete=False) as reader:
+            if reader.index.left_out:
+                raise CheckpointMismatch(
+                    f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
+                )
+            source = Source(resolved(reader.path), reader.fingerprint)
+            if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
+                return source
+            names = _names_in(frozen, reader)
+            self._origins |= {key: _Origin(source, stored, None) for key, stored in names.items()}
+            exact = {key: frozen[key] for key, stored in names.items() if _is_exact(frozen[key], reader.index, stored)}
+            for batch in _batches(exact):
+                copies = {key: _like(value) for key, value in batch.items()}
+                planner = ShardedLoadPlanner(strict=False)
+                planner.use_index(dict(copies), reader.index, names)
+                reader.read_data(planner.create_local_plan(), planner).wait()
+                hashes = _hashes(copies, threads)
+                self._origins |= {key: _Origin(source, names[key], now) for key, now in hashes.items()}
         return source
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -188,8 +188,8 @@ def test_what_a_group_has_saved_is_anybodys(tmp_path: Path) -> None:
     ],
 )
 def test_the_variables_of_launchers(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], launch: Any) -> None:
-    for _, rank, size, names in launcher._LAUNCHERS:
-        for name in (rank, size, *names):
+    for _, of_launcher, names in launcher._LAUNCHERS:
+        for name in (*of_launcher, *names):
             monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
