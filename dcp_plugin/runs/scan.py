@@ -158,7 +158,7 @@ class Scan:
     """Entries below the root that may hold checkpoints, and cannot be read."""
     is_stable = False
     """True if the last two rounds have listed the same entries. Listings of large directories are not atomic."""
-    _listed: dict[Where, set[tuple[Where, int]]]
+    _listed: dict[Where, frozenset[tuple[Where, int]]]
     _folders: dict[Where, list[tuple[Where, int]]]
     """Entries of each scanned directory, by path and number; and those of them that are folders."""
 
@@ -255,9 +255,9 @@ class Scan:
 
     def _look_below(self, directory: Where, depth: int) -> None:
         entries = self._patience.read(lambda: self.medium.entries(directory))
-        listed = {(entry.path, entry.number) for entry in entries}
+        listed = frozenset((entry.path, entry.number) for entry in entries)
         if self._others:
-            saved, in_files = self._once((directory, *listed), lambda: self._saved_by_others(directory, entries))
+            saved, in_files = self._once((directory, listed), lambda: self._saved_by_others(directory, entries))
             self.of_others += [*([] if saved is None else [saved]), *in_files]
             if saved is not None and not saved.export:
                 return
