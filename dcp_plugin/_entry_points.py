@@ -1,4 +1,5 @@
-"""What Lightning's ``callbacks_factory`` entry points call whenever a Trainer is built, with or without this package.
+"""Functions that Lightning's ``callbacks_factory`` entry points call whenever a Trainer is built, with or without this
+package.
 
 The rule: import nothing and return nothing unless the user has imported ``dcp_plugin.lightning``. Break it and every
 Lightning script on a machine that has this package installed starts slower or behaves differently.
@@ -11,12 +12,12 @@ from typing import Any
 
 
 def lightning_callbacks() -> list[Any]:
-    """For ``lightning.pytorch``."""
+    """Return the callbacks for ``lightning.pytorch``."""
     return _callbacks("lightning.pytorch")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
-    """For ``pytorch_lightning``."""
+    """Return the callbacks for ``pytorch_lightning``."""
     return _callbacks("pytorch_lightning")
 
 

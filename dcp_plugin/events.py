@@ -77,7 +77,7 @@ class SaveFinished:
     copies: int = 0
     """Number of other nodes that hold a copy of each node's part, with ``replicas``."""
     degraded: str = ""
-    """What the configuration asks for and the save lacks, and why; empty if the save lacks nothing."""
+    """The parts of the configuration that the save does not fulfil, with reasons; empty if it fulfils all."""
     record: SaveRecord | None = field(default=None, repr=False, compare=False)
     """Further facts; None except on rank 0 of a save that this process writes without a keeper."""
 

@@ -262,7 +262,7 @@ class Contents:
     optimizers: list[str]
     """The first segments with the state of an optimizer."""
     of_no_module: list[str]
-    """Those of them whose parameters are in no module."""
+    """The ones among :attr:`optimizers` whose parameters are in no module."""
     sharded: list[str]
     """The first segments with tensors."""
     keys: dict[str, str]

@@ -87,7 +87,7 @@ class StoredTensor:
 
     @property
     def stored_whole(self) -> bool:
-        """Whether the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`).
+        """True if the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`).
 
         It is False for a stock checkpoint, whose index does not record this: only reading the item shows it.
         """

@@ -85,10 +85,10 @@ class KeeperClient:
         self._failure: NoSharedMemory | None = None
         """Reason for which saves bypass the keeper now; None if they use it."""
         self._logged: Counter[str] = Counter()
-        """By save: the messages of the keeper that this rank has logged."""
+        """The number of messages that this rank has logged of each save, by token."""
         self._coordinator: Peer | None = None
         self._go: Go | None = None
-        """On rank 0: the last save that was handed over."""
+        """The last save that rank 0 has handed over."""
         self._process = os.getpid()
         self.queue = SaveQueue()
         """The saves of the training, which says when it stops waiting for them."""
@@ -322,7 +322,7 @@ class KeeperClient:
             self._call("begin")  # a keeper that starts now finds it by itself
 
     def wait(self, token: str, stage: str, timeout: float | None = None) -> State:
-        """As :meth:`dcp_plugin.keeper.journal.Journal.wait`; without ``timeout`` until the training stops waiting.
+        """Wait as :meth:`.Journal.wait` does; without ``timeout``, until the training stops waiting.
 
         Rank 0 logs the messages of the save.
 
@@ -390,7 +390,8 @@ def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Held, so that those that have ended are reaped, and nobody is warned of one that goes on, as it is meant to."""
+"""The keepers that this process has started. The references keep Python from warning of a keeper that continues, and
+let it reap those that have ended."""
 
 
 _NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD")

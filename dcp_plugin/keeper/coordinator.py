@@ -65,7 +65,7 @@ class Save:
 
     go: Go
     job: RankJob
-    """Of rank 0."""
+    """The job of rank 0."""
     head: Head
     stage: Stage = "write"
     is_in_work: bool = False
@@ -79,7 +79,7 @@ class Save:
     """The recorded time of the checkpoint at its path; 0 if it is not there."""
     copies: int = 0
     degraded: list[str] = field(default_factory=list)
-    """What it lacks of what the configuration asks for, and why."""
+    """The parts of the configuration that the save does not fulfil, with reasons."""
 
     @property
     def token(self) -> str:
@@ -112,9 +112,9 @@ class Coordinator:
         """The queue, oldest first."""
         self._changed = threading.Condition()
         self._starting, self._reopening = threading.Lock(), threading.Lock()
-        """Held while new saves are put into the queue, and while one is put there that had ended locally."""
+        """The locks for putting new saves into the queue, and for putting one back that had ended locally."""
         self._runs: dict[tuple[str, bytes], str] = {}
-        """By folder of checkpoints and training."""
+        """The identifier of each run, by folder of checkpoints and key of the training."""
         self._numbers: dict[str, int] = {}
         self._newest_token, self._members = "", set[str]()
         """The nodes of the training, as its newest save has them: nobody waits for one that is not among them."""
@@ -123,7 +123,7 @@ class Coordinator:
         """The nodes whose keepers have missed their deadlines, until they answer again."""
         self._publishing = threading.Lock()
         self._published = self._journal.published()
-        """By path: the newest save that was published there."""
+        """The newest save that was published at each path."""
         for stage, work in (("write", self._write), ("replicate", self._replicate), ("drain", self._drain)):
             threading.Thread(target=self._run, args=(stage, work), name=f"keeper-{stage}", daemon=True).start()
 

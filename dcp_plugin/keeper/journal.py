@@ -44,7 +44,7 @@ class Journal:
     def __init__(self, spool: Spool) -> None:
         self.spool = spool
         self._states: dict[str, State] = {}
-        """In the keeper, which alone changes them: the same as in the files."""
+        """The contents of the files, in the keeper, which alone changes them."""
         self._changed = threading.Condition()
 
     def _read(self, name: str) -> Any:

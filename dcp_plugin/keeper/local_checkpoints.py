@@ -36,14 +36,14 @@ from dcp_plugin.paths import Where, as_path, resolved
 NODE = "dcp_plugin.node"
 """The record of a save, in its folder."""
 RUN = "run"
-"""In the workspace of a folder of checkpoints: names the run. It is gone when a user empties the folder."""
+"""The file in the workspace of a folder of checkpoints that names the run. A user who empties the folder deletes it."""
 FORMAT_VERSION = 1
 _MOST_RECORD = 64 << 20
 _DAMAGED = "dcp_plugin.node-damaged"
 _GARBAGE = ".left"
 """Suffix of a folder that is being deleted, and of a file that is being written."""
 _opened: dict[Path, posix.Folder] = {}
-"""By its name, each directory ``<key>`` that this process has opened. None is closed, since threads use its path."""
+"""Each directory ``<key>`` that this process has opened, by name. None is closed, since threads use its path."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Record:
     save_id: str
     index_sha256: str
     time: float
-    """As in the summary, in seconds since the epoch."""
+    """The recorded time in the summary, in seconds since the epoch."""
     step: int | None
     run: str
     """The run in the folder of checkpoints; empty if it is unknown, or without durable storage."""

@@ -1,4 +1,4 @@
-"""Held locks: the one way to see that a process of this node is alive.
+"""Locks by which processes of a node see which others are alive.
 
 They are POSIX record locks, which a process forked from the holder does not inherit. The kernel names the holder. This
 module imports no torch, so that a keeper that finds another one alive ends at once.

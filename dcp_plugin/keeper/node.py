@@ -40,7 +40,7 @@ logger.addFilter(PrintableRecords())
 
 _PIECE = 8 << 20
 _SEND_SECONDS = 60.0
-"""How long a neighbour may take to accept or to answer for a piece of a file."""
+"""Seconds that a neighbour may take to accept a piece of a file, or to answer for it."""
 
 
 FileIdentity = tuple[int, int, int, int]
@@ -66,15 +66,15 @@ class Node:
 
     journal: Journal
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
-    """By rank, and whether of the local tier."""
+    """The reuse for each rank; the second part of the key is true for the local tier."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
-    """By local data file: the same in the last durable checkpoint."""
+    """The file in the last durable checkpoint with the same contents, for each local data file."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
-    """By neighbour and local data file: the save and the name under which it has the file."""
+    """The save and the name under which a neighbour has a local data file."""
     _kept: dict[Path, LocalCheckpoints] = field(default_factory=dict)
-    """By folder: where saves of this keeper are, if they are to go on to the durable storage, too."""
+    """The local tiers with saves of this keeper that are copied to the durable storage as well, by folder."""
 
     def _once(self, token: str, what: str) -> threading.Lock:
         with self._lock:

@@ -44,7 +44,7 @@ _MOST_LOG = 1 << 20
 _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
 _OF_LEADERS = ("write", "free", "take", "replicate", "complete", "drain", "end", "reopen")
-"""What the keeper that leads a save asks a :class:`~dcp_plugin.keeper.node.Node` for."""
+"""Requests of the keeper that leads a save, each a method of :class:`~dcp_plugin.keeper.node.Node`."""
 
 
 @dataclass
@@ -69,11 +69,11 @@ class Keeper:
         self._clients: list[str] = []
         self._alone_since = time.monotonic()
         self._has_crashed = True
-        """Whether the training may come back: it has not ended as it should."""
+        """True if the training may come back: it has not ended by ``close``."""
         self._to_end = False
         self._lock = threading.Lock()
         self._keys: set[bytes] = set()
-        """Of the trainings whose keepers on other nodes may connect."""
+        """The keys of the trainings whose keepers on other nodes may connect."""
         self._tcp: Server | None = None
         self._left: dict[str, _Left] = {}
         self._gone: Path | None = None
@@ -89,7 +89,7 @@ class Keeper:
             "forget": self._forget,
             **{what: self._of_leader(getattr(self.node, what)) for what in _OF_LEADERS},
         }
-        """What ranks of this node, and other keepers, may ask for."""
+        """The requests that ranks of this node and other keepers may send."""
         self._streams: dict[str, Callable[..., None]] = {"put": self._put}
 
     def run(self) -> int:

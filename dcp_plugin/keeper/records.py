@@ -1,4 +1,4 @@
-"""What ranks hand over to keepers, and what becomes of it: the records in a journal, and in the messages of keepers.
+"""Records in the journal of a keeper and in its messages: saves that ranks hand over, and their outcomes.
 
 A change to a class here raises :data:`~dcp_plugin.keeper.spool.FORMAT_VERSION`.
 """
@@ -47,14 +47,14 @@ class Items:
 
     share: Share
     inventory: LocalInventory
-    """What the items are follows from these two, as in :func:`dcp_plugin.storage.stock_save.items_of`."""
+    """The items follow from these two fields, see :func:`dcp_plugin.storage.stock_save.items_of`."""
     slabs: list[str]
     slab: Column
-    """By item, the number of the slab where its bytes are, one after the other; -1 if they are in ``others``."""
+    """The number of the slab that has the contiguous bytes of an item, for each item; -1 if ``others`` has them."""
     offset: Column
-    """By item, where in the slab they begin."""
+    """The position in bytes at which they begin in the slab, for each item."""
     others: dict[int, Any]
-    """By number of the item: the bytes of a value or of a file of ``torch.save``, or a tensor that is elsewhere."""
+    """The bytes of a value or of a file of ``torch.save``, or a tensor in other memory, by number of the item."""
     whole: Collection[int]
     """Numbers of the items that ``torch.save`` has written."""
 
@@ -111,11 +111,11 @@ class Head:
     facts: Facts
     save_id: str
     among_other_files: bool
-    """Whether the path may be a directory with other things in it, which stay."""
+    """True if the path may be a directory with other files in it, which stay."""
     run: str
-    """Stands for the run, among figures."""
+    """The identifier of the run in the figures."""
     durable: bool
-    """Whether it goes on to its path whatever ``durable_every`` says."""
+    """True if the save is copied to its path whatever ``durable_every`` says."""
 
 
 @dataclass(frozen=True)
@@ -132,19 +132,19 @@ class RankJob:
     frozen: frozenset[str]
     """Keys of tensors that the training does not mean to change."""
     loaded: str | None
-    """A checkpoint that was loaded since the last save: what the next one may link from."""
+    """The checkpoint that was loaded since the last save. The next save may link its files."""
     options: dict[str, Any] | None
-    """How the store of the path is reached: neither the path nor the configuration has it in another process."""
+    """The ``storage_options`` of the path, which neither the path nor the configuration has in another process."""
     client: str = ""
-    """Of the spool: who has staged it."""
+    """The client in the spool that has staged the save."""
     key: bytes = b""
-    """Of the training: what its keepers prove to each other that they know."""
+    """The secret of the training, which its keepers prove to each other that they know."""
     began: float = 0.0
-    """When the call began: seconds of this node's monotonic clock."""
+    """Time at which the call began, in seconds of this node's monotonic clock."""
     spent: Spent = field(default_factory=Spent)
-    """Until it was handed over."""
+    """The time that the stages took until the save was handed over."""
     beside_rank_zero: bool = True
-    """Whether rank 0 is on this node, and with it who leads the save."""
+    """True if rank 0 is on this node, whose keeper then leads the save."""
     head: bytes = b""
     """:class:`Head`, encoded; empty but on rank 0."""
 
@@ -207,13 +207,13 @@ class End:
     """Seconds since the save was handed over."""
     path: str = ""
     bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank: bytes written, and bytes linked instead."""
+    """The number of bytes written and the number of bytes linked instead, by rank."""
     time: float = 0.0
     """The recorded time of the checkpoint at its path, in seconds since the epoch; 0 if it is not there."""
     copies: int = 0
     degraded: str = ""
     local_seconds: float | None = None
-    """These three as in :class:`~dcp_plugin.events.SaveFinished`."""
+    """This field and the two before it have the meaning of those of :class:`~dcp_plugin.events.SaveFinished`."""
 
     @property
     def has_failed(self) -> bool:
@@ -228,7 +228,7 @@ class End:
 
 @dataclass(frozen=True)
 class State:
-    """How far the keeper of a node has come with a save. The keeper alone changes it."""
+    """Progress of the keeper of a node with a save. The keeper alone changes it."""
 
     tries: int = 0
     """Keepers that have begun the save."""

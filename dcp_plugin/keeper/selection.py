@@ -43,7 +43,7 @@ class Place:
     """A node or a path that has some files of a checkpoint."""
 
     name: str
-    """Its name in reports."""
+    """The name of the place in reports."""
     files: Collection[str]
     open: Callable[[str], OpenFile]
     """Opens a file by its name. Raises OSError."""
@@ -154,7 +154,7 @@ class NearestFiles(Readable):
         """Names of data files on the nodes -> at the path, once that is open."""
         self._lock = threading.Lock()
         self._failed: dict[str, list[Place]] = {}
-        """By file: the places that are not asked for it again."""
+        """The places that are not asked for a file again, by file."""
         self.bytes_from: Counter[str] = Counter()
         """Bytes read so far, by the name of the place."""
         self.problems = list(passed_over)

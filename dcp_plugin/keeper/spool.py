@@ -85,7 +85,7 @@ class Slab:
 
     name: str
     memory: torch.Tensor
-    """Its bytes."""
+    """The bytes of the slab."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USE
 Address = str | tuple[str, int]
 """The path of a Unix socket, or a host and a port."""
 NO_ADDRESS: Address = ("127.0.0.1", 0)
-"""Of the keeper of a job that has one node."""
+"""The address of a keeper whose job has one node, which no other keeper needs."""
 
 
 class KeeperLost(SaveFailed):

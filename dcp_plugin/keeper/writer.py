@@ -68,7 +68,7 @@ class _HandedOver:
     planned: SavePlan
     pool: _Pool
     before: threading.Event | None
-    """As :attr:`written`, of the save before."""
+    """The event :attr:`written` of the save before."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
 
@@ -200,7 +200,7 @@ class KeptSaves:
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, pools: int) -> None:
         self._config, self._pipeline = config, pipeline
         self.group = Ranks()
-        """In which the threads of saves meet."""
+        """The group in which the threads of saves agree."""
         self.client = KeeperClient(config, root, ranks)
         self._pools = [_Pool(self.client) for _ in range(pools)]
         self._process = os.getpid()

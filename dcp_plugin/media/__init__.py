@@ -231,7 +231,7 @@ class RangedFile(io.BufferedReader):
     """
 
     is_outside = False
-    """Whether the open file is the target of a link out of the checkpoint, see :meth:`Readable.leads_elsewhere`."""
+    """True if the open file is the target of a link out of the checkpoint, see :meth:`Readable.leads_elsewhere`."""
 
     def __init__(self, ranges: RawRanges, identity: Any = None, buffer_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
         super().__init__(ranges, buffer_size)
@@ -358,7 +358,7 @@ class InFlight(NamedTuple):
     launch: object
     """The record of the launch that saves (:func:`dcp_plugin.launcher.launch_record`), if another process does."""
     is_at_target: bool = False
-    """Whether its files are below the path of its checkpoint, as in a store."""
+    """True if the files are below the path of the checkpoint, as in a store."""
 
 
 @dataclass(frozen=True)

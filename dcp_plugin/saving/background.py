@@ -49,7 +49,7 @@ class HostCopy:
 
     @property
     def complete(self) -> bool:
-        """Whether :meth:`finish` has no tensors to copy."""
+        """True if :meth:`finish` has no tensors to copy."""
         return self._guard is None
 
     def has_begun(self) -> bool:

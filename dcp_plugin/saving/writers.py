@@ -33,7 +33,7 @@ class Writer(Protocol):
     """Thread or process that writes the saves of one checkpointer."""
 
     is_attached: bool = False
-    """Whether a keeper may be writing saves of this checkpointer."""
+    """True if a keeper may be writing saves of this checkpointer."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         """Begin a save, and return when training may continue. Collective.

@@ -98,7 +98,7 @@ class StateAdapter(ABC):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the object is data that should be the same on all ranks."""
+        """True if the object is data that should be the same on all ranks."""
         return False
 
     @abstractmethod
@@ -479,7 +479,7 @@ class TreeAdapter(StateAdapter):
 
     kind = "value"
     may_grow = False
-    """Whether the object accepts a tensor of another shape than it has."""
+    """True if the object accepts a tensor of another shape than it has."""
 
     def __init__(self, name: str, value: Any, entry: RankEntry | None = None) -> None:
         self.name = name
@@ -685,7 +685,7 @@ class ValueAdapter(TreeAdapter):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the value is certainly one leaf, under the bare name."""
+        """True if the value is certainly one leaf, under the bare name."""
         return type(self.value) in _LEAVES
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -693,7 +693,7 @@ class ValueAdapter(TreeAdapter):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the value is a tensor that can be filled."""
+        """True if the value is a tensor that can be filled."""
         return is_tensor(self.value) and not is_meta(self.value)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:

@@ -58,7 +58,7 @@ class RankEntry:
     rank: int
     world_size: int
     is_position: bool
-    """Whether the value is a position in the data, which is valid only on the same number of ranks."""
+    """True if the value is a position in the data, which is valid only on the same number of ranks."""
 
     @property
     def shared_name(self) -> str:

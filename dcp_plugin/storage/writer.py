@@ -140,7 +140,7 @@ class Publication:
         self.medium = medium
         self.save_id = str(uuid.uuid4())
         self.published = False
-        """Whether the checkpoint is at ``path``."""
+        """True if the checkpoint is at ``path``."""
         self._reservation: Reservation[Any] | None = None
         self._written: Readable | None = None
 

@@ -79,7 +79,7 @@ class Contents:
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     shares_bytes: bool = False
-    """Whether tensors may be views of the same bytes."""
+    """True if tensors may be views of the same bytes."""
 
     def add(self, other: Contents) -> None:
         """Add the contents of another file of the same checkpoint.

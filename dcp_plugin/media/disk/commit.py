@@ -78,8 +78,8 @@ class _Held:
 
 
 _held: dict[str, _Held] = {}
-"""By token. POSIX locks do not exclude their own process, and closing any descriptor of a file drops them: the records
-of these tokens must not be opened again."""
+"""The held records by token. POSIX locks do not exclude their own process, and closing any descriptor of a file drops
+them: the records of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
 _ATTEMPTS = 20

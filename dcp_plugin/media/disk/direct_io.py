@@ -32,8 +32,8 @@ BUFFER = 2 << 20
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
 _START_WRITEBACK = 8 << 20
 _FILES_IN_CACHE = 32
-"""How many files of one size have to fit into the available memory for the page cache to be used: a host may have eight
-ranks that write two each, and what the training has read should not be lost for them."""
+"""The number of files of one size that must fit into the available memory for the page cache to be used. A host may
+have eight ranks that write two each, and they should not displace what the training has read."""
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
 
@@ -63,7 +63,7 @@ class BlockFile:
         self._buffer, self._other = (memoryview(mmap.mmap(-1, BUFFER)) for _ in range(2))
         self._filled = 0
         self._position = 0
-        """Where in the file the buffer begins."""
+        """The position in the file at which the buffer begins."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dcp-write-behind")
         self._on_its_way: Future[None] | None = None
         self._written_back = 0

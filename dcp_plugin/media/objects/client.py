@@ -59,7 +59,7 @@ class ObjectInfo:
     modified: float
     """Seconds since the epoch, by the store's clock."""
     tag: str
-    """Its ETag, which changes with the contents."""
+    """The ETag of the object, which changes with the contents."""
 
 
 def below(path: ObjectPath, name: str) -> str:
@@ -202,7 +202,7 @@ def _table(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 _UNTIL_ANSWERED = timedelta(seconds=8)
-"""For how long a request is repeated while the store has never answered this process: its address may be mistyped. An
+"""Time for which a request is repeated while the store has never answered this process: its address may be mistyped. An
 attempt to connect takes up to 10 s, and a call makes up to two requests."""
 _HASTY_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
 _RETRIES = {"max_retries", "retry_timeout", "backoff"}

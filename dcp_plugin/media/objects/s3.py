@@ -18,7 +18,7 @@ from typing import Any
 logger = logging.getLogger("dcp_plugin")
 
 _LASTS = timedelta(minutes=15)
-"""How long keys are used before the next question to botocore, which knows when they expire."""
+"""Time for which keys are used before botocore, which knows when they expire, is asked again."""
 ENDPOINT = {"endpoint", "endpoint_url"}
 """Names of the option for the address of the server; each may have ``aws_`` before it."""
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}

@@ -81,7 +81,7 @@ class Straggler:
 
     rank: int
     times: float
-    """Its median as a multiple of the median of all ranks."""
+    """The median of the rank as a multiple of the median of all ranks."""
     slowest: int
     """The number of saves in which it was the slowest rank."""
     of: int
