@@ -52,6 +52,10 @@ class FileCheck:
     def finish(self, file: RangedFile) -> None:
         """End the check after the last bytes. It may read some of them again."""
 
+    def unread(self) -> str:
+        """Return which part of the file has not been read, for a message; empty if no part has been."""
+        return ""
+
     def require_intact(self) -> None:
         """Raise CheckpointCorrupt if there is a fault so far."""
         if self.faults:
@@ -103,14 +107,24 @@ class ItemsCheck(FileCheck):
         """Return the check of the item at the position; None if no item begins there."""
         while self._coming and self._coming[0][0] <= self._at:
             begin, chunk = self._coming.popleft()
-            key = self._index.table.keys[int(np.searchsorted(self._index.columns["chunk_ends"], chunk, side="right"))]
+            key = self._key_of(chunk)
             location = self._index.location(chunk)
             if location.checksums is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:
                 block = block_size(location.payload_length, self._index.smallest_block)
-                return _ItemCheck(location, block, f"{self._where}: {key} in {self._name}")
+                return _ItemCheck(location, block, key, f"{self._where}: {key} in {self._name}")
         return None
+
+    def _key_of(self, chunk: int) -> str:
+        return self._index.table.keys[int(np.searchsorted(self._index.columns["chunk_ends"], chunk, side="right"))]
+
+    def unread(self) -> str:
+        if not self._at:
+            return ""
+        if self._item is not None:
+            return f" behind byte {self._at}, in {self._item.key}"
+        return f" behind byte {self._at}" + (f", before {self._key_of(self._coming[0][1])}" if self._coming else "")
 
     def finish(self, file: RangedFile) -> None:
         if self._at < self._size:
@@ -125,8 +139,8 @@ class ItemsCheck(FileCheck):
 class _ItemCheck:
     """Check of one item by its checksums, while its bytes arrive in order."""
 
-    def __init__(self, location: Location, block: int, label: str) -> None:
-        self.label = label
+    def __init__(self, location: Location, block: int, key: str, label: str) -> None:
+        self.key, self.label = key, label
         self.end = location.offset + location.length
         self._location = location
         self._at, self._frame_crc = 0, 0
@@ -296,7 +310,7 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                     check.finish(file)
         except (OSError, SourceError) as error:
             reason = error.error if isinstance(error, SourceError) else error
-            check.faults.append(f"{files.where}: {name} cannot be read: {reason.strerror}")
+            check.faults.append(f"{files.where}: {name} cannot be read{check.unread()}: {reason.strerror}")
         return check.faults
 
     stopped = threading.Event()

@@ -103,7 +103,7 @@ def copy(
         overwrite: Replace other checkpoints at the target. A checkpoint of the same save stays.
         io_threads: Files that are copied at the same time.
         storage_options: Options of the stores of URLs, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with bytes done, and bytes in all.
+        progress: Called with bytes done, and bytes in all, by the threads that copy, one at a time.
 
     Returns:
         The checkpoints that were copied, linked and skipped, and the files that could not be verified.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -22,8 +23,10 @@ from torch.utils.serialization import config as serialization
 import dcp_plugin as dcp
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import stretches
+from dcp_plugin.media.disk.files import LocalFile
 from dcp_plugin.storage.fetch import MOST_WASTE, covering, of_box, runs_of
 from dcp_plugin.storage.reading import _taken, batches_of
+from dcp_plugin.tensors.host_memory import READ_PIECE
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 
@@ -301,6 +304,24 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
     key = "last" if damage == "truncated" else "first"
     with pytest.raises(dcp.CheckpointCorrupt, match=rf"({key}.*{file.name}|{file.name}.*{key})"):
         reader.read_data(planner.plan(), planner)
+
+
+def test_verify_names_the_key_from_which_on_a_file_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elements = READ_PIECE // 4
+    state = {"a": torch.ones(elements), "b": torch.ones(2 * elements), "c": torch.ones(1)}
+    dcp.Checkpointer(io_threads=1).save(state, tmp_path / "ck")
+    read_into = LocalFile.read_into
+
+    def fail(file: LocalFile, memory: Any, offset: int) -> int:
+        if offset >= 2 * READ_PIECE:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_into(file, memory, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", fail)
+    (error,) = dcp.verify(tmp_path / "ck").errors
+    assert error.endswith(f".distcp cannot be read behind byte {2 * READ_PIECE}, in b: Input/output error")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
