@@ -78,10 +78,10 @@ def _fork(_python: str, arguments: Sequence[str], descriptors: Sequence[int]) ->
         pid = os.fork()
     if pid:
         return pid
+    # Loggers of libraries keep streams of pytest: their numbers lead to stderr, and are not given to pipes of ranks.
     for file in [int(name) for name in os.listdir("/proc/self/fd")]:
         if file > 2 and file not in descriptors:
-            with suppress(OSError):  # that of the list itself
-                os.close(file)
+            os.dup2(2, file, inheritable=False)
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(file, "w"), write_through=True) for file in (1, 2))
     logging.root.handlers.clear()
     warnings.resetwarnings()  # to Python's own filters
