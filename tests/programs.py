@@ -237,6 +237,7 @@ def _be(arguments: list[str], cwd: str, environment: dict[str, str]) -> NoReturn
             print(error.code, file=sys.stderr)
             code = 1
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
