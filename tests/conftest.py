@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dcp_plugin.paths import Where, as_path
-from tests import launch, object_server, sampling
+from tests import object_server, sampling
 from tests.faults.proxy import Proxy
 from tests.limits import HANG
 
@@ -53,17 +53,6 @@ def _is_in_a_bucket(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    """Start the server that ranks are forked from, before the first test and outside of everything around tests."""
-    if any(item.get_closest_marker("ranks") for item in session.items) and not session.config.option.collectonly:
-        capture = session.config.pluginmanager.get_plugin("capturemanager")
-        capture.resume_global_capture()  # what ranks print is shown with the test
-        launch.start_server()
-        capture.suspend_global_capture()
-    return (yield)
 
 
 @pytest.fixture

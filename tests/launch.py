@@ -1,9 +1,7 @@
 """Run a test, or a function, on several real ranks: processes in a gloo group, or the failing rank's traceback.
 
 Each launch has processes of its own. They are forked from a server that has imported torch, the test modules and the
-frameworks they need, and that has no thread and no process group: a launch costs tenths of a second. The server itself
-is forked from the process of pytest when that has collected the tests, so that what it has imported is not imported
-again.
+frameworks they need once, and that has no thread and no process group: a launch costs tenths of a second.
 
 A test whose whole body runs on every rank is marked::
 
@@ -19,12 +17,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
-import io
-import logging
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import random
 import signal
@@ -32,14 +25,12 @@ import socket
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -55,42 +46,13 @@ _PRELOAD = [
 
 
 def preload(module: str) -> None:
-    """Have the server import a module, too. Call this from a conftest: once the tests are collected, it is too late."""
+    """Have the server import a module, too. It starts with the first launch, so call this from a conftest."""
     if module not in _PRELOAD:
         _PRELOAD.append(module)
     _CONTEXT.set_forkserver_preload([*_PRELOAD, "tests.frozen"])
 
 
 preload("tests.layouts")
-
-
-def start_server() -> None:
-    """Fork the server from this process. Without this call, the first launch starts one that imports all by itself."""
-    multiprocessing.resource_tracker.ensure_running()
-    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
-        multiprocessing.forkserver.ensure_running()
-
-
-def _fork(_python: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Run the code of ``python -c`` in a fork, which keeps nothing of pytest: no open file, no logging, no warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # xdist has a thread, which the fork does without
-        pid = os.fork()
-    if pid:
-        return pid
-    # Loggers of libraries keep streams of pytest: their numbers lead to stderr, and are not given to pipes of ranks.
-    for file in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if file > 2 and file not in descriptors:
-            os.dup2(2, file, inheritable=False)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(file, "w"), write_through=True) for file in (1, 2))
-    logging.root.handlers.clear()
-    warnings.resetwarnings()  # to Python's own filters
-    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-        warnings.simplefilter("ignore", category)
-    try:
-        exec(arguments[-1], {})
-    finally:
-        os._exit(0)
 
 
 def on_ranks(
