@@ -198,8 +198,9 @@ class KeeperClient:
                     raise
                 has_ended = started is not None and (started.poll() or 0) > 0  # it has not been killed
                 if has_ended or time.monotonic() > deadline:
-                    why = "the keeper ended at once" if has_ended else "no keeper answers"
-                    self._failure = NoSharedMemory(f"{why}: see {self.spool.folder}/start.log")
+                    folder = self.spool.folder
+                    ended = NoSharedMemory(f"the keeper ended at once: see {folder}/start.log")
+                    self._failure = ended if has_ended else NoSharedMemory(f"no keeper answers: see {folder}/start.log")
                     raise self._failure from error
                 if started is None or (started.poll() is not None and not self.spool.is_kept()):
                     started = start_keeper(self.spool, self._config.keeper_linger)
