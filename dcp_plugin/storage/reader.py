@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.summary import Summary
@@ -42,6 +43,8 @@ from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory
 from dcp_plugin.types import Shape
+
+logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,23 @@ class ShardedReader(StorageReader):
     def opened(self) -> OpenCheckpoint:
         """Open checkpoint; opened at the first use."""
         if self._opened is None:
-            if self.files is not None:
-                self._opened = open_files(self.path, self.files, self._base, self._complete)
-            else:
-                self._opened = open_checkpoint(self.path, self._base, self._check_files, self._complete)
+            self._opened = self._opened_in_source() or open_checkpoint(
+                self.path, self._base, self._check_files, self._complete
+            )
             self.path = self._opened.path
         return self._opened
+
+    def _opened_in_source(self) -> OpenCheckpoint | None:
+        """Return the open checkpoint in the source; None if it is read at its path."""
+        if self.files is None:
+            return None
+        try:
+            return open_files(self.path, self.files, self._base, self._complete)
+        except CheckpointError as error:
+            if not self.files.is_at_path:
+                raise
+            logger.warning("%s is read at its path alone: %s", self.path, error)
+            return None
 
     def close(self) -> None:
         """Close the files. The index stays usable; unread data can no longer be read."""

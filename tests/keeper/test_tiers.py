@@ -113,6 +113,30 @@ def test_a_file_that_the_node_lacks_is_read_by_the_name_that_it_has_at_the_path(
     assert report.sources["durable"] > 64 * 1024 * 4
 
 
+@pytest.mark.parametrize("table", [SUMMARY, INDEX])
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(tmp_path: Path, table: str, damage: str) -> None:
+    """The tables at the path name other files, in another length: one of each place would make no checkpoint."""
+    saver = dcp.Checkpointer(local_dir=str(tmp_path / "local"), durable_every=1)
+    path = tmp_path / "run" / "step-1"
+    saver.save({"state": state_of(0)}, tmp_path / "run" / "step-0")
+    saver.save({"state": state_of(1)}, path)
+    saver.close()
+    file = folder_of(tmp_path / "local", path) / table
+    assert (path / INDEX).stat().st_size != file.with_name(INDEX).stat().st_size
+    if damage == "missing":
+        file.unlink()
+    else:
+        flipped = bytearray(file.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        file.write_bytes(flipped)
+    resumed = state_of(0)
+    start = dcp.resume_or_init({"state": resumed}, path.parent, local_dir=str(tmp_path / "local"))
+    assert (start.how, start.path) == ("resumed", path)
+    same(resumed, state_of(1))
+    assert not (path / "dcp_plugin.damaged").exists()
+
+
 def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved)
     assert dcp.latest(saved.parent) is None
