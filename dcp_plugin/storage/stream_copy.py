@@ -277,12 +277,8 @@ class SourceError(Exception):
 
 
 def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(memory):
-        count = file.read_into([memory[done:]], offset + done)
-        if not count:
-            raise OSError(errno.EIO, "it is shorter than it was")
-        done += count
+    if file.fill([memory], offset) < len(memory):
+        raise OSError(errno.EIO, "it is shorter than it was")
 
 
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
