@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from dcp_plugin import media
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, damage_in
-from dcp_plugin.format import INDEX, SUMMARY, has_traces, index_file, read, uncommitted_reason
+from dcp_plugin.format import INDEX, MOST_TABLE, SUMMARY, has_traces, index_file, read, uncommitted_reason
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.summary import Summary
+from dcp_plugin.format.summary import MAX_SIZE, Summary
 from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
@@ -94,18 +94,22 @@ def open_files(path: Where, files: Readable, base: Where | None = None, complete
         CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As :func:`open_checkpoint`.
     """
     with damage_in(path), collector_paused():
-        summary = _trusted(files, SUMMARY, lambda data: Summary.decode(data, f"{files.where}/{SUMMARY}"))
-        index = _trusted(files, INDEX, lambda data: _decoded(data, files, summary))
+        summary = _trusted(files, SUMMARY, MAX_SIZE + 1, lambda data: Summary.decode(data, f"{files.where}/{SUMMARY}"))
+        index = _trusted(files, INDEX, MOST_TABLE + 1, lambda data: _decoded(data, files, summary))
         opened = OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
         return completed(opened, base) if complete else opened
 
 
-def _trusted(files: Readable, name: str, decode: Callable[[bytes], T]) -> T:
-    """Return the contents of a table, from the first source of the file that has a valid one."""
+def _trusted(files: Readable, name: str, most: int, decode: Callable[[bytes], T]) -> T:
+    """Return the contents of a table, from the first source of the file that has a valid one.
+
+    Args:
+        most: Bytes of the file that are read. ``decode`` refuses a longer table.
+    """
     while True:
         with damage_in(f"{files.where}/{name}"), files.open(name) as file:
             try:
-                return decode(file.read())
+                return decode(file.read(min(files.size(name), most)))
             except CheckpointCorrupt:
                 if not files.distrust(file):
                     raise
