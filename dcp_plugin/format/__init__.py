@@ -100,7 +100,7 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
     """Return the bytes of a file, or its first ``most`` bytes.
 
     Raises:
-        CheckpointCorrupt: As :func:`opened`; or ``most`` is None, and the file is larger than any table of contents.
+        CheckpointCorrupt: The file does not exist; or ``most`` is None, and it is larger than any table of contents.
     """
     with opened(files, name) as file:
         if most is None and (size := file.seek(0, os.SEEK_END)) > MOST_TABLE:

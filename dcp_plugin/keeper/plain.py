@@ -1,4 +1,4 @@
-"""The encoding of messages and journals: a header in JSON, then raw bytes. To decode it runs no code of the data.
+"""The encoding of messages and journals: a header in JSON, then raw bytes. Decoding runs no code from the data.
 
 The header has numbers, text and tuples as they are. Any other value is an object with one entry, from its kind to what
 it is made of. Bytes, columns and tensors follow the header, in its order. Only the classes in :data:`CLASSES` travel.
@@ -55,7 +55,7 @@ def decode(data: bytes | bytearray) -> Any:
 
 
 def _plain(value: Any, pieces: list[bytes]) -> Any:
-    """Return what the header has of a value; add its bytes to ``pieces``."""
+    """Return the form of a value in the header; add its bytes to ``pieces``."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -111,8 +111,10 @@ def sendable(error: Exception) -> CheckpointError | OSError:
 
 
 class _Decoder:
-    """Args:
-    data: The bytes after the header.
+    """Decoder of the values in a header.
+
+    Args:
+        data: The bytes after the header.
     """
 
     def __init__(self, data: memoryview) -> None:

@@ -195,7 +195,7 @@ class Spool:
                 self.drop(name)
 
     def take_away(self) -> Path | None:
-        """Move the folder aside, to be deleted, and return its new path; None if a rank uses it. In the keeper."""
+        """Rename the folder, to be deleted, and return its new path; None if a rank uses it. In the keeper."""
         gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
         with exclusive(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
