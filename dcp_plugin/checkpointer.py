@@ -159,7 +159,7 @@ class Checkpointer:
             if may_skip and is_rank_zero_busy(self._writer, self._groups, handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self._writer.meet(begins_save=True)
+            ranks = self._writer.idle_ranks(begins_save=True)
             training = self.save_timing.record(handle.path)
             request = SaveRequest(
                 handle.path, call, step, began, None, views or {}, aliases or {}, files, durable, training
@@ -253,11 +253,11 @@ class Checkpointer:
             yield None
             return
         with self._queue.call(f"look at {path}"):
-            ranks = self._writer.meet()
+            ranks = self._writer.idle_ranks()
             location = as_path(path, self.config.storage_options)
             if not self._writer.is_attached:
                 self._source.settle(location.parent, ranks)
-            with _open(self, location, ranks) as files:
+            with _open_in_source(self, location, ranks) as files:
                 if files is None or files.is_at_path:
                     yield None
                     return
@@ -274,7 +274,7 @@ class Checkpointer:
         """
         if not self.config.has_keeper:
             return ()
-        ranks, location = self._writer.meet(), as_path(root, self.config.storage_options)
+        ranks, location = self._writer.idle_ranks(), as_path(root, self.config.storage_options)
         self._source.settle(location, ranks)
         return tuple(self._source.states(location, ranks))
 
@@ -441,14 +441,14 @@ def _load(
     shown: SourceFiles | None = None,
 ) -> LoadReport:
     with checkpointer._queue.call(f"load {path}"), together(Call.load(path)):
-        ranks = checkpointer._writer.meet()
+        ranks = checkpointer._writer.idle_ranks()
         wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
         location = as_path(path, checkpointer.config.storage_options)
         if ranks.launch is not None:
             from dcp_plugin.runs import launches  # only processes without a process group need it
 
             launches.refuse_another_rank(location, ranks.launch)
-        opening = _open(checkpointer, location, ranks) if shown is None else nullcontext(shown)
+        opening = _open_in_source(checkpointer, location, ranks) if shown is None else nullcontext(shown)
         with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
             loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)
             report = loading.run(state)
@@ -458,7 +458,12 @@ def _load(
         return report
 
 
-def _open(checkpointer: Checkpointer, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
-    """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective."""
+def _open_in_source(
+    checkpointer: Checkpointer, path: Where, ranks: Ranks
+) -> AbstractContextManager[SourceFiles | None]:
+    """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
+
+    Without ``local_dir`` the source has no files, and the load opens those at the path.
+    """
     checkpointer._queue.wait_recoverable()
     return checkpointer._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))

@@ -9,7 +9,7 @@ gather   :class:`LiveState`             :class:`GatheredState`: this rank's part
 stage    :class:`GatheredState`         :class:`StagedState`: memory and bytes to write
 plan     :class:`StagedState`           :class:`SavePlan`: the items that this rank writes
 write    :class:`SavePlan`              :class:`WrittenPart`: the place of each item
-publish  :class:`WrittenPart` of all    :class:`Published`, on rank 0
+publish  :class:`WrittenPart` of all    the checkpoint at its path
 =======  =============================  =========================================================
 
 A load, in order; :mod:`dcp_plugin.loading.load` has the stages:
@@ -210,16 +210,6 @@ class WrittenPart:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A checkpoint that is complete at its path, on rank 0."""
-
-    summary: Summary
-    """Contents of ``dcp_plugin.json``."""
-    parts: Sequence[WrittenPart]
-    """Parts of all ranks, in the order of ranks."""
-
-
-@dataclass(frozen=True)
 class OpenCheckpoint:
     """A checkpoint, opened for reading."""
 
@@ -271,7 +261,7 @@ class Match:
     """The targets of a load, and the key in the checkpoint of each. Keys of targets are complete."""
 
     wanted: dict[str, Wanted]
-    """Wants of each object, by its name, with only the selected targets."""
+    """By the name of each object: what it wants, with only the selected targets."""
     targets: dict[str, ShardedValue | None]
     """Tensors to fill; None for other values."""
     deferred: dict[str, Any]

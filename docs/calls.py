@@ -25,7 +25,7 @@ import dcp_plugin as dcp
 
 PACKAGE = Path(dcp.__file__).parent
 USED_BY_ALL = {
-    "calls", "config", "errors", "events", "format", "host_memory", "launcher", "media", "meeting", "paths",
+    "calls", "config", "errors", "events", "format", "launcher", "media", "meeting", "paths",
     "rank_group", "ranks", "records", "tensors", "types",
 }  # fmt: skip
 EVENTS = str(PACKAGE / "events.py")
@@ -71,7 +71,8 @@ def run(rank: int, folder: str) -> None:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     state = {"model": model, "optim": optimizer}
-    calls: dict[str, Callable[..., Any]] = {"save": dcp.save, "load": dcp.load}
+    checkpointer = dcp.Checkpointer()
+    calls: dict[str, Callable[..., Any]] = {"save": checkpointer.save, "load": checkpointer.load}
     for name, call in calls.items():
         call(state, f"{folder}/first")  # modules that are imported late are imported now
         edges: dict[tuple[str, str], None] = {}

@@ -179,7 +179,7 @@ class Places:
                 [0 if location.checksums is None else len(location.checksums) for location in locations], np.int64
             ),
             np.concatenate([*crcs, np.empty(0, np.uint32)]),
-            hashes_of([location.hash for location in locations]),
+            hash_column([location.hash for location in locations]),
         )
 
     @classmethod
@@ -244,7 +244,7 @@ class Places:
         return Places(self.files, self.file[order], place, self.frame_crc[order], blocks, crcs, hashes)
 
 
-def hashes_of(hashes: Sequence[bytes | None]) -> Column:
+def hash_column(hashes: Sequence[bytes | None]) -> Column:
     """Return each hash as two numbers, zeros for an unknown hash."""
     return np.frombuffer(b"".join(digest or _NO_HASH for digest in hashes), np.uint64).reshape(len(hashes), 2)
 

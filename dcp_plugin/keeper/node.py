@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from dcp_plugin.paths import Where, as_path, on_file_system, resolved, with_opti
 from dcp_plugin.storage.published import comparisons_below
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.stream_copy import FileCheck, PipelinedCopy, SourceError
-from dcp_plugin.storage.writer import PartWriter, RankDirectory
+from dcp_plugin.storage.writer import PartWriter
 
 logger = logging.getLogger("dcp_plugin.keeper")
 logger.addFilter(PrintableRecords())
@@ -107,31 +107,31 @@ class Node:
         job, began = self.journal.job(token, rank), time.monotonic()
         if self.journal.state(token).written:
             raise SaveFailed(f"{job.path} cannot be written again: another save uses its host copy")
-        if directory is not None:
-            directory = with_options(directory, job.options or {})
+        to: Where
         medium: Medium
         if directory is None:
-            folder = self.steps(job).make(token)
+            to = folder = self.steps(job).make(token)
             for left in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
                 left.unlink()
-            medium, to = LocalDisk(job.config.direct_io), RankDirectory(rank, folder)  # type: ignore[assignment]
+            medium = LocalDisk(job.config.direct_io)  # type: ignore[assignment]
         else:
-            medium, to = medium_of(directory, job.config.direct_io), RankDirectory(rank, directory)
+            to = directory = with_options(directory, job.options or {})
+            medium = medium_of(to, job.config.direct_io)
         reuse = self._reuse_of(job, local=directory is None)
         writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
         try:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
-        written = writer.write(items, to, job.frozen)
+        written = writer.write(items, rank, to, job.frozen)
         spent = replace(job.spent, write_seconds=time.monotonic() - began)
         beside = self.journal.files_of(token, rank)
         attached: dict[str, str] = {}
         if beside.is_dir():
-            add_files(medium, to.directory, lambda target: copy_tree(beside, target))
+            add_files(medium, to, lambda target: copy_tree(beside, target))
             attached = comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
-        files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
+        files = _sizes_of_data_files(folder, rank) if directory is None else {}
         part = Part(replace(written, spent=spent), files, attached, sizes, str(directory or ""))
         self.journal.add_part(token, rank, part)
         return part
@@ -324,10 +324,8 @@ class Node:
                         steps.remove(part.record.token)
 
 
-def _data_files(to: RankDirectory) -> Iterator[str]:
-    for name in os.listdir(to.directory):
-        if name.startswith(f"__{to.rank}_") and name.endswith(DATA_SUFFIX):
-            yield name
+def _sizes_of_data_files(folder: Path, rank: int) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.glob(f"__{rank}_*{DATA_SUFFIX}")}
 
 
 def _linked(known: Path, target: Path, size: int) -> bool:

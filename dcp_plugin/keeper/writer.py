@@ -148,7 +148,7 @@ class KeeperWriter:
                 raise
         saves.start(self._queue, handle, request, copy, attached, ranks, later)
 
-    def meet(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:
@@ -308,7 +308,7 @@ class KeptSaves:
                 with together(request.call):
                     save = hand_over(staged)
             except Exception as error:
-                self._pipeline.abort(error, request, ranks.rank)
+                self._pipeline.fail(error, request, ranks.rank)
             return self.follow(save, handle, request)
 
         queue.start(handle, copy.finish, write, in_keeper=True)
@@ -415,7 +415,7 @@ class KeptSaves:
                 local = self._follow_locally(save.token, handle, request)
             return self._finished(self._end_of(save.token, request, local), request, staging_seconds, local)
         except Exception as error:
-            self._pipeline.abort(error, request, self.client.rank)
+            self._pipeline.fail(error, request, self.client.rank)
 
     def _end_of(self, token: str, request: SaveRequest, local: float | None) -> End:
         """Return the end of a save.

@@ -120,15 +120,10 @@ class Loading:
         with self._reader:
             context, fitted = self._prepare(state)
             self._read_tensors(context, fitted)
-            self._apply(context, fitted)
-        match = fitted.match
+            report = self._apply(context, fitted)
         if self._ranks.rank == 0:
-            for message in match.warnings:  # at the end: warnings turned into errors must not interrupt a load
+            for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warnings.warn(printable(message), stacklevel=2)
-        reader, loaded = self._reader, [*fitted.targets, *match.deferred]
-        report = replace(
-            match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
-        )
         return report if self._files is None else self._with_sources(report, self._files)
 
     def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:
@@ -366,8 +361,8 @@ class Loading:
         items = fitted.planner.create_local_plan().items
         shared.run(_only(LoadItemType.TENSOR, LoadPlan(items, ())), read)
 
-    def _apply(self, context: _Begun, fitted: _Fitted) -> None:
-        """Pass the targets to their objects. Collective.
+    def _apply(self, context: _Begun, fitted: _Fitted) -> LoadReport:
+        """Pass the targets to their objects, and return the report. Collective.
 
         Most tensors are in their final memory already, and the objects only run their load hooks. Raises an error for
         keys that these report as missing or unexpected.
@@ -387,6 +382,10 @@ class Loading:
         union = self._ask_all(step, take, answer)
         if union is not None:
             self._ranks.agree(step, lambda: self._judge(context, match, incompatible, union))
+        reader, loaded = self._reader, [*fitted.targets, *match.deferred]
+        return replace(
+            match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
+        )
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
         """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by

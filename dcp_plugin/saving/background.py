@@ -120,7 +120,7 @@ class BackgroundThread(CallingThread):
         self._saves = 0
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.begin(request)
+        publication = self.new_publication(request)
         copy = HostCopy(self._pipeline, handle, ranks)
         self._queue.warns_at_exit = ranks.rank == 0
         try:

@@ -1,10 +1,11 @@
 """Stages of one save, from record to record (:mod:`dcp_plugin.records`).
 
-Gathering and staging do not meet, except in FSDP1's own code. A failure of one rank in them continues as an
+No collective runs in gathering and staging, except in FSDP1's own code. A failure of one rank in them continues as an
 :class:`~dcp_plugin.ranks.Attempt` until all ranks meet. The ranks of a save meet twice: to plan, and after all have
 written, to learn that the checkpoint is published. They meet once more for a plan that differs from the last one, as
-the first plan of a ``Checkpointer`` does; twice more if values that should be shared differ between ranks; and once to
-agree on the keys that a base has. The writer has made their process group before (:mod:`dcp_plugin.saving.writers`).
+the first plan of a ``Checkpointer`` does; once or twice more if state that should be equal on all ranks differs; and
+once to agree on the keys that a base has. The writer has made their process group before
+(:mod:`dcp_plugin.saving.writers`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from dcp_plugin.records import (
     LiveState,
     LoadReport,
     OpenCheckpoint,
-    Published,
     SavePlan,
     SaveRequest,
     Spent,
@@ -50,7 +50,7 @@ from dcp_plugin.state.adapters import (
 )
 from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.types import Flat, ShardedValue
 
@@ -98,7 +98,8 @@ class SavePipeline:
         self._has_compared = False  # whether the first save has compared data between ranks
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
-        """Checkpoint from which the run resumed, if one was loaded or named since a keeper asked for it."""
+        """Checkpoint from which the run resumed, or that it named as its base. A keeper that has taken it over sets it
+        to None."""
         if self.reuse is not None and self.last_loaded is not None:
             self.reuse.loaded(self.last_loaded)
         self.selection: KeySelection | None = None
@@ -179,10 +180,10 @@ class SavePipeline:
                 staged = self.leave_out(request, staged, ranks)
             plan = (planned or partial(self.plan, request, staged, partial(_reserve, publication, ranks), ranks))()
             part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
-            published = self._publish(publication, request, staged.get(), plan, part, ranks)
+            published_parts = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
-            self.abort(error, request, ranks.rank, publication)
+            self.fail(error, request, ranks.rank, publication)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
@@ -201,13 +202,16 @@ class SavePipeline:
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
             degraded=degraded,
-            record=_record(publication, staged.get().metrics, published.parts) if published else None,
+            record=_record(publication, staged.get().metrics, published_parts) if published_parts else None,
         )
         self.emit(event)
         return event
 
     def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
-        """Remove the keys that the base has. Collective, if any may be left out."""
+        """Remove the keys that the base has. Collective, if any may be left out.
+
+        The keys that ``exclude`` names are not in the state any more: :meth:`gather` has left them out.
+        """
         if self.selection is None:
             return staged
         left_out = self.selection.agree(staged.then(lambda before: before.state), ranks, request.path)
@@ -262,8 +266,7 @@ class SavePipeline:
         config = self._config
         writer = PartWriter(request.path, publication.medium, config.io_threads, config.checksum, self.reuse)
         began = time.monotonic()
-        to = RankDirectory(plan.rank, plan.directory)
-        written = writer.write(plan.rank_plan.items(plan.state), to, plan.frozen)
+        written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
@@ -274,24 +277,23 @@ class SavePipeline:
         plan: SavePlan,
         part: Attempt[WrittenPart],
         ranks: Ranks,
-    ) -> Published | None:
+    ) -> list[WrittenPart]:
         """Publish the parts that all ranks have written. Collective.
 
         Returns:
-            On rank 0 the published checkpoint, on other ranks None.
+            On rank 0 the parts of all ranks, in the order of ranks; on other ranks an empty list.
         """
-        published: Published | None = None
+        published: list[WrittenPart] = []
 
         def publish(parts: list[WrittenPart]) -> None:
-            nonlocal published
             assert plan.rank_plan.global_plan is not None, "rank 0 has made it"
             places = Places.joined([part.places for part in parts]).take(in_table_order(plan.rank_plan.global_plan))
             index = CheckpointIndex.of(plan.rank_plan.global_plan.table, places, publication.file_sizes())
             index.left_out = dict(staged.left_out)
             index.empty = [key for key in plan.empty if key in index]
             facts = self.facts(request, staged, len(parts))
-            summary = publication.publish(index, replace(facts, reused=self._reused(parts)))
-            published = Published(summary, parts)
+            publication.publish(index, replace(facts, reused=self._reused(parts)))
+            published.extend(parts)
             self._delete_old(request.path)
 
         ranks.combine(f"write {request.path}", part.get, publish)
@@ -326,9 +328,9 @@ class SavePipeline:
             return {}
         self.reuse.warn(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
-        return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
+        return {"bytes": nbytes, "items": items, "from": str(self.reuse.previous)} if items else {}
 
-    def abort(
+    def fail(
         self, error: Exception, request: SaveRequest, rank: int, publication: Publication | None = None
     ) -> NoReturn:
         """Emit the event that the save failed, and raise the error.

@@ -44,7 +44,7 @@ class Writer(Protocol):
             CheckpointError: On every rank: the save has failed.
         """
 
-    def meet(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Return the group of ranks after all saves in flight have finished with it. Collective.
 
         Raises:
@@ -108,7 +108,7 @@ class CallingThread(Writer):
         """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.begin(request)
+        publication = self.new_publication(request)
         with collector_paused(), self.progress(handle, ranks):
             with module_cache():
                 try:
@@ -120,7 +120,7 @@ class CallingThread(Writer):
             event = self._pipeline.run(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def begin(self, request: SaveRequest) -> Publication:
+    def new_publication(self, request: SaveRequest) -> Publication:
         """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
         publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
         if (files := request.files) is None:
@@ -150,7 +150,7 @@ class CallingThread(Writer):
 
         return progress.shown(handle.path, in_background)
 
-    def meet(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
         All ranks know the failures of these saves, but on some ranks the handle may have raised them already: then all

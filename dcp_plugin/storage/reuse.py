@@ -114,11 +114,11 @@ class Reuse:
         self._items: dict[int, Item] = {}
         self._loaded: Where | None = None
         self._warned = ""
-        self.base: Where | None = None
+        self.previous: Where | None = None
         """Path of the last checkpoint."""
 
     def loaded(self, path: Where) -> None:
-        """Make a loaded checkpoint the base. Its index is read only when there is something to save."""
+        """Make a checkpoint that was loaded, or named as the base, the last one. Its index is read by the next save."""
         self._loaded = path
 
     def examine(self, new_items: Sequence[NewItem], frozen: Collection[str], to: Destination) -> Findings:
@@ -179,20 +179,22 @@ class Reuse:
             self._pending[item] = replace(self._pending[item], hash=at.hash, file=files[at.file], location=at)
 
     def published(self, path: Where) -> None:
-        """Make the examined and written items the base of the next save: they are now a published checkpoint."""
+        """Make the examined and written items those of the last checkpoint, which is now published."""
         files: dict[str, DataFile] = {}
         for item, pending in self._pending.items():
             if pending.file is not None and pending.location is not None:
                 name = pending.location.file
                 self._pending[item] = replace(pending, file=files.setdefault(name, pending.file.published(path / name)))
         self._known, self._pending = self._pending, {}
-        self.base = path
+        self.previous = path
 
     def warn(self, why_not: str) -> None:
         """Log why not more is reused; once, until the reason changes."""
         if why_not and why_not != self._warned:
             logger.warning(
-                "tensors that have not changed since %s are written again instead of linked: %s.", self.base, why_not
+                "tensors that have not changed since %s are written again instead of linked: %s.",
+                self.previous,
+                why_not,
             )
         self._warned = why_not
 
@@ -204,7 +206,7 @@ class Reuse:
         path, self._loaded = self._loaded, None
         if path is None:
             return ""
-        self.base = path
+        self.previous = path
         try:
             with ShardedReader(path, check_files=False, complete=False) as reader:
                 index = reader.index

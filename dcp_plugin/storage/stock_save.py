@@ -50,7 +50,7 @@ from dcp_plugin.planning.local_inventory import VALUE, LocalInventory, OfKey, ti
 from dcp_plugin.planning.save import encode_state, narrow
 from dcp_plugin.records import NewItem
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication
 from dcp_plugin.tensors._torch_sharded import settled
 from dcp_plugin.tensors.kinds import is_stored_whole, require_memory
 from dcp_plugin.types import EncodedValue, KeyPath, Shape, ShardedValue
@@ -196,8 +196,11 @@ def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
 
 
 @dataclass(frozen=True)
-class _PlannedDirectory(RankDirectory):
-    """Directory of a rank, as the coordinator sends it with the plan."""
+class _PlannedDirectory:
+    """Rank and directory of a part, as the coordinator sends them with the plan."""
+
+    rank: int
+    directory: Where
 
     @property
     def prefix(self) -> str:
@@ -316,7 +319,8 @@ class ShardedWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
-            written = replace(self._options, path=self.path).write(items, self._destination(plan))
+            to = self._destination(plan)
+            written = replace(self._options, path=self.path).write(items, to.rank, to.directory)
         except CheckpointError as error:  # logged, because stock shows it only after the tracebacks of all ranks
             logger.error("%s", error)
             raise
@@ -326,13 +330,13 @@ class ShardedWriter(StorageWriter):
         done.set_result([WriteResult(item.index, location.length, location) for item, location in located])
         return done
 
-    def _destination(self, plan: SavePlan) -> RankDirectory:
+    def _destination(self, plan: SavePlan) -> _PlannedDirectory:
         """Return the rank and directory of this save. A plan from a planner's cache has the directory of an earlier
         save."""
-        planned: RankDirectory = plan.storage_data
+        planned: _PlannedDirectory = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
         directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
-        return received or planned if directory is None else RankDirectory(planned.rank, directory)
+        return received or planned if directory is None else _PlannedDirectory(planned.rank, directory)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}

@@ -27,7 +27,7 @@ from isal.isal_zlib import crc32
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.format.columns import Places, hashes_of
+from dcp_plugin.format.columns import Places, hash_column
 from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
@@ -70,10 +70,13 @@ class Destination:
     directory: Where
     """Directory of the reservation."""
     rank: int
-    token: str
-    """Part of the names of its files, see :func:`free_name`."""
     io_threads: int
     checksum: bool
+
+    @property
+    def token(self) -> str:
+        """Token of the reservation: unique to this save, the same on all ranks, and part of the names of its files."""
+        return self.directory.stem
 
 
 def write(
@@ -231,7 +234,7 @@ def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout,
         np.array([of_item.frame_crc for of_item in sums], np.uint32),
         np.array([len(of_item.crcs) for of_item in sums], np.int64),
         np.array([crc for of_item in sums for crc in of_item.crcs], np.uint32),
-        hashes_of([of_item.hash for of_item in sums]),
+        hash_column([of_item.hash for of_item in sums]),
     )
 
 

@@ -43,19 +43,6 @@ logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
-class RankDirectory:
-    """Rank that writes a part, and the directory of the files of all ranks."""
-
-    rank: int
-    directory: Where
-
-    @property
-    def token(self) -> str:
-        """Token of the reservation: unique to this save, and the same on all ranks."""
-        return self.directory.stem
-
-
-@dataclass(frozen=True)
 class PartWriter:
     """Writer of one rank's part of a save into its data files, which it syncs."""
 
@@ -67,34 +54,38 @@ class PartWriter:
     reuse: Reuse | None
     """This rank's knowledge of the run's last checkpoint; if None, everything is written."""
 
-    def write(self, items: Sequence[NewItem], to: RankDirectory, frozen: Collection[str] = ()) -> WrittenPart:
+    def write(self, items: Sequence[NewItem], rank: int, directory: Where, frozen: Collection[str] = ()) -> WrittenPart:
         """Link the unchanged items and write the others.
 
         Args:
+            rank: The rank whose part this is.
+            directory: The reserved directory of the save, for the files of all ranks.
             frozen: Keys of tensors that the training is not meant to change.
 
         Raises:
             SaveFailed: The files could not be written.
         """
-        self.medium.join(to.directory, self.path)
+        self.medium.join(directory, self.path)
+        to = write_items.Destination(self.medium, directory, rank, self.io_threads, self.checksum)
         unique, first = _without_duplicates(items)
         try:
             places, nbytes, findings = self._write(unique, to, frozen)
-            self.medium.flush(to.directory)
+            self.medium.flush(directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. {self.medium.advice}") from error
         if len(unique) < len(items):
             places = places.take(np.array(first))
         return WrittenPart(places, nbytes, len(findings.linked), findings.bytes, findings.why_not)
 
-    def _write(self, items: list[NewItem], to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
+    def _write(
+        self, items: list[NewItem], to: write_items.Destination, frozen: Collection[str]
+    ) -> tuple[Places, int, Findings]:
         reuse, findings = self.reuse, NOTHING
-        into = write_items.Destination(self.medium, to.directory, to.rank, to.token, self.io_threads, self.checksum)
         if reuse is not None:
-            findings = reuse.examine(items, frozen, into)
+            findings = reuse.examine(items, frozen, to)
         new_slots = [slot for slot in range(len(items)) if slot not in findings.linked]
         stable = {position for position, slot in enumerate(new_slots) if slot in findings.stable}
-        places = write_items.write([items[slot].data for slot in new_slots], into, self.path, stable, findings.names)
+        places = write_items.write([items[slot].data for slot in new_slots], to, self.path, stable, findings.names)
         nbytes = places.nbytes
         if reuse is not None and stable:  # otherwise a store would list the objects of the save in vain
             reuse.wrote({new_slots[at]: places.location(at) for at in stable}, self.medium, to.directory)
@@ -165,7 +156,8 @@ class Publication:
 
     def file_sizes(self) -> dict[str, int]:
         """Return the sizes in bytes of the data files of all ranks, by name."""
-        self._written = files = self.medium.open(self.reserve())
+        assert self._reservation is not None, "the coordinator has reserved it"
+        self._written = files = self.medium.open(self._reservation.directory)
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts, time: float | None = None) -> Summary:
@@ -187,7 +179,7 @@ class Publication:
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
         saved = self._reservation.time or time or recorded_time(newest_time(self.medium, self.path.parent))
         try:
-            index.extra_files = comparisons_below(self.medium, self.reserve()) if attached else {}
+            index.extra_files = comparisons_below(self.medium, self._reservation.directory) if attached else {}
             files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
             self.medium.publish(self._reservation, files)
         except OSError as error:

@@ -173,7 +173,8 @@ def collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector.
 
     Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
-    of a checkpoint with small tensors. Background work must not use this, since training makes garbage meanwhile.
+    of a checkpoint with small tensors. Work in the background must not use this for longer than a checkpoint takes to
+    open, since training makes garbage meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()
