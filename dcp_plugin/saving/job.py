@@ -176,9 +176,11 @@ class SavePipeline:
         """
         began = time.monotonic()
         try:
-            if planned is None:
+            if planned is not None:
+                plan = planned()
+            else:
                 staged = self.leave_out(request, staged, ranks)
-            plan = (planned or partial(self.plan, request, staged, partial(_reserve, publication, ranks), ranks))()
+                plan = self.plan(request, staged, partial(_reserve, publication, ranks), ranks)
             part = Attempt.of(lambda: self._write(publication, request, plan, staged.get().copy_seconds))
             published_parts = self._publish(publication, request, staged.get(), plan, part, ranks)
         except Exception as error:
