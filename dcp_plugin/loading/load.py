@@ -382,9 +382,11 @@ class Loading:
         union = self._ask_all(step, take, answer)
         if union is not None:
             self._ranks.agree(step, lambda: self._judge(context, match, incompatible, union))
-        reader, loaded = self._reader, [*fitted.targets, *match.deferred]
         return replace(
-            match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
+            match.report,
+            loaded=[*fitted.targets, *match.deferred],
+            bytes_read=self._reader.bytes_read,
+            unchecked_bytes=self._reader.unchecked_bytes,
         )
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
