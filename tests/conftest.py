@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dcp_plugin.paths import Where, as_path
-from tests import object_server, sampling
+from tests import object_server, programs, sampling
 from tests.faults.proxy import Proxy
 from tests.limits import HANG
 
@@ -93,6 +93,16 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
         monkeypatch.setenv(name, value)
     made: object_server.Bucket = server.new_bucket()
     return made
+
+
+@pytest.fixture(scope="module")
+def forked_keepers() -> Iterator[None]:
+    """Keepers that this process, its ranks and its programs start do not import torch once more."""
+    python = programs.python(programs.KEEPER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python)
+        patch.setenv("PYTHON_EXEC", python)
+        yield
 
 
 @pytest.fixture

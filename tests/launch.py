@@ -194,6 +194,7 @@ def _rank(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)  # see the fixture forked_keepers
     torch.set_num_threads(1)
     faulthandler.enable()  # tells where a rank crashes
     faulthandler.register(signal.SIGUSR1)  # tells where a rank hangs

@@ -4,7 +4,8 @@ They are forked from a process that has imported what is named: this package onl
 an import of it does may be what is tested.
 They end as Python does: with its exit handlers, the threads that it waits for, and its exit code. Only modules are not
 taken apart at the end: that writes into all of the memory that they share with the process. The ranks of
-``torch.distributed.run`` are forked as well: it starts the small program of :func:`_python_exec` for each.
+``torch.distributed.run`` are forked as well: it starts the small program of :func:`python` for each. So are keepers,
+where a test asks for the fixture ``forked_keepers``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynam
 LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs", "omegaconf")
 TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
 PACKAGE = (*TORCH, "dcp_plugin.checkpointer", "dcp_plugin.tools.stream", "dcp_plugin.cli.app", "pydantic")
+KEEPER = (*TORCH, "dcp_plugin.format", "dcp_plugin.keeper.process")
 HYDRA = (*PACKAGE, "hydra", "hydra.core.override_parser.overrides_parser", "hydra._internal.hydra")
 """What a program may find imported."""
 
@@ -77,7 +79,7 @@ class Program:
         self.returncode = 0
         environment = dict(os.environ if env is None else env)
         if self.args[:2] == ["-m", "torch.distributed.run"]:
-            environment["PYTHON_EXEC"] = _python_exec(tuple(imported))
+            environment["PYTHON_EXEC"] = python(tuple(imported))
         request = json.dumps([self.args, str(cwd or Path.cwd()), environment])
         out, theirs = os.pipe()
         err, err_theirs = os.pipe() if stderr is None else (-1, os.dup(stderr))
@@ -159,7 +161,7 @@ sys.exit(code)
 
 
 @functools.cache
-def _python_exec(imported: tuple[str, ...]) -> str:
+def python(imported: tuple[str, ...]) -> str:
     """A program that takes Python's arguments, has a server run them, and ends as they do."""
     folder = tempfile.TemporaryDirectory(prefix="dcp-programs-")
     atexit.register(folder.cleanup)
@@ -255,6 +257,7 @@ def _run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get("PYTHON_EXEC", sys.executable)  # what it starts is forked, too
     program, *rest = arguments
     if program == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]

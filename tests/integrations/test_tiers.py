@@ -17,6 +17,8 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 
+pytestmark = pytest.mark.usefixtures("forked_keepers")
+
 
 def _settings(root: Path, nodes: int) -> dict[str, Any]:
     node = root / f"node-{dist.get_rank() % nodes}"

@@ -49,6 +49,7 @@ from tests.compare import assert_same as same
 from tests.launch import on_ranks
 
 launch.preload(__name__)
+pytestmark = pytest.mark.usefixtures("forked_keepers")
 
 
 def state_of(seed: int) -> dict[str, Any]:

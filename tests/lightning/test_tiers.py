@@ -6,7 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("forked_keepers")
 
 
 def _io(root: Path) -> Any:

@@ -37,6 +37,7 @@ def test_one_line_for_each_save_and_none_after_a_failure_where_nothing_was(tmp_p
     assert failed["event"] == "failed" and "'loss'" in failed["error"] and failed["run"] == saved["run"]
 
 
+@pytest.mark.usefixtures("forked_keepers")
 @pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=pytest.mark.long)], indirect=True)
 @on_ranks(2)
 def test_figures_of_all_ranks_by_every_writer(place: Where, tmp_path: Path) -> None:
