@@ -38,16 +38,9 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sampling.mark_the_rest_long(items)
     for item in items:
-        if _is_in_a_bucket(item) and not sampling.is_sampled(item.nodeid, one_of=2):
-            item.add_marker("long")
         item.add_marker(pytest.mark.timeout(2 * HANG))
         if isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names:
             item.add_marker("ranks")
-
-
-def _is_in_a_bucket(item: pytest.Item) -> bool:
-    """Return True for the second case of a test with ``place``, which is the slower one by far."""
-    return isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("place") == "s3"
 
 
 def pytest_collection_finish() -> None:
@@ -118,7 +111,7 @@ def shared() -> Iterator[Path]:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
     """Where the checkpoints of a test are: what holds on a disk holds in a bucket.
 
-    ``make test`` runs all tests on a disk, and half of them in a bucket, drawn by the commit.
+    ``make test`` runs each test in one of the two places, drawn by the commit.
     """
     return tmp_path if request.param == "disk" else as_path(request.getfixturevalue("bucket").url) / "run"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import launch, sampling
@@ -21,12 +23,36 @@ def read(root: Path, name: str, rank: int = 0) -> tuple[list[Any], dict[str, Any
     return written["numbers"], written["state"]
 
 
-def crossed(layouts: Mapping[str, int]) -> dict[str, list[str]]:
-    """For each layout two others whose checkpoints it loads in ``make test``. The commit draws how far they are from it
-    in the list, so that any two layouts meet within some commits."""
+def drawn(name: str, layouts: Mapping[str, int]) -> list[str]:
+    """The two layouts that ``make test`` trains with: each loads what the other one has saved. The commit draws them,
+    so that any two layouts meet within some commits."""
     names = list(layouts)
-    distance = 1 + sampling.number("crossed", len(names) - 2)
-    return {name: [(names * 2)[at + distance + more] for more in (0, 1)] for at, name in enumerate(names)}
+    first, distance = sampling.number(name, len(names)), 1 + sampling.number(f"after {name}", len(names) - 1)
+    return [names[first], names[(first + distance) % len(names)]]
+
+
+def layouts_of(drawn: Sequence[str], world_sizes: Mapping[str, int]) -> list[Any]:
+    """Each layout, as a value of ``parametrize``: those that are not drawn are long."""
+    return [layout if layout in drawn else pytest.param(layout, marks=pytest.mark.long) for layout in world_sizes]
+
+
+def pairs_of(drawn: Sequence[str], world_sizes: Mapping[str, int]) -> list[Any]:
+    """Each pair of layouts, as values of ``parametrize``: those but the two pairs of what is drawn are long."""
+    among = [*itertools.permutations(drawn)]
+    every = itertools.product(world_sizes, repeat=2)
+    return [pair if pair in among else pytest.param(*pair, marks=pytest.mark.long) for pair in every]
+
+
+def wanted(request: pytest.FixtureRequest, world_sizes: Mapping[str, int]) -> tuple[dict[str, int], list[Any]]:
+    """The layouts that the cases to run of this file look at, with their world sizes; and the pairs of layouts."""
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    pairs = [(case["source"], case["target"]) for case in cases if "source" in case]
+    named = {layout for pair in pairs for layout in pair} | {case["layout"] for case in cases if "layout" in case}
+    return {layout: size for layout, size in world_sizes.items() if layout in named}, pairs
 
 
 def live(root: Path, world_sizes: Mapping[str, int], *lives: Callable[[Path, list[str]], None]) -> Path:

@@ -10,7 +10,8 @@ A test with many parameters is marked with those of which one value is enough in
     @pytest.mark.parametrize("options", [{}, {"async_save": True}])
     @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 
-``make test`` runs it once for each layout, with one of the four combinations of the marked parameters.
+``make test`` runs it once for each layout, with one of the four combinations of the marked parameters. Without names,
+``one_of`` stands for all parameters; and of the fixture ``place`` one value is enough in each test.
 """
 
 from __future__ import annotations
@@ -63,13 +64,18 @@ def mark_the_rest_long(items: Iterable[pytest.Item]) -> None:
     """
     tests: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        mark = item.get_closest_marker("one_of")
-        if mark and isinstance(item, pytest.Function) and not item.get_closest_marker("long"):
-            others = {name: value for name, value in item.callspec.params.items() if name not in mark.args}
-            tests[item.nodeid.partition("[")[0]][repr(others) if mark.args else ""].append(item)
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("long") or not hasattr(item, "callspec"):
+            continue
+        mark, parameters = item.get_closest_marker("one_of"), item.callspec.params
+        if mark or "place" in parameters:
+            names = mark.args if mark else ("place",)
+            marked = {"place", *names} if names else set(parameters)
+            others = {name: value for name, value in parameters.items() if name not in marked}
+            tests[item.nodeid.partition("[")[0]][repr(others)].append(item)
     for test, groups in tests.items():
         for place, group in enumerate(groups.values()):
-            count = min(group[0].get_closest_marker("one_of").kwargs.get("count", 1), len(group))  # type: ignore[union-attr]
+            mark = group[0].get_closest_marker("one_of")
+            count = min(mark.kwargs.get("count", 1), len(group)) if mark else 1
             first = number(test, len(group)) + place
             drawn = [group[(first + more) % len(group)] for more in range(count)]
             for item in group:

@@ -17,6 +17,7 @@ def _batches(loader: Any) -> list[list[int]]:
     return [batch[1].tolist() for batch in loader]
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,6 +161,7 @@ def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
     assert _batches(other.loader) == seen[last + 1 :]
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("case", ["no shuffling", "prepared again", "an evaluation left early", "uneven batches"])
 @on_ranks(1)
 def test_a_loop_in_one_process_continues_as_if_it_had_not_stopped(tmp_path: Path, case: str) -> None:

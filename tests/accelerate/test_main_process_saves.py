@@ -67,6 +67,8 @@ def _ranks_of(path: Path) -> int:
     return sum(key.key.endswith(".streams.torch") for key in dcp.inspect(path).tensors)
 
 
+@pytest.mark.usefixtures("forked_keepers")
+@pytest.mark.one_of
 @pytest.mark.parametrize("settings", ["now", "in the background", "by a keeper", "into a local directory"])
 @on_ranks(2)
 def test_a_save_of_the_main_process_alone_resumes_on_all_ranks(tmp_path: Path, settings: str) -> None:
@@ -153,7 +155,7 @@ def test_at_the_deadline_both_ranks_decide_the_same(tmp_path: Path, rank_1_comes
     assert _ranks_of(tmp_path / "step-1") == (2 if rank_1_comes == "before" else 1)
 
 
-@pytest.mark.one_of("async_save")
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("names", ["one path", "two paths", "two paths at one step", "automatic names"])
 @on_ranks(2)

@@ -81,6 +81,7 @@ def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, la
     assert_same({key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}, merged)
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize(
     ("layout", "place"),
     [

@@ -31,6 +31,7 @@ def _pretrain(root: Path) -> None:
     torch.save(_model_part(run.whole_state()), root / "whole.pt")
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["ddp", "own_fsdp2"])
 def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, layout: str) -> None:
     launch.run(_pretrain, 1, tmp_path)
@@ -68,34 +69,34 @@ def _resume(root: Path, layout: str) -> None:
     assert_same(run.whole_state(), final)
 
 
-@pytest.mark.parametrize("layouts", [["single"], ["ddp", "fsdp2", "own_fsdp1"]], ids="+".join)
-@on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
-def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: list[str]) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "own_fsdp1"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layout: str) -> None:
     from tests.accelerate import training as t
 
-    for layout in layouts:
-        for before in (True, False):
-            path = tmp_path / f"{layout}-{before}"
-            first = t.start(layout, frozen=before, unused=False).train(2)
-            first.accelerator.save_state(str(path))
-            saved = first.whole_state()
+    for before in (True, False):
+        path = tmp_path / f"{layout}-{before}"
+        first = t.start(layout, frozen=before, unused=False).train(2)
+        first.accelerator.save_state(str(path))
+        saved = first.whole_state()
 
-            second = t.start(layout, seed=5, frozen=not before, unused=False)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                second.accelerator.load_state(str(path))
-            said = [str(one.message) for one in caught if "fresh optimizer state" in str(one.message)]
-            assert len(said) == second.accelerator.is_main_process
-            assert all("param_groups.body.inp" in message for message in said)
-            body = {key for key in saved if key.startswith("optim.") and ".body." in key}
-            assert bool(body) is not before
-            kept = {key: value for key, value in saved.items() if key not in body}
-            loaded = second.whole_state()
-            assert_same({key: loaded[key] for key in kept}, kept)
-            assert not any(key.startswith("optim.state.body") for key in loaded)
-            second.train(1)
-            trained = any(key.startswith("optim.state.body") for key in second.whole_state())
-            assert trained is before, "what is trained now got optimizer state, what is not has none"
+        second = t.start(layout, seed=5, frozen=not before, unused=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            second.accelerator.load_state(str(path))
+        said = [str(one.message) for one in caught if "fresh optimizer state" in str(one.message)]
+        assert len(said) == second.accelerator.is_main_process
+        assert all("param_groups.body.inp" in message for message in said)
+        body = {key for key in saved if key.startswith("optim.") and ".body." in key}
+        assert bool(body) is not before
+        kept = {key: value for key, value in saved.items() if key not in body}
+        loaded = second.whole_state()
+        assert_same({key: loaded[key] for key in kept}, kept)
+        assert not any(key.startswith("optim.state.body") for key in loaded)
+        second.train(1)
+        trained = any(key.startswith("optim.state.body") for key in second.whole_state())
+        assert trained is before, "what is trained now got optimizer state, what is not has none"
 
 
 def test_a_project_is_resumed_at_its_highest_number(tmp_path: Path, place: Where) -> None:

@@ -51,7 +51,7 @@ def _load(
     return {"before": before, "after": run.samples, "said": said, "drawn": drawn}
 
 
-@pytest.mark.one_of("data")
+@pytest.mark.one_of
 @pytest.mark.parametrize("data", [{}, {"use_seedable_sampler": True}, {"split_batches": True}])
 @pytest.mark.parametrize(("before", "after"), [("ddp", "single"), ("single", "ddp"), ("ddp", "own_hsdp")])
 def test_each_sample_of_the_epoch_is_seen_exactly_once(

@@ -34,6 +34,7 @@ def _replicated(model: nn.Module) -> dict[str, torch.Tensor]:
 MESHES = [((2, 2), (2, 2)), ((2, 2), (4,)), ((4,), (2, 2))]
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("rows", [8, 7, 1], ids=["even", "uneven", "fewer rows than shards"])
 @on_ranks(4)
 def test_hsdp_to_hsdp_to_fsdp_and_back(tmp_path: Path, rows: int) -> None:

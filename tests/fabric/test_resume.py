@@ -5,7 +5,7 @@ One launch per world size makes all checkpoints, another one, of new processes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,9 @@ import pytest
 
 from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
-from tests.lives import crossed, live, read, write
+from tests.lives import drawn, layouts_of, live, pairs_of, read, wanted, write
 
-CROSSED = crossed(WORLD_SIZE)
+DRAWN = drawn("fabric", WORLD_SIZE)
 
 MOMENTS = {"middle": 3, "after_first_epoch": 5}
 """Optimizer steps before the checkpoint: an epoch has four."""
@@ -55,33 +55,30 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
             write(root, f"second-{layout}-{moment}", second.losses, second.whole_state())
 
 
-def _under_another_strategy(root: Path, layouts: list[str], others: Mapping[str, Iterable[str]] = CROSSED) -> None:
+def _under_another_strategy(root: Path, layouts: list[str], pairs: Sequence[tuple[str, str]]) -> None:
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    for layout in layouts:
-        for source in others[layout]:
-            fabric = t.fabric_for(layout)
+    for source, target in pairs:
+        if target in layouts:
+            fabric = t.fabric_for(target)
             attach(fabric)
             training = t.Training(fabric, seed=5)
             del training.state["loader"]
             fabric.load(root / f"{source}-middle", training.state)
             schedule = training.state["schedule"].last_epoch
-            write(root, f"{source}-to-{layout}", [training.state["step"], schedule], training.whole_state())
+            write(root, f"{source}-to-{target}", [training.state["step"], schedule], training.whole_state())
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
-
-
-@pytest.fixture(scope="module")
-def root_of_all_pairs(root: Path) -> Path:
-    return live(root, WORLD_SIZE, partial(_under_another_strategy, others=dict.fromkeys(WORLD_SIZE, WORLD_SIZE)))
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layouts, pairs = wanted(request, WORLD_SIZE)
+    lives = _first_lives, _second_lives, partial(_under_another_strategy, pairs=pairs)
+    return live(tmp_path_factory.mktemp("resume"), layouts, *lives)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("layout", WORLD_SIZE)
+@pytest.mark.parametrize("layout", layouts_of(DRAWN, WORLD_SIZE))
 def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> None:
     """With dropout, a schedule, accumulation and shuffling; in the first epoch and over its end, and in the second."""
     for rank in range(WORLD_SIZE[layout]):
@@ -92,20 +89,9 @@ def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> 
         assert_same(state, resumed)
 
 
-def _check_pair(root: Path, source: str, target: str) -> None:
+@pytest.mark.parametrize(("source", "target"), pairs_of(DRAWN, WORLD_SIZE))
+def test_any_strategy_loads_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
     _, saved = read(root, f"first-{source}-middle")
     numbers, loaded = read(root, f"{source}-to-{target}")
     assert_same(saved, loaded)
     assert numbers == [3, 3]
-
-
-@pytest.mark.parametrize(("target", "source"), [(target, source) for target in CROSSED for source in CROSSED[target]])
-def test_every_strategy_loads_what_others_saved(root: Path, source: str, target: str) -> None:
-    _check_pair(root, source, target)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("target", WORLD_SIZE)
-@pytest.mark.parametrize("source", WORLD_SIZE)
-def test_any_strategy_loads_what_any_strategy_saved(root_of_all_pairs: Path, source: str, target: str) -> None:
-    _check_pair(root_of_all_pairs, source, target)

@@ -13,6 +13,7 @@ from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
 
 
+@pytest.mark.one_of("world_size")
 @on_ranks(1, 2)
 def test_a_run_starts_with_the_weights_of_init_from_or_its_own_checkpoint(place: Where, world_size: int) -> None:
     layouts = [name for name in WORLD_SIZE if WORLD_SIZE[name] == world_size]

@@ -28,7 +28,7 @@ from tests.slowness import RankGate
 _BETWEEN_RENAMES = Fault("kill", calls=("rename",), at=2)
 
 
-@pytest.mark.one_of("file_system")
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_reader_beside_a_writer_gets_the_old_or_the_new_one(victims: Victims, writer: str, file_system: str) -> None:

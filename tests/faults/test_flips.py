@@ -15,7 +15,7 @@ from tests.faults.flips import SCENES, damaged, linked
 SUMMARY = "dcp_plugin.json"
 
 
-@pytest.mark.one_of("scene", count=3)
+@pytest.mark.one_of
 @pytest.mark.parametrize("scene", SCENES)
 def test_damage_to_any_file_is_noticed(scene: str) -> None:
     found = list(damaged(len(scene), 40, [scene]))

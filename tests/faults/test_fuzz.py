@@ -103,6 +103,7 @@ FILES: dict[str, dict[str, bytes]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_of(count=7)
 @pytest.mark.parametrize("name", FILES)
 def test_what_once_did_harm_is_an_error_of_ours(victims: Victims, tmp_path: Path, name: str) -> None:
     """No signal, no other exception, no class changed, no more than 512 MiB and 5 s; and ``latest`` passes over it."""

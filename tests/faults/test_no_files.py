@@ -64,6 +64,7 @@ def _replaced(root: Path, kind: str) -> Iterator[tuple[Path, str]]:
         yield run, name
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("link")])
 @on_ranks(1)
 def test_in_place_of_a_file_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
@@ -90,6 +91,7 @@ def test_in_place_of_a_file_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
         assert is_tidy(run)
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
 def test_among_the_files_of_the_user(tmp_path: Path, kind: str) -> None:
@@ -112,6 +114,7 @@ def test_among_the_files_of_the_user(tmp_path: Path, kind: str) -> None:
             dcp.save(_state(3), tmp_path / "beside")
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "directory"])
 @on_ranks(1)
 def test_in_what_other_tools_and_a_crash_have_left(tmp_path: Path, kind: str) -> None:

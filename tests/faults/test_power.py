@@ -12,6 +12,7 @@ from tests.faults.sweep import after_power_loss
 from tests.faults.victims import Victims
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("scene", ["overwrite with files of the user", "prune"])
 def test_a_loss_of_power_leaves_the_old_or_the_new_checkpoint(victims: Victims, scene: str) -> None:
     found = list(after_power_loss(victims, scene, every=10))

@@ -157,6 +157,7 @@ def test_killed_at_moments_by_chance(others: Victims, s3: Server) -> None:
     assert [one for one in stores.by_chance(others, s3, 200, seed=1) if one] == []
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("before", [None, 1])
 def test_who_was_taken_for_dead_just_before_the_commit_publishes_nothing(
     others: Victims, bucket: Bucket, proxy: Proxy, root: ObjectPath, tmp_path: Path, before: int | None
@@ -283,6 +284,7 @@ def test_what_failed_is_deleted_by_the_next_save_of_the_same_process(
     assert dcp.latest(root) == root / "step-2"
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("before", [None, 1])
 @pytest.mark.parametrize("answer", [Answer(500, "InternalError", True), Answer(503, "SlowDown", True)])
 def test_an_answer_that_was_lost_is_no_failure(
@@ -295,6 +297,7 @@ def test_an_answer_that_was_lost_is_no_failure(
     assert number_in(root / "last") == 2
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("ignored", [("If-None-Match", "If-Match"), ("If-Match",)])
 def test_a_store_that_knows_not_all_conditions_is_told_of_once(
     bucket: Bucket, proxy: Proxy, root: ObjectPath, caplog: pytest.LogCaptureFixture, ignored: tuple[str, ...]
@@ -331,7 +334,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_of("at")
+@pytest.mark.one_of(count=3)
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("at", ["", ".distcp", ".index"])
 def test_a_save_that_is_refused_says_where_and_why_and_leaves_the_old_one(
@@ -349,6 +352,7 @@ def test_a_save_that_is_refused_says_where_and_why_and_leaves_the_old_one(
     assert not _left(bucket)
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_load_that_is_refused_says_where_and_why(bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str) -> None:
     answer, said = REFUSED[kind]
@@ -363,6 +367,7 @@ def test_a_load_that_is_refused_says_where_and_why(bucket: Bucket, proxy: Proxy,
 IMPATIENT = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     ("method", "path", "query"), [("PUT", ".metadata", ""), ("POST", "", "delete"), ("GET", "", "list-type")]
 )
@@ -398,7 +403,7 @@ PASSING = {
 }
 
 
-@pytest.mark.one_of("kind", count=3)
+@pytest.mark.one_of
 @pytest.mark.parametrize("kind", PASSING)
 def test_what_fails_once_is_asked_again(bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str) -> None:
     """Some requests in turn, of saves over an old one and of loads: others for each kind."""
@@ -452,6 +457,7 @@ def _save_within(url: str, options: dict[str, Any], number: int, timeout: float)
     dcp.save(state, path, timeout=timeout)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("silent", [0, 1])
 def test_two_ranks_of_which_one_hears_nothing(bucket: Bucket, proxy: Proxy, root: ObjectPath, silent: int) -> None:
     client = {"timeout": timedelta(seconds=1), "connect_timeout": timedelta(seconds=1)}

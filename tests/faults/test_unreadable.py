@@ -124,7 +124,7 @@ def _look_while_it_fails(root: Path, look: str, ends: bool) -> tuple[str, float]
         return f"{type(error).__name__}: {error}", clock.now
 
 
-@pytest.mark.one_of("code")
+@pytest.mark.one_of
 @pytest.mark.parametrize("code", ERRORS)
 @pytest.mark.parametrize("look", LOOKS)
 def test_an_error_that_passes_within_ten_seconds_is_waited_for(

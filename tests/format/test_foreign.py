@@ -169,7 +169,7 @@ def _save_stock(state: dict[str, Any], path: Path) -> None:
     stock.save(state, checkpoint_id=path)
 
 
-@pytest.mark.one_of("world_size")
+@pytest.mark.one_of
 @on_ranks(1, 2)
 @pytest.mark.parametrize("save", [torch.save, _save_stock, dcp.save], ids=["torch.save", "stock", "ours"])
 def test_a_numbered_optimizer_is_loaded_by_the_order_of_its_parameters(

@@ -46,6 +46,7 @@ def _load(root: Path, ways: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(("ranks", "ways"), [(1, ("single",)), (2, ("parallelize", "distributed_config", "single"))])
 def test_a_model_is_loaded_as_it_was_saved(
     saved: tuple[Path, dict[str, Any]], ranks: int, ways: tuple[str, ...]

@@ -146,6 +146,7 @@ def _through(integration: str, make: Callable[[int], Net], path: Path, ours: boo
     return notes, {key: value.tolist() for key, value in {**net.state_dict(), "cached": net.first.cached}.items()}
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("make", [Net, Overriding])
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_load_hooks_run_as_without_this_package(tmp_path: Path, integration: str, make: Callable[[int], Net]) -> None:

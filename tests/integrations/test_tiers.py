@@ -124,6 +124,7 @@ def _begin(door: str, root: Path, dies: bool) -> str:
     return str(DOORS[door](root, dies))
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("door", DOORS)
 def test_a_killed_training_goes_on_from_a_step_that_only_its_nodes_have(tmp_path: Path, door: str) -> None:
     killed = launch.outcomes_of(_begin, 2, door, tmp_path, True)

@@ -182,6 +182,7 @@ def _stopped(pid: int) -> Iterator[None]:
     os.close(watch)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("tier", ["none", "local"])
 def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
     tmp_path: Path, tier: str, caplog: pytest.LogCaptureFixture

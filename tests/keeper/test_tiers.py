@@ -114,6 +114,7 @@ def test_a_file_that_the_node_lacks_is_read_by_the_name_that_it_has_at_the_path(
     assert report.sources["durable"] > 64 * 1024 * 4
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("table", [SUMMARY, INDEX])
 @pytest.mark.parametrize("damage", ["missing", "flipped"])
 def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(tmp_path: Path, table: str, damage: str) -> None:

@@ -19,16 +19,14 @@ from tests.compare import assert_same, full, same_bytes
 from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
 
-on_one_rank_and_sharded = pytest.mark.parametrize("layouts", [("single",), ("fsdp1", "fsdp2")], ids="+".join)
+
+def on_one_rank_or_sharded(test: Callable[..., None]) -> Callable[..., None]:
+    layouts = pytest.mark.parametrize("layout", ["single", "fsdp1", "fsdp2"])
+    return pytest.mark.one_of(layouts(test))  # type: ignore[no-any-return]
 
 
-def _run(work: Callable[[Path, str], None], layouts: tuple[str, ...], root: Path) -> None:
-    launch.run(_each, WORLD_SIZE[layouts[0]], work, layouts, root)
-
-
-def _each(work: Callable[[Path, str], None], layouts: tuple[str, ...], root: Path) -> None:
-    for layout in layouts:
-        work(root, layout)
+def _run(work: Callable[[Path, str], None], layout: str, root: Path) -> None:
+    launch.run(work, WORLD_SIZE[layout], root, layout)
 
 
 def _saved(t: Any, root: Path, layout: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -45,9 +43,9 @@ def _resumed(t: Any, layout: str, path: str, model: Any, *callbacks: Any) -> dic
     return look.state
 
 
-@on_one_rank_and_sharded
-def test_on_load_checkpoint_may_remove_rename_and_replace(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_edit_the_model, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_on_load_checkpoint_may_remove_rename_and_replace(tmp_path: Path, layout: str) -> None:
+    _run(_edit_the_model, layout, tmp_path)
 
 
 def _edit_the_model(root: Path, layout: str) -> None:
@@ -81,9 +79,9 @@ def _edit_the_model(root: Path, layout: str) -> None:
     assert_same(expected, loaded)
 
 
-@on_one_rank_and_sharded
-def test_a_callback_may_change_the_optimizer_state(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_edit_the_optimizer, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_a_callback_may_change_the_optimizer_state(tmp_path: Path, layout: str) -> None:
+    _run(_edit_the_optimizer, layout, tmp_path)
 
 
 def _edit_the_optimizer(root: Path, layout: str) -> None:
@@ -113,9 +111,10 @@ def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> Non
         apply_model(model, loaded, {}, strict=True)
 
 
-@pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
-def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_save_a_part_and_more, layouts, tmp_path)
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layout: str) -> None:
+    _run(_save_a_part_and_more, layout, tmp_path)
 
 
 def _save_a_part_and_more(root: Path, layout: str) -> None:
@@ -150,9 +149,10 @@ def _save_a_part_and_more(root: Path, layout: str) -> None:
         assert same_bytes(full(average), torch.arange(3) + added)
 
 
-@pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
-def test_a_module_that_saves_nothing_resumes(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_save_nothing, layouts, tmp_path)
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+def test_a_module_that_saves_nothing_resumes(tmp_path: Path, layout: str) -> None:
+    _run(_save_nothing, layout, tmp_path)
 
 
 def _save_nothing(root: Path, layout: str) -> None:
@@ -183,9 +183,9 @@ def _save_nothing(root: Path, layout: str) -> None:
     assert t.DCPCheckpointIO().load_checkpoint(path)["state_dict"] == {}
 
 
-@on_one_rank_and_sharded
-def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_add_a_parameter, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layout: str) -> None:
+    _run(_add_a_parameter, layout, tmp_path)
 
 
 def _add_a_parameter(root: Path, layout: str) -> None:
@@ -207,9 +207,9 @@ def _add_a_parameter(root: Path, layout: str) -> None:
     assert "model.net.head.adapter.weight" in loaded
 
 
-@on_one_rank_and_sharded
-def test_tensors_that_hooks_add_come_back_whole(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_add_tensors, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_tensors_that_hooks_add_come_back_whole(tmp_path: Path, layout: str) -> None:
+    _run(_add_tensors, layout, tmp_path)
 
 
 def _add_tensors(root: Path, layout: str) -> None:
@@ -245,11 +245,9 @@ def _add_tensors(root: Path, layout: str) -> None:
     assert same_bytes(model.average["plain"], torch.arange(3))
 
 
-@on_one_rank_and_sharded
-def test_an_object_that_a_hook_adds_comes_back_as_itself_or_is_refused(
-    tmp_path: Path, layouts: tuple[str, ...]
-) -> None:
-    _run(_add_objects, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_an_object_that_a_hook_adds_comes_back_as_itself_or_is_refused(tmp_path: Path, layout: str) -> None:
+    _run(_add_objects, layout, tmp_path)
 
 
 def _add_objects(root: Path, layout: str) -> None:
@@ -339,9 +337,9 @@ def test_hyper_parameters_of_hydra_and_other_settings_are_saved(tmp_path: Path) 
         assert repr(found) == repr(expected)
 
 
-@on_one_rank_and_sharded
-def test_weights_only_is_enough_to_validate_and_not_to_resume(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    _run(_weights_only, layouts, tmp_path)
+@on_one_rank_or_sharded
+def test_weights_only_is_enough_to_validate_and_not_to_resume(tmp_path: Path, layout: str) -> None:
+    _run(_weights_only, layout, tmp_path)
 
 
 def _weights_only(root: Path, layout: str) -> None:

@@ -86,7 +86,7 @@ def _fit(writer: str, root: Path, **config: Any) -> Any:
     return io
 
 
-@pytest.mark.one_of("writer", count=3)
+@pytest.mark.one_of
 @pytest.mark.parametrize("writer", ["averages", "swa", "callback", "lambda", "module", "by hand"])
 def test_a_lazy_checkpoint_is_the_state_at_its_call_whoever_writes_weights(writer: str, tmp_path: Path) -> None:
     expected = _fit(writer, tmp_path / "expected")

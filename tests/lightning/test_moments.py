@@ -55,7 +55,7 @@ def _loader(t: Any, kind: str) -> Any:
     }[kind]()
 
 
-@pytest.mark.one_of("validated", "limit")
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("validated", [False, True], ids=["", "validated"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 3, "max_steps": -1}, {"max_steps": 9}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("kind", ["plain", "plain with a generator", "stateful", "stateful without length"])
@@ -143,6 +143,7 @@ class Feed(IterableDataset[list[torch.Tensor]]):
         self.left = state["left"]
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("moment", ["the end of an epoch", "its last batch, before the validation"])
 @on_ranks(1)
 def test_a_resume_at_the_end_of_an_epoch_takes_nothing_from_a_stream_that_it_does_not_train_on(

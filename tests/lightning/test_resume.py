@@ -5,7 +5,7 @@ One launch per world size makes all checkpoints, another one, of new processes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,9 @@ import pytest
 
 from tests.compare import assert_same
 from tests.lightning import WORLD_SIZE
-from tests.lives import crossed, live, read, write
+from tests.lives import drawn, layouts_of, live, pairs_of, read, wanted, write
 
-CROSSED = crossed(WORLD_SIZE)
+DRAWN = drawn("lightning", WORLD_SIZE)
 
 LOADERS = ("plain", "stateful")
 
@@ -46,16 +46,16 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
             write(root, f"second-{layout}-{loader}", model.losses, t.whole_state(second))
 
 
-def _under_another_strategy(root: Path, layouts: list[str], others: Mapping[str, Iterable[str]] = CROSSED) -> None:
-    """Resume what every strategy saved, and look at what is there before the first step."""
+def _under_another_strategy(root: Path, layouts: list[str], pairs: Sequence[tuple[str, str]]) -> None:
+    """Resume what other strategies saved, and look at what is there before the first step."""
     from tests.lightning import training as t
 
-    for layout in layouts:
-        for source in others[layout]:
+    for source, target in pairs:
+        if target in layouts:
             look = t.AtTrainStart()
-            trainer = t.trainer_for(layout, [look], plugin=True)
-            trainer.fit(t.Model(layout, seed=5), t.plain_loader(layout), ckpt_path=_checkpoint(root, source, "plain"))
-            write(root, f"{source}-to-{layout}", look.progress, look.state)
+            trainer = t.trainer_for(target, [look], plugin=True)
+            trainer.fit(t.Model(target, seed=5), t.plain_loader(target), ckpt_path=_checkpoint(root, source, "plain"))
+            write(root, f"{source}-to-{target}", look.progress, look.state)
 
 
 def _checkpoint(root: Path, layout: str, loader: str) -> Path:
@@ -63,17 +63,14 @@ def _checkpoint(root: Path, layout: str, loader: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
-
-
-@pytest.fixture(scope="module")
-def root_of_all_pairs(root: Path) -> Path:
-    return live(root, WORLD_SIZE, partial(_under_another_strategy, others=dict.fromkeys(WORLD_SIZE, WORLD_SIZE)))
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layouts, pairs = wanted(request, WORLD_SIZE)
+    lives = _first_lives, _second_lives, partial(_under_another_strategy, pairs=pairs)
+    return live(tmp_path_factory.mktemp("resume"), layouts, *lives)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("layout", WORLD_SIZE)
+@pytest.mark.parametrize("layout", layouts_of(DRAWN, WORLD_SIZE))
 def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> None:
     """ "plain": between two epochs. "stateful": in the middle of one, and over its end."""
     for rank in range(WORLD_SIZE[layout]):
@@ -84,20 +81,9 @@ def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> 
         assert_same(state, resumed)
 
 
-def _check_pair(root: Path, source: str, target: str) -> None:
+@pytest.mark.parametrize(("source", "target"), pairs_of(DRAWN, WORLD_SIZE))
+def test_any_strategy_resumes_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
     _, saved = read(root, f"first-{source}-plain", 0)
     progress, loaded = read(root, f"{source}-to-{target}", 0)
     assert_same(saved, loaded)
     assert progress == {"global_step": 3, "current_epoch": 1, "schedule": 3}
-
-
-@pytest.mark.parametrize(("target", "source"), [(target, source) for target in CROSSED for source in CROSSED[target]])
-def test_every_strategy_resumes_what_others_saved(root: Path, source: str, target: str) -> None:
-    _check_pair(root, source, target)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("target", WORLD_SIZE)
-@pytest.mark.parametrize("source", WORLD_SIZE)
-def test_any_strategy_resumes_what_any_strategy_saved(root_of_all_pairs: Path, source: str, target: str) -> None:
-    _check_pair(root_of_all_pairs, source, target)

@@ -321,6 +321,7 @@ def _own_data(root: Path) -> list[list[float]]:
     return continued
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_trap_13_one_failing_rank_does_not_wait_for_the_others_to_save(tmp_path: Path, layout: str) -> None:
     outcomes = launch.outcomes_of(_one_rank_fails, 2, tmp_path, layout, STOCK)

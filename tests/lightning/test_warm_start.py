@@ -23,20 +23,21 @@ from tests.lightning import WORLD_SIZE
 from tests.messages import logged
 from tests.object_server import Bucket
 
-LAYOUTS_OF = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
+ON_TWO_RANKS = ("ddp", "fsdp1", "fsdp2")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_fit_starts_with_the_weights_of_init_from_or_with_its_own_checkpoint(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", WORLD_SIZE)
+def test_a_fit_starts_with_the_weights_of_init_from_or_with_its_own_checkpoint(tmp_path: Path, layout: str) -> None:
     launch.run(_pretrain, 1, tmp_path, tmp_path)
-    launch.run(_start, world_size, tmp_path, tmp_path, LAYOUTS_OF[world_size])
+    launch.run(_start, WORLD_SIZE[layout], tmp_path, tmp_path, layout)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_fit_on_a_bucket_starts_like_one_on_a_disk(tmp_path: Path, bucket: Bucket, world_size: int) -> None:
+@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ON_TWO_RANKS)])
+def test_a_fit_on_a_bucket_starts_like_one_on_a_disk(tmp_path: Path, bucket: Bucket, layout: str) -> None:
     place = as_path(bucket.url) / "run"
     launch.run(_pretrain, 1, place, tmp_path)
-    launch.run(_start, world_size, place, tmp_path, LAYOUTS_OF[world_size])
+    launch.run(_start, WORLD_SIZE[layout], place, tmp_path, layout)
 
 
 def _pretrain(root: Where, disk: Path) -> None:
@@ -48,45 +49,44 @@ def _pretrain(root: Where, disk: Path) -> None:
     torch.save({key: value for key, value in t.whole_state(trainer).items() if key[:5] == "model"}, disk / "whole.pt")
 
 
-def _start(root: Where, disk: Path, layouts: list[str]) -> None:
+def _start(root: Where, disk: Path, layout: str) -> None:
     from dcp_plugin import PartialLoad
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
 
     pretrained = torch.load(disk / "whole.pt", weights_only=True)
-    for layout in layouts:
-        io = t.DCPCheckpointIO(init_from=root / "pretrained")
-        look, loader = ft.Looks(), t.plain_loader(layout)
-        trainer = t.trainer_for(layout, [look], plugin=io)
-        trainer.fit(ft.FineTune(layout, seed=5), loader, t.plain_loader(layout))
-        assert_same(ft.model_part(look.at_sanity_check), pretrained)
-        assert_same(ft.model_part(look.state), pretrained)
-        assert not any(key.startswith("optim.state") for key in look.state)
-        assert look.progress["global_step"] == 0
-        assert io.restart is not None and io.restart.report is not None
-        assert (io.restart.how, io.restart.path) == ("warm-started", root / "pretrained")
+    io = t.DCPCheckpointIO(init_from=root / "pretrained")
+    look, loader = ft.Looks(), t.plain_loader(layout)
+    trainer = t.trainer_for(layout, [look], plugin=io)
+    trainer.fit(ft.FineTune(layout, seed=5), loader, t.plain_loader(layout))
+    assert_same(ft.model_part(look.at_sanity_check), pretrained)
+    assert_same(ft.model_part(look.state), pretrained)
+    assert not any(key.startswith("optim.state") for key in look.state)
+    assert look.progress["global_step"] == 0
+    assert io.restart is not None and io.restart.report is not None
+    assert (io.restart.how, io.restart.path) == ("warm-started", root / "pretrained")
 
-        # The weights that are asked for, and no others.
-        model, look, initial = ft.FineTune(layout, seed=5), ft.Looks(), ft.FineTune("single", seed=5).state_dict()
-        body = PartialLoad.submodule(model.net.body, source="model.net.body.")
-        io = t.DCPCheckpointIO(init_from=root / "pretrained", partial=body)
-        trainer = t.trainer_for(layout, [look, *t.checkpoints(root, layout, "plain")], plugin=io, max_steps=3)
-        trainer.fit(model, loader)
-        expected = {f"model.{key}": value for key, value in initial.items()}
-        expected.update({key: value for key, value in pretrained.items() if ".body." in key})
-        assert_same(ft.model_part(look.state), expected)
+    # The weights that are asked for, and no others.
+    model, look, initial = ft.FineTune(layout, seed=5), ft.Looks(), ft.FineTune("single", seed=5).state_dict()
+    body = PartialLoad.submodule(model.net.body, source="model.net.body.")
+    io = t.DCPCheckpointIO(init_from=root / "pretrained", partial=body)
+    trainer = t.trainer_for(layout, [look, *t.checkpoints(root, layout, "plain")], plugin=io, max_steps=3)
+    trainer.fit(model, loader)
+    expected = {f"model.{key}": value for key, value in initial.items()}
+    expected.update({key: value for key, value in pretrained.items() if ".body." in key})
+    assert_same(ft.model_part(look.state), expected)
 
-        # Its own checkpoint wins, and then nobody looks for the other.
-        trainer.should_stop = False
-        trainer.save_checkpoint(root / layout)
-        saved = t.whole_state(trainer)
-        io = t.DCPCheckpointIO(init_from=root / "gone", partial=body)
-        look = ft.Looks()
-        trainer = t.trainer_for(layout, [look], plugin=io)
-        trainer.fit(ft.FineTune(layout, seed=6), loader, ckpt_path=str(root / layout))
-        assert_same(look.state, saved)
-        assert io.restart is not None and io.restart.report is not None
-        assert (io.restart.how, io.restart.path) == ("resumed", root / layout)
+    # Its own checkpoint wins, and then nobody looks for the other.
+    trainer.should_stop = False
+    trainer.save_checkpoint(root / layout)
+    saved = t.whole_state(trainer)
+    io = t.DCPCheckpointIO(init_from=root / "gone", partial=body)
+    look = ft.Looks()
+    trainer = t.trainer_for(layout, [look], plugin=io)
+    trainer.fit(ft.FineTune(layout, seed=6), loader, ckpt_path=str(root / layout))
+    assert_same(look.state, saved)
+    assert io.restart is not None and io.restart.report is not None
+    assert (io.restart.how, io.restart.path) == ("resumed", root / layout)
 
 
 def test_moments_and_messages_of_a_warm_start(tmp_path: Path) -> None:
@@ -172,9 +172,10 @@ def _meta(root: Path) -> None:
     assert look.state["model.net.head.weight"].abs().max() <= 7**-0.5  # as Linear initialises it
 
 
-@pytest.mark.parametrize("layouts", [["single"], ["ddp", "fsdp1", "fsdp2"]], ids="+".join)
-@on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
-def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: list[str]) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp1", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layout: str) -> None:
     import dcp_plugin as dcp
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
@@ -188,34 +189,33 @@ def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: li
         said = [str(warning.message) for warning in caught if "fresh optimizer state" in str(warning.message)]
         return trainer, look, said
 
-    for layout in layouts:
-        for before in (True, False):
-            path = tmp_path / f"{layout}-{before}"
-            first, _, said = fit(layout, ft.FineTune(layout, frozen=before), 3)
-            assert said == []
-            first.save_checkpoint(path)
-            saved = t.whole_state(first)
+    for before in (True, False):
+        path = tmp_path / f"{layout}-{before}"
+        first, _, said = fit(layout, ft.FineTune(layout, frozen=before), 3)
+        assert said == []
+        first.save_checkpoint(path)
+        saved = t.whole_state(first)
 
-            second, look, said = fit(layout, ft.FineTune(layout, seed=5, frozen=not before), 6, path)
-            rank_0 = torch.distributed.get_rank() == 0
-            assert len(said) == (1 if rank_0 else 0)
-            assert not rank_0 or ("param_groups.net.body.inp" in said[0] or "param_groups.net.body.0" in said[0])
-            body = {key for key in saved if key.startswith("optim.") and ".body." in key}
-            assert bool(body) is not before
-            kept = {key: value for key, value in saved.items() if key not in body}
-            assert_same({key: look.state[key] for key in kept}, kept)
-            assert not any(key.startswith("optim.state.net.body") for key in look.state)
-            assert second.global_step == 6
-            trained = any(key.startswith("optim.state.net.body") for key in t.whole_state(second))
-            assert trained is before, "what is trained now got optimizer state, what is not has none"
+        second, look, said = fit(layout, ft.FineTune(layout, seed=5, frozen=not before), 6, path)
+        rank_0 = torch.distributed.get_rank() == 0
+        assert len(said) == (1 if rank_0 else 0)
+        assert not rank_0 or ("param_groups.net.body.inp" in said[0] or "param_groups.net.body.0" in said[0])
+        body = {key for key in saved if key.startswith("optim.") and ".body." in key}
+        assert bool(body) is not before
+        kept = {key: value for key, value in saved.items() if key not in body}
+        assert_same({key: look.state[key] for key in kept}, kept)
+        assert not any(key.startswith("optim.state.net.body") for key in look.state)
+        assert second.global_step == 6
+        trained = any(key.startswith("optim.state.net.body") for key in t.whole_state(second))
+        assert trained is before, "what is trained now got optimizer state, what is not has none"
 
-        # A parameter that the checkpoint has not at all is another thing.
-        with pytest.raises(dcp.CheckpointMismatch, match=r"net\.adapter"):
-            fit(layout, ft.FineTune(layout, adapter=True), 6, path)
-        model = ft.FineTune(layout, adapter=True)
-        model.strict_loading = False
-        trainer, _, _ = fit(layout, model, 6, path)
-        assert trainer.global_step == 6
+    # A parameter that the checkpoint has not at all is another thing.
+    with pytest.raises(dcp.CheckpointMismatch, match=r"net\.adapter"):
+        fit(layout, ft.FineTune(layout, adapter=True), 6, path)
+    model = ft.FineTune(layout, adapter=True)
+    model.strict_loading = False
+    trainer, _, _ = fit(layout, model, 6, path)
+    assert trainer.global_step == 6
 
 
 @pytest.mark.one_of("trainable_only")

@@ -154,7 +154,7 @@ def _load_backbone(path: Path, sharded: bool) -> tuple[int, int, list[str]]:
     return report.bytes_read, sum(p.numel() * 4 for p in model.parameters()), list(report.renamed)
 
 
-@pytest.mark.one_of("saved_by")
+@pytest.mark.one_of
 @pytest.mark.parametrize("saved_by", [1, 2])
 @pytest.mark.parametrize("loaded_by", [1, 2])
 def test_only_the_bytes_of_what_is_selected_are_read(tmp_path: Path, saved_by: int, loaded_by: int) -> None:

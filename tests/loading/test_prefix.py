@@ -62,6 +62,7 @@ def _load(root: Path, layout: str, source: str) -> None:
         assert_same(saved, _without("net.", whole_state(*other)))
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_prefix_is_found_for_model_and_optimizer_in_both_directions(tmp_path: Path, layout: str) -> None:
     launch.run(_save, 2, tmp_path, "ddp")

@@ -56,6 +56,7 @@ LOADS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
 }
 
 
+@pytest.mark.one_of(count=4)
 @pytest.mark.parametrize("name", STATES)
 def test_whoever_saved_it_whoever_loads_it(tmp_path: Path, name: str) -> None:
     state = STATES[name]
@@ -143,6 +144,7 @@ def test_what_is_wanted_and_not_there_is_still_missing(tmp_path: Path) -> None:
                     LOADS[loader](dict(wanted), path)
 
 
+@pytest.mark.one_of
 @on_ranks(1, 2)
 def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, world_size: int) -> None:
     warnings.simplefilter("ignore")

@@ -129,6 +129,7 @@ class _Connector:
     client = S3ClientConfig(force_path_style=True)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_stock_and_s3torchconnector_wrote_is_read(bucket: Bucket, threads: int) -> None:
     writers = {

@@ -83,6 +83,7 @@ def _check(command: str, expected: str, cwd: Path, imported: tuple[str, ...]) ->
     return dict(losses)
 
 
+@pytest.mark.one_of(count=4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
 def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path) -> None:

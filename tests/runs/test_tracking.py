@@ -62,6 +62,7 @@ def _log_what_is_at_no_path(root: Path) -> None:
     handle.set_published(events.SaveFinished(handle.path, 1, 0, 0.0, 0.0, tier="local"))
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 @on_ranks(2)
 def test_a_run_gets_references_to_what_is_published(tmp_path: Path, package: str) -> None:

@@ -58,7 +58,7 @@ def _check(path: Path) -> None:
     assert_same(torch.load(path.with_suffix(".pt"), weights_only=True), whole_state(model, optimizer))
 
 
-@pytest.mark.one_of("overwrite")
+@pytest.mark.one_of
 @pytest.mark.parametrize("victims", [[0, 1], [0], [1]], ids=["all ranks", "coordinator", "another rank"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new name", "overwrite"])
 def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims: list[int], overwrite: bool) -> None:

@@ -267,6 +267,7 @@ def _rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.one_of("reuse")
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize(
     ("damage", "words"),

@@ -142,6 +142,7 @@ def _load(state: dict[str, Any], root: Path) -> Any:
     return dcp.load(state, root / "step-1")
 
 
+@pytest.mark.one_of
 @on_ranks(4)
 @pytest.mark.parametrize("load", [_load, _resume])
 def test_what_is_a_shard_on_other_ranks_is_theirs(tmp_path: Path, load: Load) -> None:

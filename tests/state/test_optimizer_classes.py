@@ -63,6 +63,7 @@ def _judge(outcomes: dict[str, str], at_least: int) -> None:
     assert ran >= at_least, skipped
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(("layout", "ranks"), [("plain", 1), ("ddp", 2)])
 def test_a_sample_of_classes_resumes_as_with_torch_save(tmp_path: Path, layout: str, ranks: int) -> None:
     _judge(launch.run(run_all, ranks, SAMPLE, layout, tmp_path)[0], at_least=len(SAMPLE))

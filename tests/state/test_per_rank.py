@@ -230,6 +230,7 @@ class Counter:
         self.count = state["count"]
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", ["tensor", "number", "stateful", "nested", "empty"])
 @on_ranks(2)
 def test_values_of_every_kind(tmp_path: Path, kind: str) -> None:

@@ -93,6 +93,7 @@ def _load(path: Path, replicas: int = 1) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}])
 def test_each_rank_gets_its_own_back(tmp_path: Path, options: dict[str, Any]) -> None:
     saved = launch.run(_save, 2, tmp_path / "c", options)

@@ -478,6 +478,7 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
     ours.save(_state(model, optimizer), root / "1", step=1)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("victims", [[0, 1], [1]], ids=["all ranks", "one rank"])
 def test_a_save_that_is_killed_between_its_links_harms_no_other_checkpoint(tmp_path: Path, victims: list[int]) -> None:
     outcomes = launch.outcomes_of(_save_and_die, 2, tmp_path, victims)

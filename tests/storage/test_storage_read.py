@@ -95,6 +95,7 @@ def _target(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64 if kind == "cast" else torch.float32)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("io_threads", [1, 3])
 def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: int) -> None:
     chance = random.Random(1)
@@ -229,6 +230,7 @@ def test_equal_values_are_read_once(tmp_path: Path) -> None:
     assert report.bytes_read < 4096
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("how", ["contiguous", "cast", "turned"])
 def test_a_load_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
     dcp.save({"t": torch.randn(6000, 6000)}, tmp_path / "ck")

@@ -53,6 +53,7 @@ def _takes_direct(directory: Path) -> bool:
     return True
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("direct_io", [True, False, "auto"])
 def test_a_file_holds_what_was_appended_in_pieces_of_any_size(directory: Path, direct_io: Any) -> None:
     if direct_io is True and not _takes_direct(directory):
@@ -85,6 +86,7 @@ def _state() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("direct_io", [True, False, "auto"])
 def test_every_way_to_write_gives_the_same_files(directory: Path, direct_io: Any) -> None:
     state = _state()
@@ -262,6 +264,7 @@ def test_an_item_has_few_checksums_and_small_blocks(length: int) -> None:
     assert block in (4096, MIB) or length / 512 < block <= length / 128
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("how", ["contiguous", "turned"])
 def test_a_save_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
     tensor = torch.randn(6000, 6000) if how == "contiguous" else torch.randn(6000, 6000).t()

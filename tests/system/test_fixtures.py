@@ -134,6 +134,7 @@ LOADED_ON = {
 """By number of ranks: the layout that each checkpoint of the plain API is loaded into."""
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("ranks", LOADED_ON)
 def test_another_number_of_ranks_loads_every_byte(frozen: Path, ranks: int) -> None:
     for found in launch.run(_load_on, ranks, frozen, LOADED_ON[ranks]):
@@ -210,7 +211,7 @@ def _put_into(root: Where, folder: Path) -> None:
     copy_folder(folder, root)
 
 
-@pytest.mark.one_of("scheme")
+@pytest.mark.one_of(count=3)
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
 @pytest.mark.parametrize("name", IN_BUCKET)
 def test_an_interrupted_save_in_a_bucket_loses_nothing(

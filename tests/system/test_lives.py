@@ -82,6 +82,7 @@ class _Life:
             self.saved[name] = values
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
 def test_every_checkpoint_of_a_run_is_what_was_saved(place: Where, seed: int) -> None:
     life = _Life(place, seed)

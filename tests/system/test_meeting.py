@@ -64,6 +64,7 @@ def _call_without_rank_1(root: Path, what: str) -> str:
     return str(error)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("what", ["first save", "async", "load", "after a save"])
 def test_a_rank_that_died_before_the_ranks_met_is_named_on_all_others(tmp_path: Path, what: str) -> None:
     dcp.save(STATE, tmp_path / "there")

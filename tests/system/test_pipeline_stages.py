@@ -105,6 +105,7 @@ def _load(path: Path, split: str) -> None:
     _assert_restored(state)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("split", SPLITS)
 def test_stages_load_what_stages_saved(tmp_path: Path, split: str) -> None:
     launch.run(_save, 2, tmp_path / "c", "halves")
@@ -188,6 +189,7 @@ def test_no_rename_is_proposed_that_would_lose_what_fits(tmp_path: Path) -> None
     assert "rename=" not in str(raised.value)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("include", ["model.layers.3.*", "optim.*"])
 def test_a_glob_may_match_on_one_rank_only(tmp_path: Path, include: str) -> None:
     launch.run(_save, 2, tmp_path / "c", "halves")
@@ -290,7 +292,7 @@ def _stepped(container: Container) -> Container:
     return container
 
 
-@pytest.mark.one_of("restores", "is_stepped")
+@pytest.mark.one_of
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("is_stepped", [False, True])

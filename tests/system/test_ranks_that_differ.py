@@ -279,6 +279,7 @@ def test_a_load_that_waits_says_so_and_is_loaded_when_the_rank_comes(tmp_path: P
     assert target["n"] == 1.0
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("meets", [True, False])
 @pytest.mark.parametrize("absent", [0, 1])
 @on_ranks(2)

@@ -64,6 +64,7 @@ def _lazily(state: dict[str, Any], path: Path) -> None:
     _in_background(state, path, staging="lazy")
 
 
+@pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("use", [_save, _save_and_load, _resume, _in_background, _lazily])
 def test_dropped_objects_are_freed_at_once(tmp_path: Path, use: Callable[[dict[str, Any], Path], None]) -> None:
     state = _state()

@@ -22,7 +22,7 @@ def _normal(state: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in state.items()}
 
 
-@pytest.mark.one_of("world_size", count=2)
+@pytest.mark.one_of("world_size")
 @pytest.mark.parametrize("both_ways", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(*sorted(set(WORLD_SIZE.values())))
 def test_stock_and_we_read_each_other(tmp_path: Path, world_size: int, both_ways: bool) -> None:

@@ -92,6 +92,7 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Where, Where]:
     return made[0], made[1]
 
 
+@pytest.mark.one_of(count=2)
 def test_a_copy_has_every_byte_and_is_not_made_twice(way: tuple[Where, Where]) -> None:
     source, target = way
     state = _save(source / "step-1", 1)
@@ -189,6 +190,7 @@ def _lightning(path: Path) -> None:
     torch.save({"state_dict": {"w": torch.randn(10)}, **said}, path)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("make", [_stock, _hugging_face, _lightning])
 def test_what_other_tools_saved_comes_as_it_is(bucket: Bucket, tmp_path: Path, make: Any) -> None:
     first, there, last = tmp_path / "from/ck", as_path(bucket.url) / "to/ck", tmp_path / "last/ck"
@@ -285,6 +287,7 @@ def test_a_base_is_found_at_the_target_or_named(tmp_path: Path, bucket: Bucket) 
         _assert_has(path, state)
 
 
+@pytest.mark.one_of
 def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where], tmp_path: Path) -> None:
     source, target = way
     _save(tmp_path / "made")
@@ -384,6 +387,7 @@ def test_an_interrupted_copy_of_another_tool_s_files_continues_with_its_complete
     assert _nothing_in_flight(tmp_path / "to")
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_network_that_is_cut_is_one_error_and_what_came_before_is_kept(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, method: str
@@ -443,6 +447,7 @@ def test_a_source_that_is_deleted_meanwhile_and_a_full_target_leave_nothing(
     assert not (tmp_path / "to").exists() or not list((tmp_path / "to").rglob("*"))
 
 
+@pytest.mark.one_of
 def test_what_is_there_is_replaced_only_if_that_is_asked_for(way: tuple[Where, Where]) -> None:
     source, target = way
     new, old = _save(source / "ck", 2), _save(target / "ck", 1)

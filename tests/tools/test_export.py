@@ -119,7 +119,7 @@ def test_a_torch_file_is_what_torch_save_would_have_written(path: Path, tmp_path
     assert made == _with_id(written.getvalue(), b"0" * 40)
 
 
-@pytest.mark.one_of("world_size", count=2)
+@pytest.mark.one_of
 @on_ranks(1, 2, 4)
 def test_a_script_without_us_goes_on_from_the_torch_file_of_any_layout(tmp_path: Path, world_size: int) -> None:
     warnings.simplefilter("ignore")

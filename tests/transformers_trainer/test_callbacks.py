@@ -49,6 +49,8 @@ def _contents(folder: Path, names: set[str]) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.usefixtures("forked_keepers")
+@pytest.mark.one_of
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1)
 def test_files_written_on_save_are_those_that_the_trainer_alone_has(tmp_path: Path, kind: str) -> None:

@@ -11,6 +11,7 @@ from tests.launch import on_ranks
 from tests.places import is_tidy
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize(("strategy", "saved"), [("no", []), ("steps", [3, 6])])
 @on_ranks(2)
 def test_a_trainer_saves_when_due_and_tells_its_loggers(tmp_path: Path, strategy: str, saved: list[int]) -> None:

@@ -63,6 +63,7 @@ def _adapters_for_inference(root: Path) -> None:
     assert_same(saved, found)
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
 def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> None:
     straight = launch.run(_train_adapters, WORLD_SIZE[layout], tmp_path, layout)[0]
@@ -77,7 +78,7 @@ def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> 
     assert resumed[1].items() <= straight[1].items()
 
 
-@pytest.mark.one_of("layout", count=2)
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp1", "fsdp2"])
 @on_ranks(of=lambda layout: WORLD_SIZE[layout])
 def test_the_trainer_alone_does_not_resume_adapters_without_their_optimizer(tmp_path: Path, layout: str) -> None:
@@ -107,6 +108,7 @@ def test_save_only_model_saves_and_resumes_only_the_model(tmp_path: Path) -> Non
     assert_same(model, {key: value for key, value in seen.state.items() if key.startswith("model.")})
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
 @on_ranks(of=lambda layout: WORLD_SIZE[layout])
 def test_a_checkpoint_of_stock_resumes_as_with_stock(tmp_path: Path, layout: str) -> None:

@@ -13,6 +13,7 @@ from tests.launch import on_ranks
 from tests.memory import names_alive
 
 
+@pytest.mark.one_of
 @pytest.mark.parametrize("options", [{}, {"async_save": True, "save_interval": 60.0}], ids=["sync", "async"])
 @on_ranks(1)
 def test_the_mixin_keeps_no_object_longer_than_the_trainer_alone(tmp_path: Path, options: dict[str, Any]) -> None:

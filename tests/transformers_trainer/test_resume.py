@@ -23,9 +23,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _trainings(layouts: list[str]) -> list[tuple[str, str]]:
-    """Layout and case. One case is enough to see that a layout is no exception."""
-    return [(layout, case) for layout in layouts for case in list(CASES)[: 1 if layout in ("fsdp1", "hsdp") else None]]
+def _cases_of(layout: str) -> list[str]:
+    """One case is enough to see that a layout is no exception."""
+    return list(CASES)[: 1 if layout in ("fsdp1", "hsdp") else None]
 
 
 def _options(case: str) -> dict[str, Any]:
@@ -41,69 +41,66 @@ def _ran(trainer: Any, watch: Any) -> dict[str, Any]:
     return {"state": t.whole_state(trainer), "losses": watch.losses, "numbers": watch.numbers}
 
 
-def _train_straight(root: Path, layouts: list[str]) -> dict[tuple[str, str], Any]:
+def _train_straight(root: Path, layout: str) -> dict[str, Any]:
     from tests.transformers_trainer import training as t
 
     results = {}
-    for layout, case in _trainings(layouts):
-        trainer = t.trainer(root / layout / case, layout, callbacks=[watch := t.Watch()], **_options(case))
+    for case in _cases_of(layout):
+        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **_options(case))
         trainer.train()
-        results[layout, case] = _ran(trainer, watch)
+        results[case] = _ran(trainer, watch)
     return results
 
 
-def _resume(root: Path, layouts: list[str]) -> dict[tuple[str, str], Any]:
+def _resume(root: Path, layout: str) -> dict[str, Any]:
     from tests.transformers_trainer import training as t
 
     results = {}
-    for layout, case in _trainings(layouts):
+    for case in _cases_of(layout):
         options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
-        trainer = t.trainer(root / layout / case, layout, callbacks=[watch := t.Watch()], **options)
+        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **options)
         # Now, since the filters of t.trainer would hide it.
         warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
-        trainer.train(resume_from_checkpoint=str(root / layout / case / f"checkpoint-{options['save_steps']}"))
-        results[layout, case] = _ran(trainer, watch)
+        trainer.train(resume_from_checkpoint=str(root / case / f"checkpoint-{options['save_steps']}"))
+        results[case] = _ran(trainer, watch)
     return results
-
-
-def _layouts(world_size: int) -> list[str]:
-    return [layout for layout, ranks in WORLD_SIZE.items() if ranks == world_size]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Straight trainings by number of ranks, made when first asked for: their folder, and the results of all ranks."""
-    made: dict[int, tuple[Path, list[Any]]] = {}
+    """Straight trainings by layout, made when first asked for: their folder, and the results of all ranks."""
+    made: dict[str, tuple[Path, list[Any]]] = {}
 
-    def get(world_size: int) -> tuple[Path, list[Any]]:
-        if world_size not in made:
-            root = tmp_path_factory.mktemp(f"ranks-{world_size}")
-            made[world_size] = root, launch.run(_train_straight, world_size, root, _layouts(world_size))
-        return made[world_size]
+    def get(layout: str) -> tuple[Path, list[Any]]:
+        if layout not in made:
+            root = tmp_path_factory.mktemp(layout)
+            made[layout] = root, launch.run(_train_straight, WORLD_SIZE[layout], root, layout)
+        return made[layout]
 
     return get
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_resume_equals_no_interruption(trained: Any, world_size: int) -> None:
-    root, straight = trained(world_size)
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", WORLD_SIZE)
+def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
+    root, straight = trained(layout)
 
-    resumed = launch.run(_resume, world_size, root, _layouts(world_size))
+    resumed = launch.run(_resume, WORLD_SIZE[layout], root, layout)
 
     for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
-        for layout, case in _trainings(_layouts(world_size)):
-            one, other = whole[layout, case], rest[layout, case]
+        for case in _cases_of(layout):
+            one, other = whole[case], rest[case]
             assert_same(one["state"], other["state"])
             assert len(other["numbers"]) == 6 - CASES[case]["save_steps"]
             for what in ("losses", "numbers"):  # losses are logged on rank 0
-                assert other[what].items() <= one[what].items(), (rank, layout, case, what)
-    if world_size == 2:
-        one, other = (straight[rank]["ddp", "no accumulation"]["numbers"] for rank in (0, 1))
+                assert other[what].items() <= one[what].items(), (rank, case, what)
+    if layout == "ddp":
+        one, other = (straight[rank]["no accumulation"]["numbers"] for rank in (0, 1))
         assert one != other, "each rank draws its own random numbers, or this test shows little"
 
 
 def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, tmp_path: Path) -> None:
-    path = trained(2)[0] / "fsdp2" / "middle of an epoch" / "checkpoint-3"
+    path = trained("fsdp2")[0] / "middle of an epoch" / "checkpoint-3"
     url = as_path(bucket.url) / "run" / path.name
     copy_folder(path, url)
     expected, _, _ = launch.run(_begin, 2, path, "fsdp2")[0]
@@ -147,12 +144,12 @@ def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -
     return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
 
 
-@pytest.mark.one_of(count=2)
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     ("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("fsdp1", "fsdp2")]
 )
 def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str, target: str) -> None:
-    path = trained(WORLD_SIZE[source])[0] / source / "middle of an epoch" / "checkpoint-3"
+    path = trained(source)[0] / "middle of an epoch" / "checkpoint-3"
     expected, _, nothing = launch.run(_begin, WORLD_SIZE[source], path, source)[0]
     assert not nothing
 
