@@ -184,12 +184,18 @@ def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
         raise ValueError("the index has hashes of chunks that do not exist, or hashes in another order than the chunks")
 
 
+_PLAIN = {str, int}
+"""Types of the names and numbers in a path. All other parts are tuples."""
+
+
 def _tuples(part: Any) -> Any:
     """Return JSON's lists as tuples. A tuple as the key of a mapping may hold tuples."""
     return tuple(map(_tuples, part)) if isinstance(part, list) else part
 
 
 def _path_from_json(parts: Any) -> KeyPath:
+    if {*map(type, parts)} <= _PLAIN:  # nearly all of the paths, of which a checkpoint may have a million
+        return tuple(parts)
     path = tuple(_tuples(part) for part in parts)
     for part in path:
         match part:

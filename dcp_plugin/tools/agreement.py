@@ -58,35 +58,39 @@ def signatures(index: CheckpointIndex, keys: Collection[str]) -> dict[str, Signa
     table, hashes = index.table, index.places.hash
     is_framed, length = index.columns["place"][:, 2] >= 0, index.columns["place"][:, 3]
     has_crcs = (np.diff(index.block_starts) > 0) | (is_framed & (length == 0))
-    slots = [index.slots[key] for key in keys]
+    slots = np.array([index.slots[key] for key in keys], np.int64)
     dtypes = {**dict(enumerate(table.dtypes)), NO_TENSOR: VALUE}
-    numbers = table.columns["dtype"].tolist()
+    numbers = table.columns["dtype"][slots].tolist()
     sizes = np.stack((length, is_framed, np.full(len(length), index.smallest_block)), axis=1)
     boxes = _rows(table.columns["box"], table.box_starts, slots)
     layouts = map(bytes.__add__, boxes, _rows(sizes, table.chunk_starts, slots))
-    crcs = _rows(index.columns["block_crc"], index.block_starts[table.chunk_starts], slots)
+    crcs = index.columns["block_crc"], index.block_starts[table.chunk_starts]
     columns = (
-        [dtypes[numbers[slot]] for slot in slots],
-        table.shapes_of(np.array(slots, np.int64)),
+        [dtypes[number] for number in numbers],
+        table.shapes_of(slots),
         layouts,
-        _if_complete(crcs, has_crcs, table.chunk_starts, slots),
-        _if_complete(_rows(hashes, table.chunk_starts, slots), in_any(hashes), table.chunk_starts, slots),
+        _if_complete(*crcs, has_crcs, table.chunk_starts, slots),
+        _if_complete(hashes, table.chunk_starts, in_any(hashes), table.chunk_starts, slots),
     )
     return dict(zip(keys, map(partial(tuple.__new__, Signature), zip(*columns, strict=True)), strict=True))
 
 
-def _rows(column: Column, starts: Column, slots: list[int]) -> list[bytes]:
+def _rows(column: Column, starts: Column, slots: Column) -> list[bytes]:
     """Return the bytes of the rows of each slot."""
-    data, size = column.tobytes(), column[:1].nbytes
-    bounds = (starts * size).tolist()
-    return [data[bounds[slot] : bounds[slot + 1]] for slot in slots]
+    data, bounds = column.tobytes(), starts * column[:1].nbytes
+    return [data[begin:end] for begin, end in zip(bounds[slots].tolist(), bounds[1:][slots].tolist(), strict=True)]
 
 
-def _if_complete(rows: list[bytes], has: Column, starts: Column, slots: list[int]) -> list[bytes | None]:
-    """Return the rows of each slot; None for a slot of which a chunk has none."""
-    missing = np.concatenate(([0], np.cumsum(~has)))[starts]
-    is_complete = (np.diff(missing) == 0)[slots].tolist()
-    return [row if complete else None for row, complete in zip(rows, is_complete, strict=True)]
+def _if_complete(
+    column: Column, starts: Column, has: Column, chunk_starts: Column, slots: Column
+) -> list[bytes | None]:
+    """Return the bytes of the rows of each slot; None for a slot of which a chunk has none."""
+    missing = np.concatenate(([0], np.cumsum(~has)))[chunk_starts]
+    is_complete = (np.diff(missing) == 0)[slots]
+    if not is_complete.any():  # few checkpoints have hashes
+        return [None] * len(slots)
+    rows = zip(_rows(column, starts, slots), is_complete.tolist(), strict=True)
+    return [row if complete else None for row, complete in rows]
 
 
 def paired(removed: Sequence[str], added: Sequence[str], nbytes: int) -> dict[str, str]:
