@@ -23,7 +23,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +71,17 @@ class RunningCrc:
         self.ends += [crc := crc32(data[at : at + block], crc) for at in range(start, len(data), block)]
         self.crc = crc
         self._in_block = (self._in_block + len(data)) % block
+
+
+class ItemSums(NamedTuple):
+    """Checksums of the bytes of an item."""
+
+    crcs: list[int]
+    """Running CRC32 at the end of each block of the payload; empty if none was computed."""
+    frame_crc: int = 0
+    """CRC32 of the item without its payload."""
+    hash: bytes | None = None
+    """XXH3-128 of the payload; None if it was not computed."""
 
 
 RunningHash = xxh3_128

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -27,7 +26,7 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import Frame, RunningCrc, RunningHash, block_size
+from dcp_plugin.format.payload import Frame, ItemSums, RunningCrc, RunningHash, block_size
 from dcp_plugin.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
@@ -299,16 +298,6 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
         if file is not None:
             file.close()
     return count
-
-
-class ItemSums(NamedTuple):
-    """Checksums of the bytes of an item."""
-
-    crcs: list[int]
-    """Running CRC32 at the end of each block of the payload."""
-    frame_crc: int
-    hash: bytes
-    """XXH3-128 of the payload."""
 
 
 def framed_item(file: RangedFile, begin: int, around: Frame) -> ItemSums | None:

@@ -28,7 +28,16 @@ from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.columns import Places, hash_column
-from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
+from dcp_plugin.format.payload import (
+    SMALLEST_BLOCK,
+    Frame,
+    ItemSums,
+    RunningCrc,
+    RunningHash,
+    block_size,
+    frame,
+    padded,
+)
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
@@ -191,14 +200,6 @@ class _Item(NamedTuple):
         return cls(data, around, around.length, around.payload_offset, around.payload_length)
 
 
-class _Sums(NamedTuple):
-    """Checksums of a written item."""
-
-    crcs: list[int]
-    frame_crc: int = 0
-    hash: bytes | None = None
-
-
 def _layout(items: list[_Item]) -> _Layout:
     starts, end = [], 0
     for item in items:
@@ -211,7 +212,7 @@ def _layout(items: list[_Item]) -> _Layout:
 
 def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, hashed: bool) -> Places:
     starts, size = layout
-    rings, sums = Rings(), list[_Sums]()
+    rings, sums = Rings(), list[ItemSums]()
     with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
         small = _SmallItems(file, to.checksum)
         for item, start in zip(items, starts, strict=True):
@@ -249,7 +250,7 @@ class _SmallItems:
         self._begin = self._end = 0
         """Range of the collected bytes in the file."""
 
-    def add(self, item: _Item, start: int) -> _Sums | None:
+    def add(self, item: _Item, start: int) -> ItemSums | None:
         """Append an item that begins at ``start`` of the file; return None if it is not plain bytes in memory."""
         data, around, length, payload_offset, payload_length = item
         if not (isinstance(data, bytes) or (isinstance(data, torch.Tensor) and is_plain_memory(data))):
@@ -264,14 +265,14 @@ class _SmallItems:
         first, behind = at + payload_offset, at + payload_offset + payload_length
         if isinstance(data, bytes):
             memory[first:behind] = data
-            return _Sums(self._crcs(self._view[first:behind]))
+            return ItemSums(self._crcs(self._view[first:behind]))
         assert around is not None, "a tensor has a frame"
         memory[at:first] = around.head
         ctypes.memmove(self._address + first, data.data_ptr(), payload_length)
         crcs = self._crcs(self._view[first:behind])
         tail = around.tail(crcs[-1] if crcs else 0)
         memory[behind : at + length] = tail
-        return _Sums(crcs, crc32(tail, around.head_crc) if self._checksum else 0)
+        return ItemSums(crcs, crc32(tail, around.head_crc) if self._checksum else 0)
 
     def _crcs(self, payload: memoryview) -> list[int]:
         if not self._checksum:
@@ -289,7 +290,7 @@ class _SmallItems:
         self._begin = self._end
 
 
-def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, running_hash: RunningHash | None) -> _Sums:
+def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, running_hash: RunningHash | None) -> ItemSums:
     """Write one item. The payload of a tensor is hashed piece by piece, while it is in the processor's cache."""
     data, around = item.data, item.around
     if isinstance(data, WholeItem):
@@ -316,11 +317,11 @@ def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, runnin
             running_hash.update(piece)
         file.write(piece, kept)
     if around is None:
-        return _Sums(running.ends)
+        return ItemSums(running.ends)
     tail = around.tail(running.crc)
     file.write(tail)
     frame_crc = crc32(tail, around.head_crc) if checksum else 0
-    return _Sums(running.ends, frame_crc, None if running_hash is None else running_hash.digest())
+    return ItemSums(running.ends, frame_crc, None if running_hash is None else running_hash.digest())
 
 
 class _Meter:
