@@ -39,7 +39,7 @@ from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.paths import PathLike, Where, is_link, on_file_system, resolved, text_of
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.sources import source_of
 from dcp_plugin.types import CheckpointState
@@ -190,7 +190,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         return
     checkpoint, name = adapter.io.where(target), adapter.io.where(link)
     if trainer.is_global_zero and checkpoint != name:
-        adapter.io.post_commit.change(functools.partial(catalog.link, name, checkpoint))
+        adapter.io.post_commit.change(functools.partial(retention.link, name, checkpoint))
     trainer.strategy.barrier("link to a checkpoint")
 
 

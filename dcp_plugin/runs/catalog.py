@@ -365,12 +365,6 @@ def was_published(state: CheckpointState | Saved) -> bool:
     return exists(medium_of(state.path).open(state.path), SUMMARY)
 
 
-def link(path: PathLike, target: PathLike) -> None:
-    """Make ``path`` a link to a checkpoint, in place of the present link or checkpoint."""
-    where = as_path(path)
-    medium_of(where).link(where, as_path(target))
-
-
 def checkpoints_below(path: Where) -> list[Where]:
     """Return the checkpoints of a run, in the order of their names; empty if ``path`` is a checkpoint itself."""
     if medium_of(path).kind(path) != "folder":

@@ -1,8 +1,8 @@
 """Deletion of checkpoints: only of checkpoints, and never of one that another checkpoint needs.
 
-Every deletion of this package goes through :func:`delete`. With ``trainable_only``, checkpoints leave out frozen
-parameters that another one, their *base*, has: no save and no deletion takes a base from a checkpoint that could not be
-loaded without it.
+Every deletion for a policy, a framework or a user goes through :func:`delete`. With ``trainable_only``, checkpoints
+leave out frozen parameters that another one, their *base*, has: no deletion, save, copy or link takes a base from a
+checkpoint that could not be loaded without it.
 """
 
 from __future__ import annotations
@@ -116,6 +116,19 @@ def refuse_other_things(path: Where) -> None:
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
             f"those below a directory."
         )
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Make ``path`` a link to a checkpoint, in place of the present link or checkpoint.
+
+    Raises:
+        SaveFailed: ``path`` is the base of another checkpoint.
+        CheckpointError: ``path`` is no checkpoint, or the file system failed; ``path`` is unchanged.
+    """
+    where = as_path(path)
+    refuse_other_things(where)
+    refuse_to_replace_a_base(where)
+    medium_of(where).link(where, as_path(target))
 
 
 @functools.cache  # a policy is applied after every save

@@ -32,8 +32,9 @@ from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
+from dcp_plugin.storage.published import summary_if_readable
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
+from dcp_plugin.tools.transfer import CopyState, Source, Transfer, are_of_one_save, is_same, open_source
 from dcp_plugin.types import as_html
 
 
@@ -254,6 +255,8 @@ class _Copy:
             self._refuse(
                 source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
             )
+            if not are_of_one_save(source.summary, summary_if_readable(new_path)):  # else the copy repairs it
+                refuse_to_replace_a_base(new_path)
             return False
         with closing(existing):
             if is_same(source, existing):

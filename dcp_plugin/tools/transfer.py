@@ -175,14 +175,17 @@ def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
 
 def is_same(source: Source, target: Source) -> bool:
     """Return whether two checkpoints are of the same save. Those of other tools are compared file by file."""
-    if source.summary is not None and target.summary is not None:
-        return _identity(source.summary) == _identity(target.summary)
     if source.summary is not None or target.summary is not None:
-        return False
+        return are_of_one_save(source.summary, target.summary)
     if source.sizes != target.sizes and not (source.is_file and target.is_file):
         return False
     pairs = zip(sorted(source.sizes), sorted(target.sizes), strict=True)
     return all(_same_bytes(source.files, name, target.files, target_name) for name, target_name in pairs)
+
+
+def are_of_one_save(first: Summary | None, second: Summary | None) -> bool:
+    """Return whether two checkpoints of this package are of the same save, by their summaries; None is no summary."""
+    return first is not None and second is not None and _identity(first) == _identity(second)
 
 
 def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: str) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
-from dcp_plugin.runs import catalog, retention
+from dcp_plugin.runs import retention
 from tests.faults.scenes import NEW, number_in, save, save_and_keep_two
 from tests.faults.victims import NO_EXCHANGE, Beside, Fault, Victims
 
@@ -64,7 +64,7 @@ def add_and_keep_two(root: Path, number: int) -> None:
 def link_to_a_new_one(root: Path, number: int) -> None:
     before = (root / "last").resolve()
     save(root / f"step-{number}", number)
-    catalog.link(root / "last", root / f"step-{number}")
+    retention.link(root / "last", root / f"step-{number}")
     retention.remove(before)
 
 
@@ -79,7 +79,7 @@ WRITERS = {
 def prepare(writer: Writer, root: Path) -> None:
     for name, number in writer.before.items():
         if name == "last" and "step-1" in writer.before:
-            catalog.link(root / name, root / "step-1")
+            retention.link(root / name, root / "step-1")
         else:
             save(root / name, number)
 

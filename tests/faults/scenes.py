@@ -13,7 +13,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where, as_path
-from dcp_plugin.runs import catalog, retention
+from dcp_plugin.runs import retention
 
 LARGE = 1 << 19
 """Elements of a tensor that is worth a hard link."""
@@ -47,7 +47,7 @@ def save_in_background(path: Where, number: int) -> None:
 
 def save_and_link(path: Where, number: int) -> None:
     dcp.save(state_of(number), path, step=number)
-    catalog.link(path.parent / "last", path)
+    retention.link(path.parent / "last", path)
 
 
 def save_among_other_files(path: Where, number: int) -> None:
@@ -124,7 +124,7 @@ def prepare(scene: Scene, root: Where) -> None:
     for name, number in scene.before.items():
         save(root / name, number)
     for name, target in scene.links_before.items():
-        catalog.link(root / name, root / target)
+        retention.link(root / name, root / target)
     for name in scene.others:
         file = root / scene.target / name
         assert isinstance(file, Path)

@@ -26,7 +26,7 @@ from dcp_plugin.format import index_file
 from dcp_plugin.media import WORKSPACE, lease, medium_of
 from dcp_plugin.media.disk import commit
 from dcp_plugin.paths import Where
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import retention
 from dcp_plugin.storage import writer
 from tests import launch
 from tests.forge import change_summary
@@ -493,12 +493,21 @@ def test_a_link_takes_the_place_of_a_link_and_of_a_checkpoint(tmp_path: Path) ->
     for step in (1, 2, 3):
         dcp.save({"x": step}, tmp_path / str(step), step=step)
     for step in (1, 2):
-        catalog.link(tmp_path / "last", tmp_path / str(step))
+        retention.link(tmp_path / "last", tmp_path / str(step))
         assert dcp.inspect(tmp_path / "last").step == step
-    catalog.link(tmp_path / "3", tmp_path / "1")
+    retention.link(tmp_path / "3", tmp_path / "1")
     assert dcp.inspect(tmp_path / "3").step == 1
     assert os.readlink(tmp_path / "3") == "1"
     assert names_in(tmp_path) == ["1", "2", "3", "last"]
+
+
+def test_a_link_takes_the_place_of_nothing_else(tmp_path: Path) -> None:
+    dcp.save({"x": 1}, tmp_path / "1", step=1)
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last/notes.txt").write_text("mine")
+    with pytest.raises(dcp.CheckpointError, match="is no checkpoint"):
+        retention.link(tmp_path / "last", tmp_path / "1")
+    assert (tmp_path / "last/notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("before", ["link", "checkpoint"])
@@ -506,7 +515,7 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
     for step in (1, 2):
         dcp.save({"x": step}, tmp_path / str(step), step=step)
     if before == "link":
-        catalog.link(tmp_path / "last", tmp_path / "1")
+        retention.link(tmp_path / "last", tmp_path / "1")
     else:
         dcp.save({"x": 1}, tmp_path / "last", step=1)
     (outcome,) = launch.outcomes_of(_link_and_die, 1, tmp_path)
@@ -524,7 +533,7 @@ def _link_and_die(root: Path) -> None:
 
     posix.exchange = die  # type: ignore[assignment]
     os.replace = die  # type: ignore[assignment]
-    catalog.link(root / "last", root / "2")
+    retention.link(root / "last", root / "2")
 
 
 def test_no_thread_is_left_when_a_save_has_returned(place: Where, monkeypatch: pytest.MonkeyPatch) -> None:

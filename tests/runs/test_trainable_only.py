@@ -20,6 +20,7 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
+from dcp_plugin.runs import retention
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
@@ -322,6 +323,8 @@ def test_a_checkpoint_that_completes_its_neighbour_is_not_overwritten_by_anybody
     ours.save(_state(model, optimizer), tmp_path / "0")
     with pytest.raises(dcp.SaveFailed, match=r"/0 leaves out.*new name"):
         dcp.save(_state(*build(seed=9)), tmp_path / "last")
+    with pytest.raises(dcp.SaveFailed, match=r"/0 leaves out"):
+        retention.link(tmp_path / "last", tmp_path / "0")
     assert is_tidy(tmp_path)
     _check(tmp_path / "0", model)
     ours.remove(tmp_path / "0")

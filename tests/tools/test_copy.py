@@ -287,6 +287,24 @@ def test_a_base_is_found_at_the_target_or_named(tmp_path: Path, bucket: Bucket) 
         _assert_has(path, state)
 
 
+def test_a_damaged_base_is_replaced_by_its_own_save_alone(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
+    module[0].requires_grad_(False)
+    base, step = tmp_path / "run/base", tmp_path / "run/step-1"
+    dcp.save({"model": module}, base)
+    checkpointer = dcp.Checkpointer(trainable_only=True)
+    checkpointer.load({"model": module}, base)
+    checkpointer.save({"model": module}, step)
+    dcp.copy(base, tmp_path / "backup")
+    dcp.save({"other": torch.zeros(4)}, tmp_path / "other")
+    data = next(base.glob("*.distcp"))
+    os.truncate(data, data.stat().st_size - 64)
+    with pytest.raises(dcp.SaveFailed, match=r"frozen parameters that .*step-1 leaves out"):
+        dcp.copy(tmp_path / "other", base, overwrite=True)
+    dcp.copy(tmp_path / "backup", base, overwrite=True)
+    _assert_has(step, {f"model.{key}": value for key, value in module.state_dict().items()})
+
+
 @pytest.mark.one_of
 def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where], tmp_path: Path) -> None:
     source, target = way
