@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.packed import position_of
 from dcp_plugin.keeper.wire import Address, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
@@ -131,6 +132,7 @@ class NearestFiles(Readable):
         places: The nodes that have some of the files, nearest first.
         written: Recorded time of the save, in seconds since the epoch.
         below: Opens the files at the path when they are needed first; None if the path does not have the checkpoint.
+        has_same_tables: False if the index and the summary at the path are those of the files there, not of the nodes'.
         passed_over: The first of :attr:`problems`.
     """
 
@@ -141,6 +143,7 @@ class NearestFiles(Readable):
         places: Iterable[Place],
         written: float,
         below: Callable[[], Readable] | None,
+        has_same_tables: bool,
         passed_over: Sequence[str],
     ) -> None:
         self._where, self._sizes, self._written, self._below = where, dict(sizes), written, below
@@ -148,7 +151,8 @@ class NearestFiles(Readable):
         self.is_at_path = below is not None
         """True if the path has the complete checkpoint as well."""
         if self.is_at_path:
-            self._places.append(Place(DURABLE, self._sizes.keys(), self._open_at_path))
+            others = () if has_same_tables else (INDEX, SUMMARY)
+            self._places.append(Place(DURABLE, self._sizes.keys() - others, self._open_at_path))
         self._at_path: Readable | None = None
         self._names_at_path: dict[str, str] = {}
         """Names of data files on the nodes -> at the path, once that is open."""

@@ -65,6 +65,8 @@ class Survivor:
     parts: list[_Part]
     durable: bool
     """True if the path has it as well."""
+    has_same_tables: bool
+    """True if the index at the path is that of the nodes."""
 
     @property
     def record(self) -> Record:
@@ -150,7 +152,8 @@ class Inventory:
             if lost and not is_durable and not (of_one_node and record.complete):
                 passed_over.append(f"{name}: no node that is left has {some(lost, 3)}")
             else:
-                survivors.append(Survivor(parts, is_durable))
+                has_same_tables = at_path is not None and at_path.index_sha256 == record.index_sha256
+                survivors.append(Survivor(parts, is_durable, has_same_tables))
         return survivors, passed_over
 
     def _summary_of(self, record: Record) -> Summary | None:
@@ -196,7 +199,9 @@ class Inventory:
         turn = self._ranks.rank % len(others) if others else 0
         places += [*others[turn:], *others[:turn]]  # so that not all ranks ask the same node first
         at_path = below if survivor.durable else None
-        return NearestFiles(str(path), record.files, places, record.time, at_path, self.passed_over)
+        return NearestFiles(
+            str(path), record.files, places, record.time, at_path, survivor.has_same_tables, self.passed_over
+        )
 
     def close(self) -> None:
         """Stop serving files."""

@@ -117,7 +117,9 @@ def test_a_file_that_the_node_lacks_is_read_by_the_name_that_it_has_at_the_path(
 @pytest.mark.one_of
 @pytest.mark.parametrize("table", [SUMMARY, INDEX])
 @pytest.mark.parametrize("damage", ["missing", "flipped"])
-def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(tmp_path: Path, table: str, damage: str) -> None:
+def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(
+    tmp_path: Path, table: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The tables at the path name other files, in another length: one of each place would make no checkpoint."""
     saver = dcp.Checkpointer(local_dir=str(tmp_path / "local"), durable_every=1)
     path = tmp_path / "run" / "step-1"
@@ -137,6 +139,12 @@ def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(tmp_path: Pat
     assert (start.how, start.path) == ("resumed", path)
     same(resumed, state_of(1))
     assert not (path / "dcp_plugin.damaged").exists()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings[-1].startswith(f"{path} is read at its path alone: {path}/{table} ")
+    assert [
+        text.endswith(f"{table} cannot be read from this node: its bytes are not those that were saved")
+        for text in warnings[:-1]
+    ] == [True] * (damage == "flipped")
 
 
 def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(saved: Path, tmp_path: Path) -> None:
