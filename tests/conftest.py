@@ -73,6 +73,16 @@ def azure() -> Iterator[object_server.Server]:
         yield server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def keepers_are_ended() -> Iterator[None]:
+    """Those that tests of this process have started: they would outlive it, of which Python warns."""
+    yield
+    if (client := sys.modules.get("dcp_plugin.keeper.client")) is not None:
+        for keeper in client._started:
+            keeper.kill()
+            keeper.wait(HANG)
+
+
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object_server.Bucket:
     """A new bucket, and an environment that leads there, in the ranks of :mod:`tests.launch` too.
