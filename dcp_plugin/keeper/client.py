@@ -31,7 +31,7 @@ from dcp_plugin.keeper.records import Go, Peer, RankJob, State
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import NO_ADDRESS, Address, Channel, KeeperLost, connect, new_key
 from dcp_plugin.media import medium_of
-from dcp_plugin.paths import Where, resolved
+from dcp_plugin.paths import Where, on_file_system, resolved
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.saving.queue import SaveQueue
 from dcp_plugin.storage.published import newest_time
@@ -43,6 +43,10 @@ _START_SECONDS = 120.0
 slow file system."""
 _POLL = 30.0
 _ANSWER = 60.0
+
+
+def _seconds_since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class KeeperClient:
         self._go: Go | None = None
         """The last save that rank 0 has handed over."""
         self._process = os.getpid()
+        self._store_clock: tuple[float, float] | None = None
+        """The time by the clock of the store, and by a clock of this host that nobody sets; None without a store."""
         self.queue = SaveQueue()
         """The saves of the training, which says when it stops waiting for them."""
 
@@ -103,9 +109,7 @@ class KeeperClient:
         self.key = self._job.key
         self.beside_rank_zero = self._job.first == self._node
         self.newest_time = self._job.newest
-        """The greatest recorded time of the run that this rank has seen, in seconds since the epoch."""
-        if self.rank == 0 and (behind := self.newest_time - time.time()) > 60:
-            logger.warning("the clock is %.0f s behind the newest save. Recorded times continue from there.", behind)
+        """The greatest recorded time of the run that the nodes had at the start, in seconds since the epoch."""
         with suppress(OSError):  # it starts while the first save is staged; the first request starts it otherwise
             start_keeper(self.spool, config.keeper_linger)
 
@@ -140,7 +144,23 @@ class KeeperClient:
 
     def _look_at_path(self, times: list[float]) -> None:
         with suppress(OSError, CheckpointError):
-            times.append(newest_time(medium_of(self._root), self._root))
+            medium = medium_of(self._root)
+            times.append(newest_time(medium, self._root))
+            if on_file_system(self._root) is None:
+                began, reservation = _seconds_since_boot(), medium.reserve(self._root / "clock")
+                medium.discard(reservation)
+                self._store_clock = None if reservation.time is None else (reservation.time, began)
+
+    def store_time(self) -> float | None:
+        """Return the time by the clock of the store, in seconds since the epoch; None without a store.
+
+        Saves are published with the time that they have in ``local_dir``, and others with the time of the store: one
+        clock orders both, whoever sets that of this host.
+        """
+        if self._store_clock is None:
+            return None
+        time_there, then = self._store_clock
+        return time_there + _seconds_since_boot() - then
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory that the keeper sees. Raises NoSharedMemory."""

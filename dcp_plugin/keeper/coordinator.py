@@ -320,7 +320,7 @@ class Coordinator:
         publication.save_id = save.head.save_id
         try:
             retention.refuse_to_replace_a_base(save.path)
-            directory = publication.reserve(save.head.among_other_files)
+            directory = publication.reserve(save.head.among_other_files, time_of(save.token))
             self._journal.change(save.token, reserved=directory.stem)
             self._journal.refuse_revoked(save.token)
             yield publication, directory
@@ -345,7 +345,7 @@ class Coordinator:
             token, time = self._published.get(path, ("", 0.0))
             if token > save.token or _newest_at(save.path, time, save.head.save_id) >= recorded:
                 raise SaveFailed(f"a newer save was published at {path}. An older save does not replace it.")
-            save.published_at = publication.publish(index, self._facts(save), recorded).time
+            save.published_at = publication.publish(index, self._facts(save)).time
             self._published[path] = save.token, save.published_at
 
     def _write_locally(self, save: Save) -> None:

@@ -27,7 +27,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
-from dcp_plugin.keeper.local_checkpoints import new_token, path_of
+from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
 from dcp_plugin.keeper.node import copy_tree
 from dcp_plugin.keeper.records import End, Head, Items, RankJob
 from dcp_plugin.keeper.wire import KeeperLost
@@ -48,6 +48,9 @@ from dcp_plugin.storage.writer import Publication, recorded_time
 from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
+
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks whether the training has stopped waiting."""
 
 
 class _Pool:
@@ -202,8 +205,10 @@ class KeptSaves:
         self.group = Ranks()
         """The group in which the threads of saves agree."""
         self.client = KeeperClient(config, root, ranks)
+        pipeline.newest_time = max(pipeline.newest_time, self.client.newest_time)
         self._pools = [_Pool(self.client) for _ in range(pools)]
         self._process = os.getpid()
+        self._has_warned_of_clock = False
         self._count = 0
         self._last_written: threading.Event | None = None
         self._newest: tuple[str, SaveHandle] | None = None
@@ -331,8 +336,13 @@ class KeptSaves:
         staged = self._pipeline.leave_out(request, staged, ranks)
 
         def name() -> Path:  # on rank 0
-            self.client.newest_time = recorded_time(self.client.newest_time)
-            return Path(new_token(self.client.newest_time))
+            now = self.client.store_time()
+            self._pipeline.newest_time = newest = recorded_time(self._pipeline.newest_time, now)
+            behind = newest - recorded_time(0.0, now)
+            if behind > 60.0 and not self._has_warned_of_clock:
+                self._has_warned_of_clock = True
+                logger.warning("the clock is %.0f s behind the newest save. Recorded times go on from there.", behind)
+            return Path(new_token(newest))
 
         planned = self._pipeline.plan(request, staged, name, ranks)
         token = planned.directory.name
@@ -439,8 +449,11 @@ class KeptSaves:
         """
 
         def wait() -> tuple[int, str]:
+            closes_at, seconds = self.client.queue.closes_at, self._config.timeout
+            if closes_at is not None:
+                seconds = max(0.0, min(seconds, closes_at - time.monotonic()))
             try:
-                state = self.client.wait(save.token, "written", self._config.timeout)
+                state = self.client.wait(save.token, "written", seconds)
             except SaveFailed as error:
                 if isinstance(error, KeeperLost):
                     self.client.pass_over(error)
@@ -476,12 +489,14 @@ class KeptSaves:
         handle.set_local(SaveFailed(f"{path} is not complete in local_dir: {reason}"))
         publication = Publication(path, medium_of(path, self._config.direct_io))
 
+        staged, planned = Attempt(save.staged), save.planned
+
         def reserve() -> SavePlan:
             files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
             if self._config.local_dir is not None and self._config.durable_every is None:
                 raise SaveFailed(f"cannot save {path}: {reason}")
             has_files = request.files is not None
-            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=has_files))
+            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(has_files, time_of(save.token)))
 
             def add() -> None:
                 publication.medium.join(directory, path)
@@ -489,13 +504,32 @@ class KeptSaves:
 
             if has_files:
                 ranks.agree(f"add files to {path}", add if files.is_dir() else lambda: None)
-            return replace(save.planned, directory=directory)
+            return replace(planned, directory=directory)
+
+        def write() -> events.SaveFinished:
+            with together(request.call):
+                return self._pipeline.run(publication, request, staged, ranks, reserve, degraded=reason)
 
         try:
-            with together(request.call):
-                return self._pipeline.run(publication, request, Attempt(save.staged), ranks, reserve, degraded=reason)
+            return self._unless_closed(request, write)
         finally:
             save.pool.memory.free()
+
+    def _unless_closed(self, request: SaveRequest, write: Callable[[], events.SaveFinished]) -> events.SaveFinished:
+        """Return the result of ``write``.
+
+        Raises SaveFailed if it has none at ``timeout`` after the training stops waiting: the path may hang.
+        """
+        results: list[Attempt[events.SaveFinished]] = []
+        thread = threading.Thread(target=lambda: results.append(Attempt.of(write)), name="dcp-write", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            closes_at = self.client.queue.closes_at
+            if not results and closes_at is not None and time.monotonic() > closes_at + self._config.timeout:
+                error = SaveFailed(f"{request.path} is in memory, and not durable: it is still being written")
+                self._pipeline.fail(error, request, self.client.rank)
+        return results[0].get()
 
     def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
         state = self.client.wait(token, "local")
@@ -514,7 +548,6 @@ class KeptSaves:
     ) -> events.SaveFinished:
         if end.error is not None and not end.published:
             raise end.error
-        self.client.newest_time = max(self.client.newest_time, end.time)
         now = time.monotonic() - request.began
         nbytes, reused = end.bytes.get(self.client.rank, (0, 0))
         event = events.SaveFinished(

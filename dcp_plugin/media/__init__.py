@@ -109,7 +109,7 @@ class Reservation(Generic[P]):
     directory: P
     """The directory for the files of all ranks until the save is published. Its stem is the token."""
     time: float | None = None
-    """Start of the save in seconds since the epoch, if all saves share a clock."""
+    """Recorded time of the save, in seconds since the epoch; None if it gets one when it is published."""
 
 
 class NewFile(AbstractContextManager["NewFile", None], Protocol):
@@ -383,13 +383,16 @@ class Medium(Protocol):
     def advice(self) -> str:
         """A question for the user: the usual reasons for an OSError."""
 
-    def reserve(self, path: Where, among_other_files: bool = False, copy_of: str = "") -> Reservation[Any]:
+    def reserve(
+        self, path: Where, among_other_files: bool = False, copy_of: str = "", recorded: float | None = None
+    ) -> Reservation[Any]:
         """Begin a save to ``path``. One rank calls this.
 
         Args:
             among_other_files: ``path`` may have other files in it than a checkpoint. They stay.
             copy_of: The token of a checkpoint to be copied; in a store the stem of the directory. The directory has the
                 files that an earlier try of the same copy has kept (:meth:`discard`) or that a process that died left.
+            recorded: The recorded time of the save, in seconds since the epoch, if it has one already.
 
         Raises:
             SaveFailed: It has other files in it than a checkpoint, or it cannot be written. Or another process makes

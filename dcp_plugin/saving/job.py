@@ -92,10 +92,10 @@ class SavePipeline:
 
             self._prune = partial(retention.prune, policy=policy)
         self.exchange = PlanExchange()
-        self._local: RankLocal | None = None
-        """Detector of state that differs between ranks; None for a process alone."""
+        self._local: RankLocal | None = None  # finds state that differs between ranks; None for a process alone
         self.is_lazy = config.staging == "lazy"
         self._has_compared = False  # whether the first save has compared data between ranks
+        self.newest_time = 0.0  # the greatest recorded time that rank 0 knows, as some saves are in local_dir alone
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
         """Checkpoint from which the run resumed, or that it named as its base. A keeper that has taken it over sets it
@@ -294,7 +294,8 @@ class SavePipeline:
             index.left_out = dict(staged.left_out)
             index.empty = [key for key in plan.empty if key in index]
             facts = self.facts(request, staged, len(parts))
-            publication.publish(index, replace(facts, reused=self._reused(parts)))
+            summary = publication.publish(index, replace(facts, reused=self._reused(parts)), self.newest_time)
+            self.newest_time = max(self.newest_time, summary.time)
             published.extend(parts)
             self._delete_old(request.path)
 

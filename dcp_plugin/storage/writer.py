@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -130,8 +130,7 @@ class Publication:
         self.path = path
         self.medium = medium
         self.save_id = str(uuid.uuid4())
-        self.published = False
-        """True if the checkpoint is at ``path``."""
+        self.published = False  # whether the checkpoint is at ``path``
         self._reservation: Reservation[Any] | None = None
         self._written: Readable | None = None
 
@@ -144,15 +143,14 @@ class Publication:
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
-    def reserve(self, among_other_files: bool = False) -> Where:
+    def reserve(self, among_other_files: bool = False, recorded: float | None = None) -> Where:
         """Return the directory that this save writes into, and make it at the first call.
 
         See :meth:`dcp_plugin.media.Medium.reserve`.
         """
         if self._reservation is None:
-            self._reservation = self.medium.reserve(self.path, among_other_files)
-        directory: Where = self._reservation.directory
-        return directory
+            self._reservation = self.medium.reserve(self.path, among_other_files, recorded=recorded)
+        return cast(Where, self._reservation.directory)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the sizes in bytes of the data files of all ranks, by name."""
@@ -160,11 +158,11 @@ class Publication:
         self._written = files = self.medium.open(self._reservation.directory)
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
-    def publish(self, index: CheckpointIndex, facts: Facts, time: float | None = None) -> Summary:
+    def publish(self, index: CheckpointIndex, facts: Facts, seen: float = 0.0) -> Summary:
         """Write the metadata and make the directory the checkpoint at ``path``, replacing an existing one.
 
         Args:
-            time: Time of the save, in seconds since the epoch; by default now.
+            seen: The greatest recorded time that is known of the run, besides those of the checkpoints beside ``path``.
 
         Returns:
             The content of ``dcp_plugin.json``.
@@ -177,7 +175,7 @@ class Publication:
         assert self._reservation is not None, "the coordinator has reserved it"
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
-        saved = self._reservation.time or time or recorded_time(newest_time(self.medium, self.path.parent))
+        saved = self._reservation.time or recorded_time(max(seen, newest_time(self.medium, self.path.parent)))
         try:
             index.extra_files = comparisons_below(self.medium, self._reservation.directory) if attached else {}
             files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
@@ -198,15 +196,16 @@ class Publication:
             self._reservation = None
 
 
-def recorded_time(seen: float) -> float:
+def recorded_time(seen: float, now: float | None = None) -> float:
     """Return the recorded time of a save that begins now, in seconds since the epoch.
 
     Checkpoints are sorted by it, so it never runs back: a clock may be set back, and that of another host be ahead.
 
     Args:
         seen: The greatest recorded time that is known of the run.
+        now: The time by the clock of the store; None: by the clock of this host.
     """
-    return max(time.time(), seen + 0.001)
+    return max(time.time() if now is None else now, seen + 0.001)
 
 
 def compose(

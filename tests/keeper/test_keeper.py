@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format.summary import Summary
 from dcp_plugin.keeper import locks, plain, spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator, Save
@@ -41,10 +43,17 @@ from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.records import End, Peer
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Channel
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where, as_path, options_of, resolved
+from dcp_plugin.storage import writer
+from dcp_plugin.storage.writer import Publication
 from tests import launch, programs
 from tests.compare import same_bytes
+from tests.faults.network import Silence
+from tests.faults.proxy import Proxy, where
 from tests.launch import on_ranks
 from tests.limits import HANG
+from tests.object_server import Bucket
 
 launch.preload(__name__)
 pytestmark = pytest.mark.usefixtures("forked_keepers")
@@ -211,6 +220,51 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
     assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/last"
 
 
+def test_a_save_without_a_keeper_is_the_newest_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, local, now = tmp_path / "run", tmp_path / "local", [time.time()]
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: now[0]))
+    settings: dict[str, Any] = {"local_dir": str(local), "local_keep": 9, "timeout": 5.0}
+    checkpointer = dcp.Checkpointer(async_save=True, durable_every=100, keeper_linger=0.0, **settings)
+
+    def save(step: int) -> None:
+        checkpointer.save({"n": step}, root / f"step-{step}", step=step).wait()
+        assert dcp.latest(root, local_dir=local) == root / f"step-{step}"
+
+    save(1)
+    now[0] -= 3 * 3600
+    with _stopped(_keeper_of(root, local)):
+        save(2)  # revoked, and written by the ranks
+        save(3)  # never handed over
+        checkpointer.close()
+    checkpointer = dcp.Checkpointer(async_save=True, durable_every=100, keeper_linger=0.0, **settings)
+    save(4)
+    checkpointer.close()
+    times = [checkpoint.time for checkpoint in dcp.list_checkpoints(root, local_dir=local)]
+    assert sorted(times) == times and len(set(times)) == 4
+    assert caplog.text.count("s behind the newest save. Recorded times go on from there.") == 2  # once for each
+
+
+@pytest.mark.parametrize("tier", ["none", "local"])
+def test_close_returns_and_says_what_is_not_durable_while_the_path_hangs(
+    bucket: Bucket, proxy: Proxy, tmp_path: Path, tier: str
+) -> None:
+    proxy.on(where(), Silence(), times=None)
+    tiers = {"writer": "process"} if tier == "none" else {"local_dir": str(tmp_path / "local")}
+    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.0, timeout=5.0, durable_every=1, **tiers)
+    root = as_path(f"{bucket.url}/run")
+    handle = checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1)
+    if tier == "local":
+        handle.wait_local()
+    with pytest.raises(TimeoutError):
+        handle.wait(0.1)
+    with pytest.raises(SaveFailed, match=r"step-1 is .*not durable"):
+        checkpointer.close()
+    if (keeper := Spool.of(resolved(root), tiers.get("local_dir")).pid()) is not None:
+        os.kill(keeper, signal.SIGKILL)
+
+
 @on_ranks(2)
 def test_a_stopped_keeper_of_another_node_stops_no_rank(tmp_path: Path) -> None:
     rank, root = dist.get_rank(), tmp_path / "run"
@@ -294,7 +348,7 @@ class _HandedOver:
         return replace(self, spool=Spool(to))
 
     def as_saved_to(
-        self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None, **settings: Any
+        self, path: Where, local_dir: Path | None, token: str = "", fill: float | None = None, **settings: Any
     ) -> str:
         """Put it into the spool as another save."""
         token = token or new_token(time.time())
@@ -307,7 +361,9 @@ class _HandedOver:
             known = [item.data for item in items.decoded(self.spool)]
             given = [torch.full((1000,), fill) if isinstance(data, torch.Tensor) else data for data in known]
             items = replace(items, slab=np.full_like(items.slab, -1), others=dict(enumerate(given)))
-        job = replace(job, token=token, path=path, config=config, items=plain.encode(items))
+        job = replace(
+            job, token=token, path=path, options=options_of(path) or None, config=config, items=plain.encode(items)
+        )
         journal.hand_over(job, None)
         journal.go(replace(journal.go_of(self.token), token=token))
         return token
@@ -419,6 +475,40 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
     assert end.published and not end.local and "goes straight to its path" in node.journal.state(token).messages[0]
     assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
     assert dcp.inspect(tmp_path / "run/a").time == time_of(token), "a later save that is drained before it stays newer"
+
+
+def test_a_save_that_reaches_a_bucket_late_stays_older_than_later_local_saves(
+    handed_over: _HandedOver, bucket: Bucket, tmp_path: Path
+) -> None:
+    path = as_path(f"{bucket.url}/run/a")
+    token = handed_over.as_saved_to(path, tmp_path / "local", new_token(time.time() - 100.0))
+    handed_over.alone()
+    coordinator, node = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert _ended(node, token).published
+    assert 0.0 <= time_of(token) - dcp.inspect(path).time < 0.001  # names in a store have milliseconds
+
+
+@pytest.mark.parametrize("tier", ["none", "local"])
+def test_no_keeper_that_wakes_up_publishes_a_save_that_the_ranks_have_revoked(
+    handed_over: _HandedOver, place: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """It was stopped after it had looked for that last."""
+    path = place / "run" / "a"
+    token = handed_over.as_saved_to(path, tmp_path / "local" if tier == "local" else None)
+    handed_over.alone()
+    coordinator, node = _coordinator(handed_over.spool)
+    publish = Publication.publish
+
+    def after_that_was_revoked(*args: Any) -> Summary:
+        medium_of(path).revoke(path, node.journal.state(token).reserved)
+        return publish(*args)
+
+    monkeypatch.setattr(Publication, "publish", after_that_was_revoked)
+    coordinator.begin()
+    end = _ended(node, token)
+    assert (end.published, end.has_failed) == (False, tier == "none")
+    assert dcp.latest(path.parent) is None
 
 
 def test_a_save_whose_keeper_died_after_it_had_published_it_is_published_by_the_next(

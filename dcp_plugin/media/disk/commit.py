@@ -38,7 +38,7 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,12 +90,14 @@ def _reservation(final: Path, token: str) -> Reservation[Path]:
     return Reservation(final, token, workspace_of(final) / f"{token}.saving")
 
 
-def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> Reservation[Path]:
+def reserve(
+    final: Path, among_other_files: bool = False, copy_of: str = "", recorded: float | None = None
+) -> Reservation[Path]:
     """Make the directory that a save to ``final`` writes into.
 
     Args:
         among_other_files: ``final`` may be a directory with other things in it than a checkpoint. They stay.
-        copy_of: See :meth:`dcp_plugin.media.Medium.reserve`.
+        copy_of, recorded: See :meth:`dcp_plugin.media.Medium.reserve`.
 
     Raises:
         SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or below a file, or cannot be
@@ -121,7 +123,7 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
         if reservation is not None:
             _end_own(reservation)
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
-    return reservation
+    return replace(reservation, time=recorded)
 
 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:

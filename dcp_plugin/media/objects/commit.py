@@ -116,7 +116,9 @@ def _record(reservation: Reservation[ObjectPath]) -> str:
 ADVICE = "Is the bucket there, can it be reached, and may this job write to it?"
 
 
-def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "") -> Reservation[ObjectPath]:
+def reserve(
+    final: ObjectPath, among_other_files: bool = False, copy_of: str = "", recorded: float | None = None
+) -> Reservation[ObjectPath]:
     """Begin a save. See :meth:`dcp_plugin.media.Medium.reserve`."""
     client = client_of(final)
     if not final.key:
@@ -126,7 +128,7 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
         names = {item.key.rpartition("/")[2]: item for item in objects}
         among_other_files = among_other_files or bool(copy_of)  # a copy has checked the path already
         replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
-        reservation = _begin(client, final, names.get(METADATA), **({"copies": copy_of} if copy_of else {}))
+        reservation = _begin(client, final, names.get(METADATA), recorded, **({"copies": copy_of} if copy_of else {}))
         if copy_of:
             reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
         _held[reservation.token].replaces_file = replaces_file
@@ -159,19 +161,22 @@ def _refuse_if_copied_twice(reservation: Reservation[ObjectPath], records: list[
             )
 
 
-def _begin(client: Client, final: ObjectPath, published: ObjectInfo | None, **noted: Any) -> Reservation[ObjectPath]:
+def _begin(
+    client: Client, final: ObjectPath, published: ObjectInfo | None, recorded: float | None = None, **noted: Any
+) -> Reservation[ObjectPath]:
     """Put the record of a save or a removal at a path, of which ``published`` is the ``.metadata``.
 
-    Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
+    Its token has the recorded time. For a save that has none yet, that is the time of this machine's clock, if that
+    agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
-    held = _put_record(client, final, published, now, noted)
+    held = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
     try:
-        entry = client.head(_record(held.reservation))
+        entry = client.head(_record(held.reservation)) if recorded is None else None
         if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
             _let_go(client, held.reservation)
             _last_time[0] = last  # a wrong time is no lower bound of later times
-            held = _put_record(client, final, published, entry.modified, noted)
+            held = _put_record(client, final, published, _later(entry.modified), noted)
         if final.store not in _conditional:
             _conditional[final.store] = _refuses(client, _record(held.reservation), held.contents)
             if not _conditional[final.store]:
@@ -183,15 +188,20 @@ def _begin(client: Client, final: ObjectPath, published: ObjectInfo | None, **no
     return held.reservation
 
 
+def _later(now: float) -> float:
+    """Return the recorded time of a save that begins now. Those of a process never run back."""
+    _last_time[0] = max(now, _last_time[0] + 0.001)
+    return _last_time[0]
+
+
 def _put_record(
-    client: Client, final: ObjectPath, published: ObjectInfo | None, now: float, noted: Mapping[str, Any]
+    client: Client, final: ObjectPath, published: ObjectInfo | None, recorded: float, noted: Mapping[str, Any]
 ) -> _Held:
-    began = _last_time[0] = max(now, _last_time[0] + 0.001)
-    token = new_token(began)
+    token = new_token(recorded)
     reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
     tag = published.tag if published else None
-    text = json.dumps({"target": target, **lease.maker(now), "replaces": tag, **noted}).encode()
+    text = json.dumps({"target": target, **lease.maker(recorded), "replaces": tag, **noted}).encode()
     replaced = _token_of(client, published)
     held = _held[token] = _Held(reservation, tag, replaced, text)
     try:
