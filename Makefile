@@ -82,7 +82,7 @@ bench-cuda: $(VENV)/.test
 	@$(BIN)/python -m benchmarks cuda $(ARGS)
 
 matrix:
-	@$(PYTHON) tests/versions/matrix.py $(ARGS)
+	@$(PYTHON) tools/matrix.py $(ARGS)
 
 release: $(VENV)/.test
 	@$(BIN)/python -m tools.release $(if $(DRY_RUN),--dry-run) $(ARGS)

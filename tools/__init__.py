@@ -1,1 +1,1 @@
-"""Tools of the project: the lists of public names and messages, and the release."""
+"""Tools of the project: the lists of public names and messages, the release, and the matrix of versions."""

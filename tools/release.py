@@ -2,7 +2,7 @@
 
 1. sdist and wheel, the wheel from the sdist, with the time of the commit: the same commit gives the same files.
 2. What is in them: every module, py.typed, the style and script of the report, the licence, the metadata.
-3. The wheel in an empty environment: ``tests/versions/smoke.py``.
+3. The wheel in an empty environment: ``tools/smoke.py``.
 4. The version, the changelog and the tag agree, and everything is committed.
 
 Uploading is left to ``.github/workflows/release.yml``, which the tag starts: it runs 1 to 4 again, attests what it has
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 import dcp_plugin
-from tests.versions import matrix
+from tools import matrix
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"

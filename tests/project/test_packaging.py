@@ -21,8 +21,7 @@ import torch
 import yaml
 
 import dcp_plugin
-from tests.versions import matrix
-from tools import api, errors, release
+from tools import api, errors, matrix, release
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dcp_plugin"

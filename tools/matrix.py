@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 if __package__:
-    from tests.versions import hollow
+    from tools import hollow
 else:
     import hollow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
@@ -68,7 +68,7 @@ def tried(wheel: Path, version: str, torch: str, pip: list[str]) -> str:
         folder = Path(made)
         subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=_MINUTES)
         python = str(folder / "venv/bin/python")
-        shutil.copy(ROOT / "tests/versions/smoke.py", folder)
+        shutil.copy(ROOT / "tools/smoke.py", folder)
         # Not the checkout, but what is installed: its egg-info would tell pip that there is nothing to install.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
