@@ -126,8 +126,9 @@ def link(path: PathLike, target: PathLike) -> None:
         CheckpointError: ``path`` is no checkpoint, or the file system failed; ``path`` is unchanged.
     """
     where = as_path(path)
-    refuse_other_things(where)
-    refuse_to_replace_a_base(where)
+    if not is_link(where):
+        refuse_other_things(where)
+        refuse_to_replace_a_base(where)
     medium_of(where).link(where, as_path(target))
 
 

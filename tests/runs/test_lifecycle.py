@@ -508,6 +508,9 @@ def test_a_link_takes_the_place_of_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointError, match="is no checkpoint"):
         retention.link(tmp_path / "last", tmp_path / "1")
     assert (tmp_path / "last/notes.txt").read_text() == "mine"
+    (tmp_path / "link").symlink_to("last")
+    retention.link(tmp_path / "link", tmp_path / "1")
+    assert os.readlink(tmp_path / "link") == "1"
 
 
 @pytest.mark.parametrize("before", ["link", "checkpoint"])
