@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ def drawn(name: str, layouts: Mapping[str, int]) -> list[str]:
     return [names[first], names[(first + distance) % len(names)]]
 
 
-def layouts_of(drawn: Sequence[str], world_sizes: Mapping[str, int]) -> list[Any]:
+def layouts_of(drawn: Sequence[str], layouts: Iterable[str]) -> list[Any]:
     """Each layout, as a value of ``parametrize``: those that are not drawn are long."""
-    return [layout if layout in drawn else pytest.param(layout, marks=pytest.mark.long) for layout in world_sizes]
+    return [layout if layout in drawn else pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
 
 
 def pairs_of(drawn: Sequence[str], world_sizes: Mapping[str, int]) -> list[Any]:

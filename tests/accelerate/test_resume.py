@@ -15,7 +15,7 @@ from tests.compare import assert_same
 SAVED_AT = {"in the middle of an epoch": 3, "at the end of an epoch": 6}
 
 
-@pytest.mark.one_of(count=2)
+@pytest.mark.one_of
 @pytest.mark.parametrize(
     ("layout", "place"),
     [

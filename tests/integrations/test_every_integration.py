@@ -263,7 +263,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.one_of(count=2)
+@pytest.mark.one_of
 @pytest.mark.parametrize("integration", INTEGRATIONS)
 def test_every_checkpoint_goes_through(saved: Path, integration: str) -> None:
     for wrong in launch.run(_load, 2, saved, integration):

@@ -31,21 +31,22 @@ def _saving_often(root: Path, **options: Any) -> Any:
     return ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, **options)
 
 
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2"])
 @on_ranks(2)
-def test_a_training_with_background_saves_resumes_like_any_other(place: Where) -> None:
+def test_a_training_with_background_saves_resumes_like_any_other(place: Where, layout: str) -> None:
     from tests.lightning import training as t
 
-    for layout in ("ddp", "fsdp1", "fsdp2"):
-        straight, model = t.trainer_for(layout), t.Model(layout)
-        straight.fit(model, t.stateful_loader(layout))
-        io = _async_io()
-        first = t.trainer_for(layout, [_saving_often(place / layout, save_top_k=-1)], plugin=io, max_steps=5)
-        first.fit(t.Model(layout), t.stateful_loader(layout))
-        assert not any(thread.name == "dcp-save" for thread in threading.enumerate())
-        second, resumed = t.trainer_for(layout, plugin=io), t.Model(layout, seed=5)
-        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(place / layout / "step=2.ckpt"))
-        assert resumed.losses == model.losses[2:]
-        assert_same(t.whole_state(straight), t.whole_state(second))
+    straight, model = t.trainer_for(layout), t.Model(layout)
+    straight.fit(model, t.stateful_loader(layout))
+    io = _async_io()
+    first = t.trainer_for(layout, [_saving_often(place / layout, save_top_k=-1)], plugin=io, max_steps=5)
+    first.fit(t.Model(layout), t.stateful_loader(layout))
+    assert not any(thread.name == "dcp-save" for thread in threading.enumerate())
+    second, resumed = t.trainer_for(layout, plugin=io), t.Model(layout, seed=5)
+    second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(place / layout / "step=2.ckpt"))
+    assert resumed.losses == model.losses[2:]
+    assert_same(t.whole_state(straight), t.whole_state(second))
 
 
 @on_ranks(2)
@@ -111,8 +112,10 @@ def _disk_full_at(step: int) -> None:
     events.subscribe(fail)
 
 
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @on_ranks(2)
-def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp_path: Path) -> None:
+def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp_path: Path, layout: str) -> None:
     """The copy is held back until the next forward pass has run, which Lightning runs inside the optimizer's step."""
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import training as t
@@ -135,21 +138,20 @@ def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp
                 forward.clear()
             states.append(t.whole_state(trainer))
 
-    for layout in ("ddp", "fsdp2"):
-        states: list[dict[str, Any]] = []
-        straight, model = t.trainer_for(layout), t.Model(layout)
-        straight.fit(model, t.stateful_loader(layout))
-        io = DCPCheckpointIO(async_save=True, staging="lazy")
-        with slow_copies(wait_for_forward):
-            saving = _saving_often(tmp_path / layout, save_top_k=-1, save_on_train_epoch_end=False)
-            trainer, watched = t.trainer_for(layout, [Saving(), saving], plugin=io), Watched(layout)
-            trainer.fit(watched, t.stateful_loader(layout))
-        assert watched.losses == model.losses
-        for step in (1, 3, 5):
-            at, resumed = t.AtTrainStart(), t.Model(layout, seed=5)
-            second = t.trainer_for(layout, [at], plugin=io)
-            second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(tmp_path / layout / f"step={step}.ckpt"))
-            assert_same(at.state, states[step - 1])
+    states: list[dict[str, Any]] = []
+    straight, model = t.trainer_for(layout), t.Model(layout)
+    straight.fit(model, t.stateful_loader(layout))
+    io = DCPCheckpointIO(async_save=True, staging="lazy")
+    with slow_copies(wait_for_forward):
+        saving = _saving_often(tmp_path / layout, save_top_k=-1, save_on_train_epoch_end=False)
+        trainer, watched = t.trainer_for(layout, [Saving(), saving], plugin=io), Watched(layout)
+        trainer.fit(watched, t.stateful_loader(layout))
+    assert watched.losses == model.losses
+    for step in (1, 3, 5):
+        at, resumed = t.AtTrainStart(), t.Model(layout, seed=5)
+        second = t.trainer_for(layout, [at], plugin=io)
+        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(tmp_path / layout / f"step={step}.ckpt"))
+        assert_same(at.state, states[step - 1])
 
 
 def test_sigterm_finishes_the_save_in_flight_before_lightning_ends_the_training(tmp_path: Path) -> None:

@@ -44,16 +44,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _callbacks(root: Where) -> list[Any]:
+HALVES = {"even": list(OPTIONS)[::2], "odd": list(OPTIONS)[1::2]}
+each_half = pytest.mark.parametrize("half", HALVES)
+
+
+def _callbacks(root: Where, half: str) -> list[Any]:
     """Of a class each: Lightning keeps their states apart by class and some of the options."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     kinds = {name: type(name, (ModelCheckpoint,), {}) for name in OPTIONS}
     kinds["last_named"].CHECKPOINT_NAME_LAST = "last-{step}"
-    return [kinds[name](root / name, **options) for name, options in OPTIONS.items()]
+    return [kinds[name](root / name, **OPTIONS[name]) for name in HALVES[half]]
 
 
-def _train(root: Where, layout: str, plugin: Any, *others: Any) -> list[Any]:
+def _train(root: Where, layout: str, half: str, plugin: Any, *others: Any) -> list[Any]:
     """The callbacks after six epochs of two batches each."""
     from tests.lightning import training as t
 
@@ -66,7 +70,7 @@ def _train(root: Where, layout: str, plugin: Any, *others: Any) -> list[Any]:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("score", SCORES[self.current_epoch], sync_dist=True)
 
-    callbacks = _callbacks(root)
+    callbacks = _callbacks(root, half)
     trainer = t.trainer_for(
         layout, [*others, *callbacks], plugin=plugin, stock=plugin is None, max_steps=-1, max_epochs=6
     )
@@ -112,37 +116,44 @@ def _watch(root: Where) -> Any:
     return Watch()
 
 
+@pytest.mark.one_of("half")
+@each_half
 @pytest.mark.parametrize(
     ("layout", "ways"),
     [("ddp", ["background"]), pytest.param("fsdp2", ["foreground", "background"], marks=pytest.mark.long)],
     ids=["ddp", "fsdp2"],
 )
 @on_ranks(2)
-def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str, ways: list[str]) -> None:
-    _compare_with_stock(tmp_path, tmp_path, layout, ways)
+def test_every_option_does_what_it_does_without_the_plugin(
+    tmp_path: Path, layout: str, ways: list[str], half: str
+) -> None:
+    _compare_with_stock(tmp_path, tmp_path, layout, half, ways)
 
 
+@pytest.mark.one_of
+@each_half
 @on_ranks(1)
-def test_every_option_does_in_a_store_what_it_does_on_a_disk(tmp_path: Path) -> None:
-    _compare_with_stock(tmp_path, as_path("memory://options"), "single", ["background"])
+def test_every_option_does_in_a_store_what_it_does_on_a_disk(tmp_path: Path, half: str) -> None:
+    _compare_with_stock(tmp_path, as_path("memory://options"), "single", half, ["background"])
 
 
 @pytest.mark.long
+@each_half
 @on_ranks(2)
-def test_every_option_does_in_a_bucket_what_it_does_on_a_disk(tmp_path: Path, bucket: Bucket) -> None:
-    _compare_with_stock(tmp_path, as_path(bucket.url), "fsdp2", ["foreground", "background"])
+def test_every_option_does_in_a_bucket_what_it_does_on_a_disk(tmp_path: Path, bucket: Bucket, half: str) -> None:
+    _compare_with_stock(tmp_path, as_path(bucket.url), "fsdp2", half, ["foreground", "background"])
 
 
-def _compare_with_stock(tmp_path: Path, place: Where, layout: str, ways: list[str]) -> None:
+def _compare_with_stock(tmp_path: Path, place: Where, layout: str, half: str, ways: list[str]) -> None:
     """A store has no links: what is one on a disk is a checkpoint of its own there."""
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
     _slow_writes()
-    stock = _train(tmp_path / "stock", layout, None)
+    stock = _train(tmp_path / "stock", layout, half, None)
     for name in ways:
         io = t.DCPCheckpointIO(async_save=name == "background")
-        ours = _train(place / name, layout, io, _watch(place / name))
+        ours = _train(place / name, layout, half, io, _watch(place / name))
         torch.distributed.barrier()  # rank 0 deletes
         assert [_remembered(callback) for callback in ours] == [_remembered(callback) for callback in stock]
         torch.distributed.barrier()  # rank 0 deletes

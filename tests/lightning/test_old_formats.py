@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pickle
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import launch
+from tests import launch, sampling
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
+from tests.lives import layouts_of
 
 SOURCES = ("single", "ddp", "fsdp1", "fsdp2", "fsdp2_full")
 TARGETS = ("single", "ddp", "fsdp1", "fsdp2")
+EACH_TARGET = pytest.mark.parametrize("target", layouts_of([TARGETS[sampling.number("old formats", 4)]], TARGETS))
 
 
 def _save(root: Path, layouts: list[str]) -> None:
@@ -39,42 +43,56 @@ def _save(root: Path, layouts: list[str]) -> None:
             (root / f"{source}.json").write_text(json.dumps(straight.losses))
 
 
-def _resume(root: Path, layouts: list[str]) -> None:
+def _resume(root: Path, target: str) -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import stock_training as stock
     from tests.lightning import training as t
 
-    for target in layouts:
-        for source in SOURCES:
-            look = t.AtTrainStart()
-            path = root / source / "first.ckpt"
-            stock.fit(target, 2, seed=5, ckpt_path=path, callbacks=[look], plugins=[DCPCheckpointIO()])
-            if torch.distributed.get_rank() == 0:
-                torch.save({"state": look.state, "progress": look.progress}, root / f"{source}-to-{target}.pt")
-        _, model = stock.fit(target, 2, seed=5, ckpt_path=root / target / "first.ckpt", plugins=[DCPCheckpointIO()])
+    for source in SOURCES:
+        look = t.AtTrainStart()
+        path = root / source / "first.ckpt"
+        stock.fit(target, 2, seed=5, ckpt_path=path, callbacks=[look], plugins=[DCPCheckpointIO()])
         if torch.distributed.get_rank() == 0:
-            (root / f"{target}-resumed.json").write_text(json.dumps(model.losses))
+            torch.save({"state": look.state, "progress": look.progress}, root / f"{source}-to-{target}.pt")
+    _, model = stock.fit(target, 2, seed=5, ckpt_path=root / target / "first.ckpt", plugins=[DCPCheckpointIO()])
+    if torch.distributed.get_rank() == 0:
+        (root / f"{target}-resumed.json").write_text(json.dumps(model.losses))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("old_formats")
-    for work, layouts in ((_save, SOURCES), (_resume, TARGETS)):
-        for size in (1, 2):
-            launch.run(work, size, root, [layout for layout in layouts if WORLD_SIZE.get(layout, 2) == size])
+    for size in (1, 2):
+        launch.run(_save, size, root, [source for source in SOURCES if WORLD_SIZE.get(source, 2) == size])
     return root
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.fixture(scope="module")
+def resumed(root: Path) -> Callable[[str], Path]:
+    """Resume under a strategy what all have saved, when a test first asks for it; where the results are."""
+
+    @functools.cache
+    def resume_under(target: str) -> Path:
+        launch.run(_resume, WORLD_SIZE[target], root, target)
+        return root
+
+    return resume_under
+
+
+@EACH_TARGET
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_strategy_resumes_what_lightning_saved_under_any(root: Path, source: str, target: str) -> None:
+def test_every_strategy_resumes_what_lightning_saved_under_any(
+    resumed: Callable[[str], Path], source: str, target: str
+) -> None:
+    root = resumed(target)
     found = torch.load(root / f"{source}-to-{target}.pt", weights_only=True)
     assert_same(torch.load(root / f"{source}.pt", weights_only=True), found["state"])
     assert found["progress"] == {"global_step": 3, "current_epoch": 1, "schedule": 3}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_goes_on_as_if_it_had_never_been_interrupted(root: Path, target: str) -> None:
+@EACH_TARGET
+def test_it_goes_on_as_if_it_had_never_been_interrupted(resumed: Callable[[str], Path], target: str) -> None:
+    root = resumed(target)
     straight = json.loads((root / f"{target}.json").read_text())
     assert json.loads((root / f"{target}-resumed.json").read_text()) == straight[3:]
 

@@ -62,25 +62,26 @@ def _fit(pl: Any, layout: str, steps: int, seed: int = 0, ckpt: Path | None = No
     return model.losses
 
 
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @on_ranks(2)
-def test_what_one_package_saved_both_resume(tmp_path: Path) -> None:
+def test_what_one_package_saved_both_resume(tmp_path: Path, layout: str) -> None:
     import warnings
 
     from dcp_plugin.lightning import load_from_checkpoint
 
     warnings.simplefilter("ignore")
     packages = [importlib.import_module(name) for name in PACKAGES]
-    for layout in ("ddp", "fsdp2"):
-        straight = [_fit(pl, layout, 4, save=tmp_path / f"{pl.__name__}-{layout}") for pl in packages]
-        assert straight[0] == straight[1]
-        for saved_by in packages:
-            for resumed_by in packages:
-                first = tmp_path / f"{saved_by.__name__}-{layout}-first"
-                _fit(saved_by, layout, 2, save=first)
-                assert _fit(resumed_by, layout, 4, 5, first / "step=2.ckpt") == straight[0][2:]
-                if layout == "fsdp2":
-                    whole = load_from_checkpoint(type(_model(resumed_by, "", 5)), first / "step=2.ckpt")
-                    assert isinstance(whole, resumed_by.LightningModule)
+    straight = [_fit(pl, layout, 4, save=tmp_path / f"{pl.__name__}-{layout}") for pl in packages]
+    assert straight[0] == straight[1]
+    for saved_by in packages:
+        for resumed_by in packages:
+            first = tmp_path / f"{saved_by.__name__}-{layout}-first"
+            _fit(saved_by, layout, 2, save=first)
+            assert _fit(resumed_by, layout, 4, 5, first / "step=2.ckpt") == straight[0][2:]
+            if layout == "fsdp2":
+                whole = load_from_checkpoint(type(_model(resumed_by, "", 5)), first / "step=2.ckpt")
+                assert isinstance(whole, resumed_by.LightningModule)
 
 
 @on_ranks(1)

@@ -82,26 +82,29 @@ def _save(path: Path, layout: str) -> None:
     dcp.save({"model": model, "optim": optimizer}, path)
 
 
-def _load_submodules(path: Path) -> None:
+def _load_submodules(path: Path, layout: str) -> None:
     expected: dict[str, Any] = {}
     dcp.load({"model": expected}, path)
-    for layout, wrap in WRAPPERS[dist.get_world_size()].items():
-        torch.manual_seed(1)
-        for how, (model, part) in _models(wrap).items():
-            if layout == "fsdp2_hsdp" and how == "with the whole":
-                model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-            before = _whole(model)
-            report = dcp.load({"model": model}, path, partial=PartialLoad.submodule(part))
-            pretrained = {f"pretrain.{key}": value for key, value in expected.items()}
-            assert_same(_whole(model), {**before, **pretrained})
-            assert report.renamed == {f"model.{key}": f"model.{key.removeprefix('pretrain.')}" for key in pretrained}
-            assert report.left_out == ["model.head.weight", "model.head.bias"], (layout, how)
+    wrap = WRAPPERS[dist.get_world_size()][layout]
+    torch.manual_seed(1)
+    for how, (model, part) in _models(wrap).items():
+        if layout == "fsdp2_hsdp" and how == "with the whole":
+            model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+        before = _whole(model)
+        report = dcp.load({"model": model}, path, partial=PartialLoad.submodule(part))
+        pretrained = {f"pretrain.{key}": value for key, value in expected.items()}
+        assert_same(_whole(model), {**before, **pretrained})
+        assert report.renamed == {f"model.{key}": f"model.{key.removeprefix('pretrain.')}" for key in pretrained}
+        assert report.left_out == ["model.head.weight", "model.head.bias"], (layout, how)
 
 
-def test_a_sub_module_is_found_under_every_wrapper_however_it_is_sharded(tmp_path: Path) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, layout) for ranks in WRAPPERS for layout in WRAPPERS[ranks]])
+def test_a_sub_module_is_found_under_every_wrapper_however_it_is_sharded(
+    tmp_path: Path, ranks: int, layout: str
+) -> None:
     launch.run(_save, 2, tmp_path / "ck", "fsdp1")
-    for world_size in WRAPPERS:
-        launch.run(_load_submodules, world_size, tmp_path / "ck")
+    launch.run(_load_submodules, ranks, tmp_path / "ck", layout)
 
 
 def test_a_sub_module_is_found_through_compile_and_activation_checkpoints(tmp_path: Path) -> None:
@@ -185,26 +188,28 @@ def test_ranks_that_want_different_parts_raise_on_every_rank(tmp_path: Path) -> 
     assert said[0] == said[1] and "model.out.*" in said[0] and "model.inp.*" in said[0]
 
 
-def _optimizer_follows(path: Path) -> None:
+def _optimizer_follows(path: Path, layout: str) -> None:
     saved: dict[str, Any] = {}
     dcp.load({"optim": saved}, path)
-    for layout, wrap in WRAPPERS[2].items():
-        model = FineTune()
-        model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
-        model.head = wrap(model.head)  # type: ignore[assignment]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
-        state = {"model": model, "optim": optimizer}
-        partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "model."}, missing="ignore")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(state, path, partial)
-            dcp.save(state, path.parent / layout)
-        again: dict[str, Any] = {}
-        dcp.load({"optim": again}, path.parent / layout)
-        slots = {key.replace("pretrain.", ""): value for key, value in again.items() if key.startswith("state.")}
-        assert_same(slots, {key: value for key, value in saved.items() if key.startswith("state.")})
+    wrap = WRAPPERS[2][layout]
+    model = FineTune()
+    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
+    model.head = wrap(model.head)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    state = {"model": model, "optim": optimizer}
+    partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "model."}, missing="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, path, partial)
+        dcp.save(state, path.parent / layout)
+    again: dict[str, Any] = {}
+    dcp.load({"optim": again}, path.parent / layout)
+    slots = {key.replace("pretrain.", ""): value for key, value in again.items() if key.startswith("state.")}
+    assert_same(slots, {key: value for key, value in saved.items() if key.startswith("state.")})
 
 
-def test_the_optimizer_of_a_renamed_part_follows_it_under_every_wrapper(tmp_path: Path) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", WRAPPERS[2])
+def test_the_optimizer_of_a_renamed_part_follows_it_under_every_wrapper(tmp_path: Path, layout: str) -> None:
     launch.run(_save, 2, tmp_path / "ck", "ddp")
-    launch.run(_optimizer_follows, 2, tmp_path / "ck")
+    launch.run(_optimizer_follows, 2, tmp_path / "ck", layout)

@@ -183,7 +183,7 @@ def _imported_by(code: str) -> tuple[str, ...]:
     return programs.TRANSFORMERS if re.search("transformers|accelerate", code) else PACKAGE
 
 
-@pytest.mark.one_of(count=10)
+@pytest.mark.one_of(count=6)
 @pytest.mark.parametrize("heading", BEFORE)
 def test_the_code_of_a_section_runs_and_runs_again_to_restart(
     tmp_path: Path, heading: str, request: pytest.FixtureRequest

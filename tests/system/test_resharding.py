@@ -55,46 +55,45 @@ def _source(layout: str, test: str) -> str:
     return layouts[(layouts.index(layout) + sampling.number(test, len(layouts))) % len(layouts)]
 
 
+EVERY_LAYOUT = pytest.mark.parametrize("layout", WORLD_SIZE)
+ON_ITS_RANKS = on_ranks(of=lambda layout: WORLD_SIZE[layout])
 ALL_SOURCES = pytest.mark.parametrize("all_sources", [False, pytest.param(True, marks=pytest.mark.long)])
 
 
-@pytest.mark.one_of("world_size")
+@pytest.mark.one_of("layout", count=2)
 @ALL_SOURCES
-@on_ranks(*sorted(_by_world_size()))
-def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int, all_sources: bool) -> None:
-    for layout in _by_world_size()[world_size]:
-        for source in WORLD_SIZE if all_sources else [_source(layout, "loads")]:
-            model, optimizer = build(layout, seed=1)
-            report = dcp.load({"model": model, "optim": optimizer}, saved / source)
-            assert not report.missing and not report.unexpected and not report.cast
-            assert_same(torch.load(saved / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
-
-
-@pytest.mark.one_of("world_size")
-@ALL_SOURCES
-@on_ranks(*sorted(_by_world_size()))
-def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(
-    saved: Path, world_size: int, all_sources: bool
-) -> None:
-    for layout in _by_world_size()[world_size]:
-        for source in WORLD_SIZE if all_sources else [_source(layout, "goes on")]:
-            model, optimizer = build(layout, seed=1)
-            dcp.load({"model": model, "optim": optimizer}, saved / source)
-            reference = build(layout, seed=2)
-            put_in_memory(layout, *reference, torch.load(saved / f"{source}.pt", weights_only=True))
-            assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
-            assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
-
-
-@pytest.mark.one_of
-@on_ranks(*sorted(_by_world_size()))
-def test_a_load_replaces_the_state_of_a_trained_optimizer(saved: Path, world_size: int) -> None:
-    layouts = _by_world_size()[world_size]
-    for layout in layouts:
+@EVERY_LAYOUT
+@ON_ITS_RANKS
+def test_every_layout_loads_what_any_layout_saved(saved: Path, layout: str, all_sources: bool) -> None:
+    for source in WORLD_SIZE if all_sources else [_source(layout, "loads")]:
         model, optimizer = build(layout, seed=1)
-        train(model, optimizer, 2, seed=9)
-        dcp.load({"model": model, "optim": optimizer}, saved / "fsdp2_hsdp")
-        assert_same(torch.load(saved / "fsdp2_hsdp.pt", weights_only=True), whole_state(model, optimizer))
+        report = dcp.load({"model": model, "optim": optimizer}, saved / source)
+        assert not report.missing and not report.unexpected and not report.cast
+        assert_same(torch.load(saved / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
+
+
+@pytest.mark.one_of("layout", count=2)
+@ALL_SOURCES
+@EVERY_LAYOUT
+@ON_ITS_RANKS
+def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(saved: Path, layout: str, all_sources: bool) -> None:
+    for source in WORLD_SIZE if all_sources else [_source(layout, "goes on")]:
+        model, optimizer = build(layout, seed=1)
+        dcp.load({"model": model, "optim": optimizer}, saved / source)
+        reference = build(layout, seed=2)
+        put_in_memory(layout, *reference, torch.load(saved / f"{source}.pt", weights_only=True))
+        assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
+        assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
+
+
+@pytest.mark.one_of(count=2)
+@EVERY_LAYOUT
+@ON_ITS_RANKS
+def test_a_load_replaces_the_state_of_a_trained_optimizer(saved: Path, layout: str) -> None:
+    model, optimizer = build(layout, seed=1)
+    train(model, optimizer, 2, seed=9)
+    dcp.load({"model": model, "optim": optimizer}, saved / "fsdp2_hsdp")
+    assert_same(torch.load(saved / "fsdp2_hsdp.pt", weights_only=True), whole_state(model, optimizer))
 
 
 @pytest.mark.parametrize("layout", WORLD_SIZE)

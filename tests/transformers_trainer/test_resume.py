@@ -10,11 +10,17 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import ObjectPath, Where, as_path
-from tests import launch
+from tests import launch, sampling
 from tests.compare import assert_same
+from tests.lives import layouts_of
 from tests.object_server import Bucket
 from tests.places import copy_folder
 from tests.transformers_trainer import WORLD_SIZE
+
+DRAWN = list(WORLD_SIZE)[sampling.number("transformers", len(WORLD_SIZE))]
+"""The layout that ``make test`` trains in."""
+
+OTHER_LAYOUT = {"single": "fsdp2", "ddp": "hsdp", "fsdp1": "fsdp2", "fsdp2": "single", "hsdp": "ddp"}
 
 CASES: dict[str, dict[str, Any]] = {
     "middle of an epoch": {"save_steps": 3},
@@ -80,8 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.one_of
-@pytest.mark.parametrize("layout", WORLD_SIZE)
+@pytest.mark.parametrize("layout", layouts_of([DRAWN], WORLD_SIZE))
 def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
     root, straight = trained(layout)
 
@@ -100,11 +105,11 @@ def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
 
 
 def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, tmp_path: Path) -> None:
-    path = trained("fsdp2")[0] / "middle of an epoch" / "checkpoint-3"
+    path = trained(DRAWN)[0] / "middle of an epoch" / "checkpoint-3"
     url = as_path(bucket.url) / "run" / path.name
     copy_folder(path, url)
-    expected, _, _ = launch.run(_begin, 2, path, "fsdp2")[0]
-    for state, step, _ in launch.run(_begin, 2, url, "fsdp2", tmp_path):
+    expected, _, _ = launch.run(_begin, WORLD_SIZE[DRAWN], path, DRAWN)[0]
+    for state, step, _ in launch.run(_begin, WORLD_SIZE[DRAWN], url, DRAWN, tmp_path):
         assert step == 3
         assert_same(state, expected)
 
@@ -144,11 +149,9 @@ def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -
     return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
 
 
-@pytest.mark.one_of
-@pytest.mark.parametrize(
-    ("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("fsdp1", "fsdp2")]
-)
-def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str, target: str) -> None:
+@pytest.mark.parametrize("source", layouts_of([DRAWN], OTHER_LAYOUT))
+def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str) -> None:
+    target = OTHER_LAYOUT[source]
     path = trained(source)[0] / "middle of an epoch" / "checkpoint-3"
     expected, _, nothing = launch.run(_begin, WORLD_SIZE[source], path, source)[0]
     assert not nothing
