@@ -230,10 +230,10 @@ def refuse_to_replace_a_base(path: Where) -> None:
     dependent, unreadable = _completed_by(path)
     if error := next(filter(may_pass, unreadable.values()), None):
         raise SaveFailed(
-            f"cannot save {path}: {error}. That checkpoint may need the frozen parameters at {path}."
+            f"cannot replace {path}: {error}. That checkpoint may need the frozen parameters at {path}."
         ) from error
     if dependent is not None:
         raise SaveFailed(
-            f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
-            f"out. Save to a new name, or delete {dependent} first."
+            f"cannot replace {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
+            f"out. Choose a new name, or delete {dependent} first."
         )
