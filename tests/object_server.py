@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests import programs
 from tests.limits import HANG
 
-_PYTHON = sys.executable
-"""As it is now: the fixture ``forked_keepers`` has another one, from which no server starts."""
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _LOOPBACK = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
@@ -124,7 +123,7 @@ def serving() -> Iterator[Server]:
     Raises:
         AssertionError: It did not start; why is on stderr.
     """
-    with _started([_PYTHON, "-m", "tests.object_server"]) as url:
+    with _started([programs.PYTHON, "-m", "tests.object_server"]) as url:
         yield Server(url)
 
 

@@ -36,7 +36,11 @@ from typing import NoReturn
 from tests.limits import HANG
 
 ROOT = Path(__file__).parent.parent
-TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
+PYTHON = sys.executable
+"""The interpreter itself, whatever ``sys.executable`` is during a test."""
+
+BARE = ("torch",)
+TORCH = (*BARE, "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
 LIGHTNING = (*TORCH, "lightning.pytorch", "s3fs", "omegaconf")
 TRANSFORMERS = (*TORCH, "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "peft")
 PACKAGE = (*TORCH, "dcp_plugin.checkpointer", "dcp_plugin.tools.stream", "dcp_plugin.cli.app", "pydantic")
@@ -116,7 +120,7 @@ class Program:
 @functools.cache
 def _server(imported: tuple[str, ...]) -> bytes:
     """The address of a process that forks for each connection. All workers of pytest-xdist share it, and it ends with
-    the process that started them. A server that imports more than torch is forked from the one that imports torch."""
+    the process that started them. A server that imports more than another one is forked from that."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     address = f"\0dcp-programs-{session}-{zlib.crc32(repr(imported).encode()):x}".encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -126,9 +130,9 @@ def _server(imported: tuple[str, ...]) -> bytes:
             return address
         listening.listen(64)
         lives = os.pidfd_open(session)
-        if imported != TORCH and imported[: len(TORCH)] == TORCH:
+        if less := next((names for names in (TORCH, BARE) if imported[: len(names)] == names != imported), None):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
-                asker.connect(_server(TORCH))
+                asker.connect(_server(less))
                 socket.send_fds(asker, [json.dumps(imported).encode()], [listening.fileno(), lives])
                 asker.recv(1)  # it has them
             os.close(lives)
@@ -136,7 +140,7 @@ def _server(imported: tuple[str, ...]) -> bytes:
         code = f"from tests.programs import _serve; _serve({listening.fileno()}, {lives}, {imported!r})"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
-        command = [sys.executable, "-c", code]
+        command = [PYTHON, "-c", code]
         _started.append(subprocess.Popen(command, env=environment, pass_fds=[listening.fileno(), lives]))
     os.close(lives)
     return address
@@ -167,7 +171,7 @@ def python(imported: tuple[str, ...]) -> str:
     atexit.register(folder.cleanup)
     code, program = Path(folder.name, "stand_in.py"), Path(folder.name, "python")
     code.write_text(_STAND_IN.format(address=_server(imported)))
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{code}" "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -SE "{code}" "$@"\n')
     program.chmod(0o755)
     return str(program)
 

@@ -57,7 +57,6 @@ from tests.object_server import Bucket
 
 launch.preload(__name__)
 pytestmark = pytest.mark.usefixtures("forked_keepers")
-PYTHON = sys.executable
 
 _TRAINING = """
 import os, signal, sys, torch, dcp_plugin as dcp
@@ -155,7 +154,7 @@ def test_a_stopped_holder_of_the_lock_is_named_and_the_save_goes_on_without_a_ke
     monkeypatch.setattr(locks, "_LOCK_SECONDS", 0.1)
     lock = spool.base_directory() / ".door" / "lock"
     lock.parent.mkdir()
-    holder = subprocess.Popen([PYTHON, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen([programs.PYTHON, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)

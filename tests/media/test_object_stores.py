@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -33,7 +31,7 @@ import dcp_plugin as dcp
 from dcp_plugin.format.packed import END, end_of, new_token, packed
 from dcp_plugin.media.objects.client import MemoryClient, client_of
 from dcp_plugin.paths import as_path
-from tests import launch
+from tests import launch, programs
 from tests.compare import same_bytes
 from tests.faults.network import Answer
 from tests.faults.proxy import Proxy, Request
@@ -670,8 +668,8 @@ for ask in (dcp.latest, dcp.inspect):
 
 
 def test_without_obstore_a_disk_is_enough_and_a_url_says_what_to_install(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WITHOUT, str(tmp_path / "step")]
-    local, *refused = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    ended = programs.run("-c", _WITHOUT, tmp_path / "step", imported=programs.BARE)
+    local, *refused = ended.stdout.splitlines()
     assert local == "[]"
     assert len(refused) == 2
     assert all("pip install 'dcp-plugin[objects]'" in line and "s3://bucket" in line for line in refused)

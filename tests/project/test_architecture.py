@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from tests import programs
 
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
@@ -123,8 +124,10 @@ def test_no_module_takes_the_place_of_a_public_name() -> None:
     assert modules & set(dcp.__all__) <= {"events"}
 
 
-def _python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+def _python(code: str, *arguments: object, imported: Sequence[str] = programs.BARE) -> str:
+    ended = programs.run("-c", code, *arguments, imported=imported)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
 
 
 def test_import_is_fast_and_brings_no_framework() -> None:
@@ -199,8 +202,7 @@ print(*names)
 
 def test_a_background_save_imports_no_module_in_its_thread(tmp_path: Path) -> None:
     """An import in a thread can meet a changed file of the package, or a fork: it would fail hours after the start."""
-    command = [sys.executable, "-c", IMPORTS_OF_THREADS, str(tmp_path)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    printed = _python(IMPORTS_OF_THREADS, tmp_path).splitlines()
     assert printed == ["SaveFailed", "dcp_plugin.seen"], "the last name is one that a thread asks for here"
 
 
@@ -247,7 +249,8 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
         f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.list_runs(root); "
         "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
         "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
-        "print('torch' in sys.modules)"
+        "print('torch' in sys.modules)",
+        imported=(),
     ).splitlines()
     assert (printed[0], printed[-1]) == ("step-2 2 2", "False")
 
