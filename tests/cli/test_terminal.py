@@ -8,7 +8,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
@@ -17,13 +16,14 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import COMMANDS
+from tests import programs
 from tests.damage import flip
 
 RUN = """
 import sys
 from dcp_plugin.cli.app import app
-for line in sys.stdin:
-    print("$", line, end="", flush=True)
+for line in sys.argv[1:]:
+    print("$", line, flush=True)
     app(line.split(), standalone_mode=False)
 """
 CONTROL = re.compile(r"[^\n]*\x1b\[2K|\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -35,13 +35,9 @@ def _in_terminal(lines: list[str], columns: int, cwd: Path) -> dict[str, list[st
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, cwd=cwd, env=env, text=True
-    )
+    python = programs.python(programs.PACKAGE)
+    process = subprocess.Popen([python, "-c", RUN, *lines], stdout=theirs, stderr=theirs, cwd=cwd, env=env)
     os.close(theirs)
-    assert process.stdin
-    process.stdin.write("".join(f"{line}\n" for line in lines))
-    process.stdin.close()
     printed = b""
     try:
         while part := os.read(ours, 1 << 16):
