@@ -15,12 +15,13 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in, unreadable
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
@@ -253,6 +254,18 @@ class Scan:
             return CheckpointState(directory, True, "", None, time)
         return in_one_view(directory, _state_in, medium=self.medium)
 
+    def _read_ahead(self, directory: Where, folders: list[Listed[Any]]) -> None:
+        """Examine the folders of a store at the same time: one after the other, each would take a round trip."""
+
+        def examine(folder: Listed[Any]) -> None:
+            with suppress(OSError, CheckpointError):  # met again, and reported, by the caller
+                self._once((folder.path, folder.number), lambda: self._state(folder.path))
+
+        at_once = self.medium.open(directory).cost.at_once
+        if self._read_all and at_once > 1:
+            with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-scan") as pool:
+                list(pool.map(examine, folders))
+
     def _look_below(self, directory: Where, depth: int) -> None:
         entries = self._patience.read(lambda: self.medium.entries(directory))
         listed = frozenset((entry.path, entry.number) for entry in entries)
@@ -264,9 +277,10 @@ class Scan:
         folders = [entry for entry in entries if entry.is_folder]
         self._listed[directory] = listed
         self._folders[directory] = [(entry.path, entry.number) for entry in folders]
-        for entry in folders if depth > 0 else ():
-            if not is_workspace(entry.path.name):
-                self._look(entry.path, entry.number, depth - 1)
+        below = [entry for entry in folders if depth > 0 and not is_workspace(entry.path.name)]
+        self._read_ahead(directory, below)
+        for entry in below:
+            self._look(entry.path, entry.number, depth - 1)
         for entry in folders:
             if is_workspace(entry.path.name):
                 self._look_into_workspace(entry.path)

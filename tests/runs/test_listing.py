@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import dcp_plugin as dcp
-from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.media import WORKSPACE, Readable, medium_of
 from dcp_plugin.media.usage import usage
 from dcp_plugin.paths import Where
+from dcp_plugin.runs import scan
 from tests import programs
+from tests.limits import HANG
+from tests.object_server import Bucket
 from tests.places import delete_file, save_file, stock_writer
 from tests.runs.test_lifecycle import LIGHTNING, OPTIMIZER, WEIGHTS
 
@@ -181,6 +186,19 @@ def test_a_checkpoint_says_which_base_it_needs(place: Where) -> None:
         checkpointer.save({"model": model}, place / "step-1")
     found = {one.path.name: one.base for one in dcp.list_runs(place)[0].checkpoints}
     assert found == {"base": None, "step-1": place / "base"}
+
+
+def test_checkpoints_in_a_store_are_read_at_the_same_time(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, f"{bucket.url}/step-{step}", step=step)
+    both, summary_in = threading.Barrier(2), scan.summary_in
+
+    def meet(files: Readable) -> Summary | None:
+        both.wait(HANG)
+        return summary_in(files)
+
+    monkeypatch.setattr(scan, "summary_in", meet)
+    assert [state.step for state in dcp.list_checkpoints(bucket.url)] == [1, 2]
 
 
 def test_nothing_and_what_cannot_be_listed(tmp_path: Path) -> None:
