@@ -422,13 +422,14 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
     """Wait for keepers of the previous training, which may be about to publish its saves. Collective."""
 
     def wait() -> list[str]:
-        return [text for spool in Spool.below(resolved(root)) for text in _settle(spool, config)]
+        deadline = time.monotonic() + 0.75 * config.timeout  # the other ranks wait for this one until the timeout
+        return [text for spool in Spool.below(resolved(root)) for text in _settle(spool, config, deadline)]
 
     for text in ranks.agree(f"wait for what was handed over before, in {root}", wait):
         logger.warning("%s: %s", root, text)
 
 
-def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
+def _settle(spool: Spool, config: CheckpointConfig, deadline: float) -> list[str]:
     """Wait until a keeper, started in place of one that died, has published the saves in its journal, or completed them
     in ``local_dir``, or dropped them. A journal of another version of this package is left as it is.
 
@@ -443,12 +444,12 @@ def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
     if not left:
         return []
     start_keeper(spool, config.keeper_linger)
-    patience, problems = min(_ANSWER, config.timeout), []
-    start, deadline = time.monotonic() + _START_SECONDS, time.monotonic() + config.timeout
-    while left and time.monotonic() < deadline:
+    start, problems = time.monotonic() + _START_SECONDS, []
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        patience = min(_ANSWER, seconds)
         try:
             with closing(connect(spool.socket, timeout=patience)) as keeper:
-                state: State = keeper.ask(patience, "wait", left[0], "local", patience).get()
+                state: State = keeper.ask(patience, "wait", left[0], "local", patience / 2).get()
         except TimeoutError:
             problems.append(f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}")
             break

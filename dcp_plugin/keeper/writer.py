@@ -532,7 +532,10 @@ class KeptSaves:
         return results[0].get()
 
     def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
-        state = self.client.wait(token, "local")
+        try:
+            state = self.client.wait(token, "local")
+        except (KeeperLost, NoSharedMemory) as error:
+            raise SaveFailed(f"{request.path} is written on its nodes, and not durable: {error}") from error
         if not state.local:
             end = state.end
             why = "the keeper has not completed it yet" if end is None else end.error or end.degraded
@@ -577,13 +580,18 @@ class KeptSaves:
         if self._newest is None or self._config.durable_every is None:
             return
         token, handle = self._newest
-        if handle.finished is None or handle.finished.tier == "durable" or not self.client.drain(token):
+        if handle.finished is None or handle.finished.tier == "durable":
             return
-        end = self.client.wait(token, "end").end
+        try:
+            if not self.client.drain(token):
+                return
+            end = self.client.wait(token, "end").end
+        except (KeeperLost, NoSharedMemory) as error:
+            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {error}") from error
         if end is None:
             raise SaveFailed(f"{handle.path} is only in local_dir: the keeper has not copied it to its path yet")
         if end.error is not None and not end.published:
-            raise end.error
+            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {end.error}") from end.error
         handle.finished = replace(handle.finished, tier="durable")
         self._pipeline.emit(handle.finished)
 

@@ -14,15 +14,18 @@ import random
 import re
 import select
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dcp_plugin as dcp
+from tests import object_server
 from tests.faults.kept import ALL, Life, live, noted
 from tests.host_process import Process, Ranks
 from tests.hosts import Host, Hosts, hosts
@@ -30,6 +33,8 @@ from tests.limits import HANG
 
 CALLS = {"": 16_000, "/keeper/": 270}
 """Of functions of ours in five saves, about: of all modules, and of those that hand over to the keeper."""
+CALLS_OF_A_KEEPER = 3000
+"""Of functions of a keeper's stages in six saves, about."""
 
 
 @dataclass
@@ -44,6 +49,9 @@ class Training:
     notes: list[dict[str, Any]] = field(default_factory=list)
     said: str = ""
     """All three of the life before."""
+    env: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    """The folder of checkpoints, if it is in a bucket."""
     told: dict[str, int] = field(default_factory=dict)
     """The newest step of which a rank was told so: ``"returned"``, ``"local"``, ``"durable"``."""
     _count: Iterator[int] = field(default_factory=itertools.count)
@@ -52,14 +60,20 @@ class Training:
     def root(self) -> Path:
         return self.hosts.shared.path / "run"
 
+    def set_clock(self, host: int, hours: float) -> None:
+        """Have the processes of a host read a time that is so many hours off."""
+        (self.folder / f"{self.hosts[host].name}.clock").write_text(str(3600.0 * hours))
+
     def life(self, **what: Any) -> Life:
         notes = self.folder / f"life-{next(self._count)}"
         notes.mkdir()
         config = {"local_dir": str(self.hosts[0].memory / "local"), "keeper_linger": 60.0, "timeout": 60.0}
-        return Life(str(self.root), notes, **{"layout": self.layout, "config": {**config, **self.config}, **what})
+        config |= {**self.config, **what.pop("config", {})}
+        root = self.url or str(self.root)
+        return Life(root, notes, **{"layout": self.layout, "config": config, "in_keeper": self.folder, **what})
 
     def start(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1) -> Ranks:
-        return self.hosts.launch(live, life, on=on, ranks_per_host=ranks_per_host)
+        return self.hosts.launch(live, life, on=on, ranks_per_host=ranks_per_host, env=self.env)
 
     def run(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1, **does: Any) -> list[str]:
         """A life to its end; what is wrong. ``does`` is what its commands mean."""
@@ -69,12 +83,14 @@ class Training:
         """Wait until all ranks have ended. If one was to be killed, the others are then, as launchers do it."""
         self._obey(life, ranks, dict(does or {}))
         first = [ranks[life.dies[0]]] if life.dies is not None and life.dies[0] != ALL else []
+        if life.stops is not None:
+            first = [ranks[1 - life.stops[0]]]
         for rank in [*first, *ranks]:
-            if rank.wait(HANG) and life.dies is not None:
+            if (rank.wait(HANG) and life.dies is not None) or life.stops is not None:
                 for other in ranks:
                     other.kill()
         wrong = self.learn(life)
-        meant = life.dies is not None or not life.ends
+        meant = life.dies is not None or life.stops is not None or not life.ends
         for rank in ranks:
             said = rank.log.read_text()
             alone = meant and any(text in said for text in ("RankFailure", "closed by peer", "reset by peer"))
@@ -269,12 +285,12 @@ def _await_word(host: Host, word: str) -> None:
         time.sleep(0.05)
 
 
-def store_down(folder: Path) -> list[str]:
-    """The shared folder is away for some saves, and comes back."""
-    with training(2, folder, replicas=1, durable_every=1, local_keep=3) as trained:
+def store_down(folder: Path, seconds: float = 0.0) -> list[str]:
+    """The shared folder is away for some saves, and for at least so many seconds, and comes back."""
+    with training(2, folder, replicas=1, durable_every=1, local_keep=3, timeout=60.0 + 2 * seconds) as trained:
         away = trained.hosts.shared
-        life = trained.life(saves=8, commands={3: "away", 7: "back"}, waits="local")
-        wrong = trained.run(life, away=away.take_away, back=away.give_back)
+        life = trained.life(saves=8, commands={3: "away", 5: "later", 7: "back"}, waits="local")
+        wrong = trained.run(life, away=away.take_away, later=lambda: time.sleep(seconds), back=away.give_back)
         wrong += [one for one in unfinished(trained) if "newer" not in one] + not_local(trained, 1)
         newest = dcp.latest(trained.root)
         if newest is None or newest.name != "step-8":
@@ -340,6 +356,80 @@ def leaks(folder: Path, lives: int, seed: int) -> list[str]:
         return wrong
 
 
+def stopped(folder: Path, count: int, seed: int) -> Iterator[list[str]]:
+    """A keeper or a rank is stopped (SIGSTOP) at a moment by chance. The keeper goes on after the training's end.
+
+    Beside a stopped keeper the training goes on. Beside a stopped rank it ends within the timeout.
+    """
+    chance = random.Random(seed)
+    with training(2, folder, replicas=1, durable_every=2, timeout=10.0, local_keep=3) as trained:
+        trained.from_durable = True
+        for number in range(count):
+            host = trained.hosts[chance.randrange(2)]
+            if number % 4 == 3:
+                stops = host.number, chance.randrange(1, CALLS[""])
+                yield trained.run(trained.life(saves=6, stops=stops)) + trained.run(trained.life(saves=0))
+            else:
+                yield _with_a_stopped_keeper(trained, host, chance.randrange(1, CALLS_OF_A_KEEPER))
+
+
+def _with_a_stopped_keeper(trained: Training, host: Host, at: int) -> list[str]:
+    host.do(":")  # the file is named by the host
+    host.kill()  # a new keeper looks for the file
+    stop = trained.folder / f"{host.name}.stop"
+    stop.write_text(str(at))
+    wrong = [text for text in trained.run(trained.life(saves=6)) if "not durable" not in text]
+    stop.unlink(missing_ok=True)
+    if (stopped := stop.with_suffix(".stopped")).exists():
+        print(f"the keeper of {host.name} was stopped at {stopped.read_text()}")
+        stopped.unlink()
+    for process in (process for other in trained.hosts for process in other.processes()):
+        os.kill(process, signal.SIGCONT)
+    return wrong + trained.run(trained.life(saves=0))
+
+
+def clocks(folder: Path, tier: str) -> list[str]:
+    """A clock is set back by three hours between two saves, between two starts, and on one of two hosts."""
+    is_local = "local" in tier
+    config: dict[str, Any] = {"durable_every": 2} if is_local else {"local_dir": None, "writer": "process"}
+    with ExitStack() as opened:
+        trained = opened.enter_context(training(2, folder, **config))
+        trained.hosts[0].do(":")  # clocks are those of host names
+        if "bucket" in tier:
+            server = opened.enter_context(object_server.serving())
+            store, port = trained.hosts.reach(int(server.url.rpartition(":")[2]))
+            trained.env = {**server.environment(f"http://{store}:{port}"), "NO_PROXY": "*"}
+            trained.url = f"{server.new_bucket().url}/run"
+        trained.from_durable, wrong, newest = True, [], 0
+        for on, hours, back in (
+            [(0, 1), 0, -3],
+            [(0, 1), -6, -9],
+            [(1, 0), -9, -12],
+            [(0, 1), -12, 3],
+            [(0, 1), 3, 0],
+        ):
+            trained.set_clock(0, hours)
+            life = trained.life(saves=4, commands={3: "set"}, ends=False, one_path="one path" in tier)
+            wrong += trained.run(life, on, set=lambda back=back: trained.set_clock(0, back))
+            wrong += [f"resumed {one}, not {newest}" for one in trained.notes if one.get("resumed", newest) != newest]
+            newest += 4
+        return wrong + trained.run(trained.life(saves=0, one_path="one path" in tier))
+
+
+def abandoned(folder: Path) -> list[str]:
+    """A host with later steps of a branch that the others have left comes back: its saves are the older ones."""
+    with training(2, folder, "ddp", durable_every=3) as trained:
+        trained.from_durable, trained.promised = True, "durable"
+        wrong = trained.run(trained.life(saves=5, waits="end", ends=False), (0,))
+        wrong += trained.run(trained.life(saves=1, waits="end", ends=False), (1,))
+        if trained.notes[0]["resumed"] != 3:
+            wrong.append(f"the other branch began with {trained.notes[0]}, not with the save at its path")
+        trained.promised = "nothing"
+        wrong += trained.run(trained.life(saves=0), (0, 1))
+        found = {one["resumed"] for one in trained.notes if "resumed" in one}
+        return wrong + [f"resumed {found}, not 4"] * (found != {4})
+
+
 def _campaign(count: int, seed: int) -> dict[str, Callable[[Path], Iterable[list[str]]]]:
     chance = random.Random(seed)
     few = max(1, count // 20)
@@ -359,11 +449,22 @@ def _campaign(count: int, seed: int) -> dict[str, Callable[[Path], Iterable[list
         "link cut": lambda folder: [cut(folder, "at once")],
         "link cut until that is noticed": lambda folder: [cut(folder, "noticed")],
         "durable storage down": lambda folder: [store_down(folder)],
+        "durable storage down for ten minutes": lambda folder: [store_down(folder, 600.0)],
+        "stopped": lambda folder: stopped(folder, count // 2, seed),
+        **{f"clocks set back, {tier}": partial(_once, clocks, tier) for tier in TIERS},
+        "a branch abandoned": lambda folder: [abandoned(folder)],
         "of another run": lambda folder: [stale(folder, "run")],
         "of another user": lambda folder: [stale(folder, "user")],
         "of another version": lambda folder: [stale(folder, "format")],
         "leaks": lambda folder: [leaks(folder, max(8, count // 4), seed)],
     }
+
+
+TIERS = ("disk", "one path", "bucket", "local", "local, one path", "local, bucket", "local, bucket, one path")
+
+
+def _once(run: Callable[[Path, str], list[str]], what: str, folder: Path) -> list[list[str]]:
+    return [run(folder, what)]
 
 
 def main(arguments: Sequence[str]) -> int:

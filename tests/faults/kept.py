@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.keeper.spool import Spool
-from dcp_plugin.paths import resolved
+from dcp_plugin.paths import as_path, resolved
 from tests import launch
+from tests.faults.in_keeper import sitecustomize
 from tests.layouts import build
 
 launch.preload(__name__)
@@ -47,6 +48,9 @@ class Life:
         dies: A rank, or ALL, and at which call of a function of ours, counted from the first save on.
         ends: Whether it says goodbye; else it is killed after the last save has returned.
         kills_keeper: At which such calls a rank kills the keeper of its node.
+        stops: A rank, and at which such call it stops (SIGSTOP).
+        one_path: Whether all saves go to one path.
+        in_keeper: The folder of :mod:`tests.faults.in_keeper.sitecustomize`.
         waits: For each save, so many: ``"local"``, ``"end"``, or nothing.
     """
 
@@ -60,6 +64,9 @@ class Life:
     """What is in the path of the modules whose calls are counted."""
     ends: bool = True
     kills_keeper: tuple[int, ...] = ()
+    stops: tuple[int, int] | None = None
+    one_path: bool = False
+    in_keeper: Path | None = None
     waits: str = ""
     commands: dict[int, str] = field(default_factory=dict)
     """By number of the save, from 1 on: what the test is asked to do before it, while the ranks wait."""
@@ -131,7 +138,7 @@ def resume(checkpointer: dcp.Checkpointer, life: Life, state: State) -> dict[str
     report = started.report
     if report is None:
         return {"step": 0, "sources": {}, "passed_over": [], "equal": True}
-    step = int(str(report.path).rpartition("-")[2])
+    step = state.saved["step"]
     return {
         "step": step, "sources": report.sources, "passed_over": report.passed_over, "equal": state.is_of(step),
         "seconds": report.seconds,
@@ -142,26 +149,33 @@ def live(life: Life) -> dict[str, Any]:
     """On every rank: go on from the newest that can be put together, check it, and save."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if life.in_keeper is not None:
+        sitecustomize.set_clock(life.in_keeper)
+        path = os.pathsep.join(filter(None, [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH")]))
+        os.environ |= {sitecustomize.FOLDER: str(life.in_keeper), "PYTHONPATH": path}
     state = State(life.layout)
     checkpointer = dcp.Checkpointer(async_save=True, **life.config)
     found = resume(checkpointer, life, state)
     note(life, resumed=found["step"], **{name: found[name] for name in ("sources", "passed_over", "equal")})
-    keeper = Spool.of(resolved(Path(life.root)), checkpointer.config.local_dir)
+    keeper = Spool.of(resolved(as_path(life.root)), checkpointer.config.local_dir)
 
     def at(call: int) -> None:
         if life.dies is not None and call == life.dies[1] and life.dies[0] in (ALL, dist.get_rank()):
             os.kill(os.getpid(), signal.SIGKILL)
+        if life.stops == (dist.get_rank(), call):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if call in life.kills_keeper and (pid := keeper.pid()) is not None and keeper.is_kept():
             os.kill(pid, signal.SIGKILL)
             note(life, killed_keeper=pid)
 
     events.subscribe(lambda event: _tell(life, event))
     handles = []
-    counted = _calls(at, life.counted) if life.dies is not None or life.kills_keeper else [0]
+    counted = _calls(at, life.counted) if life.dies is not None or life.kills_keeper or life.stops else [0]
     for step in range(found["step"] + 1, found["step"] + 1 + life.saves):
         _await(life, life.commands.get(step - found["step"]))
         state.advance(step)
-        handle = checkpointer.save(state.saved, f"{life.root}/step-{step}", step=step)
+        name = "last" if life.one_path else f"step-{step}"
+        handle = checkpointer.save(state.saved, f"{life.root}/{name}", step=step)
         note(life, returned=step, calls=counted[0])
         handles.append(handle)
         if life.waits == "local":

@@ -84,6 +84,24 @@ def test_memory_of_something_else_is_passed_over_and_told(tmp_path: Path, what: 
 
 
 @apart
+@pytest.mark.one_of("tier")
+@pytest.mark.parametrize("tier", keepers.TIERS)
+def test_the_newest_save_returns_whichever_host_has_its_clock_set_back(tmp_path: Path, tier: str) -> None:
+    assert keepers.clocks(tmp_path, tier) == []
+
+
+@apart
+def test_local_saves_of_a_branch_that_was_abandoned_stay_older(tmp_path: Path) -> None:
+    assert keepers.abandoned(tmp_path) == []
+
+
+@apart
+@pytest.mark.long
+def test_a_training_goes_on_beside_a_stopped_keeper_and_what_it_has_saved_stays(tmp_path: Path) -> None:
+    _nothing_wrong(keepers.stopped(tmp_path, 4, seed=46), 4)
+
+
+@apart
 @pytest.mark.long
 def test_nothing_is_left_after_many_lives(tmp_path: Path) -> None:
     assert keepers.leaks(tmp_path, 11, seed=1) == []

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +281,44 @@ def test_a_stopped_keeper_of_another_node_stops_no_rank(tmp_path: Path) -> None:
         checkpointer.close()
         dist.barrier()
     assert torch.equal(_weights(root / "step-2"), torch.arange(1000.0) + 1)
+
+
+@on_ranks(2)
+def test_a_training_starts_while_keepers_of_one_node_are_stopped_with_saves(tmp_path: Path) -> None:
+    """The other rank waits for the first one until the timeout, whatever it has to wait for."""
+    rank, roots = dist.get_rank(), (tmp_path / "run/a", tmp_path / "run/b")
+    local = tmp_path / f"local-{rank}"
+    tiers: dict[str, Any] = {"local_dir": str(local), "timeout": 10.0, "keeper_linger": 0.0}
+    checkpointers = [dcp.Checkpointer(async_save=True, durable_every=1, **tiers) for _ in roots]
+    for checkpointer, root in zip(checkpointers, roots, strict=True):
+        checkpointer.save({"n": 1}, root / "step-1", step=1).wait()
+    dist.barrier()
+    with ExitStack() as stopped:
+        for root in roots if rank == 1 else ():
+            stopped.enter_context(_stopped(_keeper_of(root, local)))
+        dist.barrier()
+        handles = [
+            checkpointer.save({"n": 2}, root / "step-2", step=2)
+            for checkpointer, root in zip(checkpointers, roots, strict=True)
+        ]
+        assert dcp.resume_or_init({"n": 0}, tmp_path / "run", **tiers).how == "resumed"
+        for handle in handles:
+            handle.wait()
+        for checkpointer in checkpointers:
+            checkpointer.close()
+        dist.barrier()
+
+
+def test_a_stopped_keeper_makes_close_name_the_save_that_is_not_durable(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    checkpointer = dcp.Checkpointer(
+        async_save=True, durable_every=9, local_dir=str(local), timeout=5.0, keeper_linger=0.0
+    )
+    checkpointer.save({"n": 1}, tmp_path / "run/step-1", step=1).wait()
+    with _stopped(_keeper_of(tmp_path / "run", local)):
+        with pytest.raises(SaveFailed, match=r"step-1 is complete in local_dir, and not durable: the keeper of rank 0"):
+            checkpointer.close()
+        assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/step-1"
 
 
 def test_fewer_copies_than_asked_for_are_a_warning_and_a_field_of_events(

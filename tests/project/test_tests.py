@@ -12,6 +12,7 @@ CLOCKS = {
     *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
     *(
         "tests.faults.fuzz",
+        "tests.faults.in_keeper.sitecustomize",
         "tests.faults.soak",
         "tests.faults.stores",
         "tests.faults.keepers",
