@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import launch
@@ -51,11 +52,11 @@ def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> Non
             assert look.progress["global_step"] == (2 if loops else 0)
 
 
-def test_sharded_checkpoints_of_fabric_itself_load_under_any_strategy(tmp_path: Path) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp1", "fsdp2"])
+def test_sharded_checkpoints_of_fabric_itself_load_under_any_strategy(tmp_path: Path, layout: str) -> None:
     launch.run(_save_with_fabric_itself, 2, tmp_path)
-    for world_size in (1, 2):
-        layouts = [layout for layout in WORLD_SIZE if WORLD_SIZE[layout] == world_size]
-        launch.run(_load_from_fabric_itself, world_size, tmp_path, layouts)
+    launch.run(_load_from_fabric_itself, WORLD_SIZE[layout], tmp_path, layout)
 
 
 def _save_with_fabric_itself(root: Path) -> None:
@@ -77,31 +78,28 @@ def _save_with_fabric_itself(root: Path) -> None:
         (root / "run" / "any name").hardlink_to(root / "ddp")
 
 
-def _load_from_fabric_itself(root: Path, layouts: list[str]) -> None:
-    import pytest
-
+def _load_from_fabric_itself(root: Path, layout: str) -> None:
     import dcp_plugin as dcp
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    for layout in layouts:
-        for source, state in torch.load(root / "states", weights_only=True).items():
-            if source == "ddp" and layout not in ("single", "ddp"):
-                continue  # Fabric itself loads its files only with the optimizers of those
-            fabric = t.fabric_for(layout)
-            attached = attach(fabric)
-            training = t.Training(fabric, seed=5)
-            del training.state["loader"], training.state["history"]
-            if source == "ddp":
-                start = attached.resume_or_init(training.state, root / "run")
-                assert (start.how, start.path) == ("resumed", root / "run" / "any name")
-                assert_same(state, training.whole_state())
-            assert training.load(root / source) == {"history": [1, 2]}
+    for source, state in torch.load(root / "states", weights_only=True).items():
+        if source == "ddp" and layout not in ("single", "ddp"):
+            continue  # Fabric itself loads its files only with the optimizers of those
+        fabric = t.fabric_for(layout)
+        attached = attach(fabric)
+        training = t.Training(fabric, seed=5)
+        del training.state["loader"], training.state["history"]
+        if source == "ddp":
+            start = attached.resume_or_init(training.state, root / "run")
+            assert (start.how, start.path) == ("resumed", root / "run" / "any name")
             assert_same(state, training.whole_state())
-            assert (training.state["step"], training.state["schedule"].last_epoch) == (2, 2)
-            if source != "ddp":
-                with pytest.raises(dcp.CheckpointMismatch, match="has no 'absent'"):
-                    fabric.load(root / source, {"net": training.state["net"], "absent": 0})
+        assert training.load(root / source) == {"history": [1, 2]}
+        assert_same(state, training.whole_state())
+        assert (training.state["step"], training.state["schedule"].last_epoch) == (2, 2)
+        if source != "ddp":
+            with pytest.raises(dcp.CheckpointMismatch, match="has no 'absent'"):
+                fabric.load(root / source, {"net": training.state["net"], "absent": 0})
 
 
 def test_more_ranks_get_streams_of_their_own_and_the_same_each_time(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import launch
 from tests.compare import assert_same, full_state
 
-LAYOUTS = ("ddp", "fsdp2")
+
+def ddp_or_fsdp2(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.one_of(pytest.mark.parametrize("layout", ["ddp", "fsdp2"])(test))  # type: ignore[no-any-return]
 
 
 def _resumes(
@@ -50,21 +53,20 @@ def _resumes(
         assert_same(also(straight), also(one))
 
 
-def _each(work: Callable[[Any, Path, str], None], root: Path, layouts: tuple[str, ...]) -> None:
+def _quietly(work: Callable[[Any, Path, str], None], root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     warnings.simplefilter("ignore")
-    for layout in layouts:
-        work(t, root, layout)
+    work(t, root, layout)
 
 
-def _run(work: Callable[[Any, Path, str], None], root: Path, layouts: tuple[str, ...] = LAYOUTS) -> None:
-    launch.run(_each, 2, work, root, layouts)
+def _run(work: Callable[[Any, Path, str], None], root: Path, layout: str, ranks: int = 2) -> None:
+    launch.run(_quietly, ranks, work, root, layout)
 
 
 def test_weight_averaging_resumes(tmp_path: Path) -> None:
     """torch cannot copy what fully_shard has sharded, which this callback does."""
-    _run(_averaging, tmp_path, ("ddp",))
+    _run(_averaging, tmp_path, "ddp")
 
 
 def _averaging(t: Any, root: Path, layout: str) -> None:
@@ -75,7 +77,7 @@ def _averaging(t: Any, root: Path, layout: str) -> None:
 
 
 def test_trap_10_sharded_averages_of_a_callback_are_saved_and_restored_by_all_ranks(tmp_path: Path) -> None:
-    _run(_sharded_averages, tmp_path, ("fsdp2",))
+    _run(_sharded_averages, tmp_path, "fsdp2")
 
 
 def _sharded_averages(t: Any, root: Path, layout: str) -> None:
@@ -113,7 +115,7 @@ def _sharded_averages(t: Any, root: Path, layout: str) -> None:
 
 
 def test_stochastic_weight_averaging_resumes_after_it_has_begun(tmp_path: Path) -> None:
-    _run(_swa, tmp_path, ("ddp",))
+    _run(_swa, tmp_path, "ddp")
 
 
 def _swa(t: Any, root: Path, layout: str) -> None:
@@ -138,8 +140,8 @@ def _swa(t: Any, root: Path, layout: str) -> None:
 def test_a_backbone_that_was_unfrozen_before_the_checkpoint_stays_so(tmp_path: Path) -> None:
     """Lightning alone resumes with the backbone frozen, and not at all if the model is sharded. Not for DDP: it never
     averages the gradients of what was frozen when it was set up, so the ranks drift apart in any case."""
-    launch.run(_each, 1, _finetuning, tmp_path, ("single",))
-    _run(_finetuning, tmp_path, ("fsdp2",))
+    _run(_finetuning, tmp_path, "single", ranks=1)
+    _run(_finetuning, tmp_path, "fsdp2")
 
 
 def _finetuning(t: Any, root: Path, layout: str) -> None:
@@ -162,8 +164,9 @@ def _finetuning(t: Any, root: Path, layout: str) -> None:
     )
 
 
-def test_manual_optimization_of_two_optimizers_resumes(tmp_path: Path) -> None:
-    _run(_manual, tmp_path)
+@ddp_or_fsdp2
+def test_manual_optimization_of_two_optimizers_resumes(tmp_path: Path, layout: str) -> None:
+    _run(_manual, tmp_path, layout)
 
 
 def _manual(t: Any, root: Path, layout: str) -> None:
@@ -191,17 +194,19 @@ def _manual(t: Any, root: Path, layout: str) -> None:
     _resumes(t, root, layout, model=Manual)
 
 
-def test_gradient_accumulation_resumes(tmp_path: Path) -> None:
-    _run(_accumulating, tmp_path)
+@ddp_or_fsdp2
+def test_gradient_accumulation_resumes(tmp_path: Path, layout: str) -> None:
+    _run(_accumulating, tmp_path, layout)
 
 
 def _accumulating(t: Any, root: Path, layout: str) -> None:
     _resumes(t, root, layout, steps=4, accumulate_grad_batches=2, plugin=t.DCPCheckpointIO(async_save=True))
 
 
-def test_dataloaders_that_are_made_anew_resume(tmp_path: Path) -> None:
+@ddp_or_fsdp2
+def test_dataloaders_that_are_made_anew_resume(tmp_path: Path, layout: str) -> None:
     """In the epochs in which they would have been without the interruption."""
-    _run(_made_anew, tmp_path)
+    _run(_made_anew, tmp_path, layout)
 
 
 def _made_anew(t: Any, root: Path, layout: str) -> None:
@@ -221,8 +226,9 @@ def _made_anew(t: Any, root: Path, layout: str) -> None:
         )
 
 
-def test_the_state_of_a_datamodule_and_of_a_gradient_scaler_resume(tmp_path: Path) -> None:
-    _run(_datamodule, tmp_path, ("ddp", "fsdp2"))
+@ddp_or_fsdp2
+def test_the_state_of_a_datamodule_and_of_a_gradient_scaler_resume(tmp_path: Path, layout: str) -> None:
+    _run(_datamodule, tmp_path, layout)
 
 
 def _datamodule(t: Any, root: Path, layout: str) -> None:
@@ -272,8 +278,9 @@ def _datamodule(t: Any, root: Path, layout: str) -> None:
     assert_same(t.whole_state(first), t.whole_state(second))
 
 
-def test_hooks_of_the_fits_start_see_the_restored_model(tmp_path: Path) -> None:
-    _run(_on_fit_start, tmp_path)
+@ddp_or_fsdp2
+def test_hooks_of_the_fits_start_see_the_restored_model(tmp_path: Path, layout: str) -> None:
+    _run(_on_fit_start, tmp_path, layout)
 
 
 def _on_fit_start(t: Any, root: Path, layout: str) -> None:

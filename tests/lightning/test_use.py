@@ -266,8 +266,10 @@ def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
     assert steps == {"same": 1, "same-v1": 2, "same-v2": 3}
 
 
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @on_ranks(2)
-def test_one_plugin_serves_many_fits_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_one_plugin_serves_many_fits_and_leaves_nothing_behind(tmp_path: Path, layout: str) -> None:
     """Whichever way a run ends: no thread, no group of ranks, and the next one works."""
     from torch.distributed import distributed_c10d
 
@@ -296,25 +298,24 @@ def test_one_plugin_serves_many_fits_and_leaves_nothing_behind(tmp_path: Path) -
             self.fail("teardown")
 
     groups = len(distributed_c10d._world.pg_map)
-    for layout in ("ddp", "fsdp2"):
-        io, made = t.DCPCheckpointIO(async_save=True), tmp_path / layout
-        groups += layout == "fsdp2"  # of its mesh
-        for number, where in enumerate(("setup", "batch", "validation", "end", "teardown", "")):
-            saving = t.ModelCheckpoint(made, f"{number}-{{step}}", every_n_train_steps=1, save_top_k=-1)
-            trainer = t.trainer_for(layout, [saving], plugin=io, max_steps=2)
-            model = Failing(layout)
-            model.fails_in = where
-            batches = t.DataLoader(t.data(4), batch_size=2)
-            if where:
-                with pytest.raises(ArithmeticError, match=where):
-                    trainer.fit(model, t.plain_loader(layout, 2), batches)
-            else:
+    io, made = t.DCPCheckpointIO(async_save=True), tmp_path / layout
+    groups += layout == "fsdp2"  # of its mesh
+    for number, where in enumerate(("setup", "batch", "validation", "end", "teardown", "")):
+        saving = t.ModelCheckpoint(made, f"{number}-{{step}}", every_n_train_steps=1, save_top_k=-1)
+        trainer = t.trainer_for(layout, [saving], plugin=io, max_steps=2)
+        model = Failing(layout)
+        model.fails_in = where
+        batches = t.DataLoader(t.data(4), batch_size=2)
+        if where:
+            with pytest.raises(ArithmeticError, match=where):
                 trainer.fit(model, t.plain_loader(layout, 2), batches)
-            assert not any(thread.name.startswith("dcp") for thread in threading.enumerate()), where
-            assert len(distributed_c10d._world.pg_map) <= groups + (layout == "fsdp2") * (number + 1), where
-        trainer.save_checkpoint(made / "by-hand.ckpt")  # after the fit
-        assert dcp.inspect(made / "by-hand.ckpt").step == 2
-        assert io.load_checkpoint(made / "by-hand.ckpt")["global_step"] == 2
+        else:
+            trainer.fit(model, t.plain_loader(layout, 2), batches)
+        assert not any(thread.name.startswith("dcp") for thread in threading.enumerate()), where
+        assert len(distributed_c10d._world.pg_map) <= groups + (layout == "fsdp2") * (number + 1), where
+    trainer.save_checkpoint(made / "by-hand.ckpt")  # after the fit
+    assert dcp.inspect(made / "by-hand.ckpt").step == 2
+    assert io.load_checkpoint(made / "by-hand.ckpt")["global_step"] == 2
 
 
 @on_ranks(2)
