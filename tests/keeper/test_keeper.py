@@ -41,7 +41,7 @@ from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import new_token, time_of
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.records import End, Peer
-from dcp_plugin.keeper.spool import Spool
+from dcp_plugin.keeper.spool import SLAB, Spool
 from dcp_plugin.keeper.wire import Channel
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, as_path, options_of, resolved
@@ -217,6 +217,25 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
         assert same_bytes(another["weights"], torch.arange(1000.0) + 2)
     assert dcp.inspect(tmp_path / "run/last").step == 3  # what the keeper still had did not replace it
     assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/last"
+
+
+def test_memory_of_a_save_that_was_taken_from_a_stopped_keeper_is_not_used_again(tmp_path: Path) -> None:
+    """The keeper goes on, and may still read it."""
+    root = tmp_path / "run"
+    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.0, timeout=5.0)
+    checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
+    keeper, memory = _keeper_of(root, None), Spool.of(root.resolve(), None)
+    os.kill(keeper, signal.SIGSTOP)
+    handle = checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-2", step=2)
+    used = {name for name in memory.names("") if name.startswith(SLAB)}
+    handle.wait()
+    os.kill(keeper, signal.SIGCONT)
+    client = checkpointer._writer.saves.client  # type: ignore[attr-defined]
+    _wait(lambda: client._failure is None, "saves still go on without the keeper")
+    checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-3", step=3).wait()
+    in_use = {name for name in memory.names("") if name.startswith(SLAB)}
+    assert used and in_use and not used & in_use
+    checkpointer.close()
 
 
 def test_a_save_without_a_keeper_is_the_newest_after_the_clock_was_set_back(
