@@ -466,6 +466,32 @@ def test_recorded_times_never_run_back_with_the_clock(tmp_path: Path, monkeypatc
     assert dcp.latest(tmp_path) == tmp_path / "step-4"
 
 
+def test_checkpoints_of_stock_count_by_their_own_time_before_and_between_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [900.0]
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1.7e9 + now[0]))
+    for step, (before, seconds) in enumerate([(800, 900), (950, 500), (960, 600)], start=1):
+        by_stock = tmp_path / f"stock-{step}"
+        with pytest.warns(UserWarning, match="single process"):
+            stock.save({"n": torch.zeros(1)}, checkpoint_id=str(by_stock))
+        os.utime(by_stock / ".metadata", (1.7e9 + before,) * 2)
+        assert dcp.latest(tmp_path) == by_stock
+        now[0] = seconds  # a clock that was set back after the save of stock
+        _save(tmp_path / f"step-{step}", step)
+        assert dcp.latest(tmp_path) == tmp_path / f"step-{step}"
+
+
+def test_an_old_checkpoint_that_is_copied_into_the_run_stays_old(place: Where, tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, place / f"step-{step}", step=step)
+    dcp.copy(place / "step-1", place / "copy-of-step-1")
+    assert dcp.latest(place) == place / "step-2"
+    if place == tmp_path:
+        shutil.copytree(tmp_path / "step-1", tmp_path / "step-3")
+        assert dcp.latest(place) == place / "step-2"
+
+
 def test_a_flat_state_of_many_keys_has_a_small_summary(tmp_path: Path) -> None:
     dcp.save({f"a.rather.long.name.of.a.parameter.{n}": n for n in range(3000)}, tmp_path / "ck")
     assert (tmp_path / "ck" / "dcp_plugin.json").stat().st_size < 2000
