@@ -140,13 +140,12 @@ def _server(imported: tuple[str, ...]) -> bytes:
         code = f"from tests.programs import _serve; _serve({listening.fileno()}, {lives}, {imported!r})"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
-        command = [PYTHON, "-c", code]
-        _started.append(subprocess.Popen(command, env=environment, pass_fds=[listening.fileno(), lives]))
+        for descriptor in (listening.fileno(), lives):
+            os.set_inheritable(descriptor, True)
+        os.posix_spawn(PYTHON, [PYTHON, "-c", code], environment)  # it may outlive this worker of pytest-xdist
     os.close(lives)
     return address
 
-
-_started: list[subprocess.Popen[bytes]] = []  # Python warns of one that is forgotten while it runs
 
 _STAND_IN = """\
 import json, os, signal, socket, sys
