@@ -146,7 +146,7 @@ class KeeperClient:
         with suppress(OSError, CheckpointError):
             medium = medium_of(self._root)
             times.append(newest_time(medium, self._root))
-            if on_file_system(self._root) is None:
+            if on_file_system(self._root) is None:  # a reservation has the time of the store
                 began, reservation = _seconds_since_boot(), medium.reserve(self._root / "clock")
                 medium.discard(reservation)
                 self._store_clock = None if reservation.time is None else (reservation.time, began)
