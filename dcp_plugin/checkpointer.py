@@ -7,7 +7,6 @@ load are in :mod:`~dcp_plugin.loading.load`. The failure of one rank is raised o
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import warnings
@@ -37,8 +36,6 @@ from dcp_plugin.types import CheckpointState
 if TYPE_CHECKING:
     from dcp_plugin.partial import PartialLoad
     from dcp_plugin.saving.cheapest_interval import SaveInterval
-
-logger = logging.getLogger("dcp_plugin")
 
 
 class Checkpointer:

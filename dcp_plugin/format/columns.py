@@ -1,8 +1,8 @@
 """Contents of a checkpoint as numpy columns: keys, the boxes of stored tensors, and the places of items.
 
 The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds; a row of a column
-costs almost no time. So the save plan, the results of writing, the index and the stock metadata are all made from these
-columns. An object is made only for a key that the caller asks for.
+costs almost no time. The save plan, the results of writing, the index and the stock metadata are therefore made from
+these columns. An object is made only for a key that the caller asks for.
 """
 
 from __future__ import annotations

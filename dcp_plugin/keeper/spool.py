@@ -115,7 +115,7 @@ class Spool:
     def enter(self, root: Where) -> None:
         """Have no keeper remove the folder, or a host copy of this rank, until :meth:`leave` or the end of the process.
 
-        A POSIX lock: processes that are forked from this one do not inherit it, and may live on.
+        The lock is a POSIX lock: a process that is forked from this one, and may outlive it, does not inherit it.
 
         Raises:
             NoSharedMemory: The folder cannot be used, or another version of this package made it.

@@ -92,10 +92,12 @@ class SavePipeline:
 
             self._prune = partial(retention.prune, policy=policy)
         self.exchange = PlanExchange()
-        self._local: RankLocal | None = None  # finds state that differs between ranks; None for a process alone
+        self._local: RankLocal | None = None
+        """Detector of state that differs between ranks; None for a process alone."""
         self.is_lazy = config.staging == "lazy"
         self._has_compared = False  # whether the first save has compared data between ranks
-        self.newest_time = 0.0  # the greatest recorded time that rank 0 knows, as some saves are in local_dir alone
+        self.newest_time = 0.0
+        """The greatest recorded time of the saves that rank 0 knows, in seconds since the epoch."""
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
         """Checkpoint from which the run resumed, or that it named as its base. A keeper that has taken it over sets it

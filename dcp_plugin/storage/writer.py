@@ -8,7 +8,6 @@ Two items on one rank that have the same memory or the same bytes (tied weights,
 
 from __future__ import annotations
 
-import logging
 import platform
 import time
 import uuid
@@ -38,8 +37,6 @@ from dcp_plugin.storage.published import comparisons_below, hash_of, newest_time
 from dcp_plugin.storage.reuse import NOTHING, Findings, Reuse
 from dcp_plugin.tensors.kinds import memory_of
 from dcp_plugin.types import VERSION
-
-logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,8 @@ class Publication:
         self.path = path
         self.medium = medium
         self.save_id = str(uuid.uuid4())
-        self.published = False  # whether the checkpoint is at ``path``
+        self.published = False
+        """True if the checkpoint is at ``path``."""
         self._reservation: Reservation[Any] | None = None
         self._written: Readable | None = None
 

@@ -76,8 +76,8 @@ def read_parts(files: Files, names: list[str]) -> Contents:
     """Return the joint contents of several files that have parts of the same tensors.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch: As :func:`read_file`; or the files contradict each other, or a file is
-            missing.
+        CheckpointCorrupt, CheckpointMismatch: A file cannot be read, see :func:`read_file`; the files contradict
+            each other; or a file is missing.
     """
     merged = Contents("safetensors", {}, kinds=dict(_KINDS))
     parts: dict[str, dict[Shape, View]] = {}

@@ -1,11 +1,11 @@
 """A new data file, written front to back in large aligned blocks, through the page cache or past it.
 
-Through the page cache, what was saved can be loaded again without the device, as after a restart on the same host. It
-is written back while it comes, so the sync at the end finds little to do. ``O_DIRECT`` spares the copy, the CPU time of
-the page cache, and evicting what the training keeps in it: so it is used for files that are large for the memory there
-is. Some file systems refuse it when it is switched on, others at the first write; so it is tried, and the file is
-written through the page cache where it fails. Nothing is known from the name of a file system, but that tmpfs has no
-device.
+Through the page cache, what was saved can be loaded again without the device, as after a restart on the same host. The
+kernel is told to write the pages back while the file is written, so the sync at the end is short. ``O_DIRECT`` spares
+the copy, the CPU time of the page cache, and evicting what the training keeps in it: so it is used for files that are
+large for the memory there is. Some file systems refuse it when it is switched on, others at the first write; so it is
+tried, and the file is written through the page cache where it fails. Nothing is known from the name of a file system,
+but that tmpfs has no device.
 
 The size is known beforehand, so the space on a device is reserved at once: a full disk is found before anything is
 written.
