@@ -248,6 +248,15 @@ def sizes_listed(index: bytes, label: str) -> dict[str, int]:
         return {str(name): int(size) for name, size in json.loads(about["files"]).items()}
 
 
+def time_after(time: float) -> float:
+    """Return the recorded time a millisecond after another one.
+
+    Names in a store have times in milliseconds (:mod:`~dcp_plugin.format.packed`). A plain sum of such a time and 0.001
+    is just below the next millisecond in one case of three, and would get the name's time of the earlier save.
+    """
+    return round(time + 0.001, 6)
+
+
 def check_index_version(about: Mapping[str, str], label: str) -> None:
     """Check the metadata in the header of an index.
 

@@ -26,7 +26,7 @@ from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.format.summary import Summary, fingerprint
+from dcp_plugin.format.summary import Summary, fingerprint, time_after
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation
@@ -203,7 +203,7 @@ def recorded_time(seen: float, now: float | None = None) -> float:
         seen: The greatest recorded time that is known of the run.
         now: The time by the clock of the store; None: by the clock of this host.
     """
-    return max(time.time() if now is None else now, seen + 0.001)
+    return max(time.time() if now is None else now, time_after(seen))
 
 
 def compose(

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_plugin as dcp
-from dcp_plugin.format.packed import END, end_of, new_token, packed
+from dcp_plugin.format.packed import END, end_of, new_token, packed, time_of
+from dcp_plugin.format.summary import time_after
 from dcp_plugin.media.objects.client import MemoryClient, client_of
 from dcp_plugin.paths import as_path
 from tests import launch, programs
@@ -293,6 +294,12 @@ def test_all_requests_to_a_bucket_that_botocore_makes_share_a_session(
     for _ in range(3):
         assert client_of(path).unfinished_uploads("run") == []
     assert len(made) == 1
+
+
+def test_a_recorded_time_after_that_of_a_name_has_a_later_name() -> None:
+    for milliseconds in range(1_700_000_000_000, 1_900_000_000_000, 199_999_999):
+        later = time_after(time_of(new_token(milliseconds / 1000)))
+        assert time_of(new_token(later)) == (milliseconds + 1) / 1000
 
 
 def test_the_newest_of_a_thousand_is_found_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:

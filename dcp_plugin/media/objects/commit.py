@@ -51,7 +51,7 @@ from dcp_plugin.format import (
     is_own,
 )
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
-from dcp_plugin.format.summary import MAX_SIZE
+from dcp_plugin.format.summary import MAX_SIZE, time_after
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.media import Leftover, Reservation, is_target, is_workspace, lease, other_things, workspace_of
 from dcp_plugin.media.objects.client import (
@@ -190,7 +190,7 @@ def _begin(
 
 def _later(now: float) -> float:
     """Return the recorded time of a save that begins now. Those of a process never run back."""
-    _last_time[0] = max(now, _last_time[0] + 0.001)
+    _last_time[0] = max(now, time_after(_last_time[0]))
     return _last_time[0]
 
 
