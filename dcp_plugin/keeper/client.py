@@ -139,7 +139,7 @@ class KeeperClient:
         if self.rank == 0:
             thread = threading.Thread(target=self._look_at_path, args=(times,), name="dcp-times", daemon=True)
             thread.start()
-            thread.join(self._patience)  # the path may hang
+            thread.join(0.75 * self._patience)  # the path may hang, and the other ranks wait for this one
         return max(times)
 
     def _look_at_path(self, times: list[float]) -> None:

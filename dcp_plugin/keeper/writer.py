@@ -527,7 +527,9 @@ class KeptSaves:
             thread.join(_LOOK_SECONDS)
             closes_at = self.client.queue.closes_at
             if not results and closes_at is not None and time.monotonic() > closes_at + self._config.timeout:
-                error = SaveFailed(f"{request.path} is in memory, and not durable: it is still being written")
+                error = SaveFailed(
+                    f"{request.path} is not durable: it is still being written, and is lost when this process ends"
+                )
                 self._pipeline.fail(error, request, self.client.rank)
         return results[0].get()
 

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +281,35 @@ def test_close_returns_and_says_what_is_not_durable_while_the_path_hangs(
         checkpointer.close()
     if (keeper := Spool.of(resolved(root), tiers.get("local_dir")).pid()) is not None:
         os.kill(keeper, signal.SIGKILL)
+
+
+def _close_while_the_path_hangs(root: Where, folder: Path, tier: str) -> str:
+    """Save and close, with a ``local_dir`` for each rank, or without. Return the message of ``close``."""
+    local = str(folder / f"local-{dist.get_rank()}") if tier == "local" else None
+    checkpointer = dcp.Checkpointer(
+        async_save=True, writer="process", local_dir=local, keeper_linger=0.0, timeout=5.0, durable_every=1
+    )
+    handle = checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1)
+    if tier == "local":
+        handle.wait_local()
+    with pytest.raises(dcp.CheckpointError) as caught:
+        checkpointer.close()
+    dist.barrier()
+    if (keeper := Spool.of(resolved(root), local).pid()) is not None:
+        with suppress(ProcessLookupError):  # without local_dir both ranks have the same
+            os.kill(keeper, signal.SIGKILL)
+    return str(caught.value)
+
+
+@pytest.mark.one_of
+@pytest.mark.parametrize("tier", ["none", "local"])
+def test_close_returns_on_both_ranks_while_the_path_hangs(
+    bucket: Bucket, proxy: Proxy, tmp_path: Path, tier: str
+) -> None:
+    proxy.on(where(), Silence(), times=None)
+    texts = launch.run(_close_while_the_path_hangs, 2, as_path(f"{bucket.url}/run"), tmp_path, tier)
+    assert all("step-1" in text for text in texts)
+    assert any("not durable" in text for text in texts), "a rank may also see that the other has stopped waiting first"
 
 
 @on_ranks(2)
