@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
-    from dcp_plugin.tools.report import report
+    from dcp_plugin.tools.report.page import report
     from dcp_plugin.tools.verify import VerifyReport, verify
     from dcp_plugin.types import CheckpointState
 
@@ -90,7 +90,7 @@ _HOMES = {
     "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
-    "dcp_plugin.tools.report": ("report",),
+    "dcp_plugin.tools.report.page": ("report",),
     "dcp_plugin.records": ("LoadReport",),
     "dcp_plugin.retention": ("Retention",),
     "dcp_plugin.types": ("CheckpointState",),

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import astuple
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin import events
-from dcp_plugin.media import medium_of, workspace_of, workspaces_of
+from dcp_plugin.media import Readable, medium_of, workspace_in, workspace_of, workspaces_in
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, on_file_system, place_of
 
@@ -42,21 +42,18 @@ _SLACK = 200
 """Number of lines above :data:`MOST_SAVES` at which a save writes the file again, so that few saves do."""
 _MOST_BYTES = 8 << 20
 _STREAMS = 16
+_AT_END = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 COLUMNS = ("blocked_seconds", "staging_seconds", "write_seconds", "bytes", "bytes_reused")
 """Names of the figures of each rank: the fields of :class:`~dcp_plugin.records.Spent`, then bytes."""
 
+_LOADED = uuid.uuid4().hex[:12]
 _lines: dict[Path, int] = {}
 """Numbers of lines of the files that this process has written."""
 
 
 def this_run() -> str:
-    """Return the identity of the run of this process."""
-    return _run_of(os.getpid())
-
-
-@functools.cache
-def _run_of(process: int) -> str:
-    return uuid.uuid4().hex[:12]  # a forked process is another run
+    """Return the identity of the run of this process. A forked process is another run."""
+    return f"{_LOADED}-{os.getpid()}"
 
 
 def costs_of(parts: Sequence[WrittenPart]) -> dict[str, list[float | None]]:
@@ -76,55 +73,51 @@ def note(event: events.Event) -> None:
 
     A failed save is recorded only if the workspace has figures already.
     """
-    if not isinstance(event, events.SaveFinished | events.SaveAborted) or event.record is None:
+    if not isinstance(event, events.SaveFinished | events.SaveAborted) or (record := event.record) is None:
         return
     workspace: Where = workspace_of(cast(Path, event.path))
     if isinstance(event, events.SaveAborted) and not _read(workspace):
         return
-    write(workspace, event.record.save, _values(event, event.record))
-
-
-def write(workspace: Where, name: str, values: dict[str, Any]) -> None:
-    """Write a line: on a disk to the end of the file, in a store as an object of this name. Log failures."""
-    line = json.dumps(values).encode() + b"\n"
+    line = _line(_values(event, record))
     try:
         if (folder := on_file_system(workspace)) is not None:
-            _append(folder / NAME, line)
+            _append(folder, line)
         else:
-            medium_of(workspace).note(workspace / f"{name}{SUFFIX}", line)
+            medium_of(workspace).note(workspace / f"{record.save}{SUFFIX}", line)
     except OSError as error:
         logger.debug("figures cannot be noted in %s: %s", workspace, error)
 
 
 def _values(event: events.SaveFinished | events.SaveAborted, record: events.SaveRecord) -> dict[str, Any]:
     values = events.as_json(event)
-    values |= {"path": event.path.name, "run": record.run, "save": record.save}
-    values["place"] = place_of(event.path)
+    values |= {"path": event.path.name, "run": record.run, "save": record.save, "place": place_of(event.path)}
     values["metrics"] = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
     if isinstance(event, events.SaveFinished):
-        ranks: dict[str, list[float]] = {}
-        for name, column in record.ranks.items():
-            figures = [event.blocked_seconds if value is None else value for value in column]
-            ranks[name] = [round(value, 4) for value in figures]
+        ranks = {
+            name: [round(event.blocked_seconds if value is None else value, 4) for value in column]
+            for name, column in record.ranks.items()
+        }
         values |= {"ranks": ranks, "bytes": sum(ranks["bytes"]), "bytes_reused": sum(ranks["bytes_reused"])}
     return values
 
 
-def _append(file: Path, line: bytes) -> None:
-    posix.make_directories(file.parent)
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+def _append(workspace: Path, line: bytes) -> None:
+    posix.make_directories(workspace)
+    file = workspace / NAME
     if file not in _lines:
-        data = _read(file.parent).get(NAME, b"")
+        data = _read(workspace).get(NAME, b"")
         _lines[file] = data.count(b"\n")
         line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
-    with (
-        posix.Folder(file.parent) as folder,
-        open(folder.open(file.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end,
-    ):
+    with posix.Folder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
         end.write(line)  # a single write: lines of other processes do not mix with it
         nbytes = end.tell()
     _lines[file] += 1
     if _lines[file] > MOST_SAVES + _SLACK or nbytes > _MOST_BYTES:
-        newest = newest_lines(_read(file.parent).get(NAME, b""), _MOST_BYTES // 2)
+        newest = newest_lines(_read(workspace).get(NAME, b""), _MOST_BYTES // 2)
         medium_of(file).note(file, newest)
         _lines[file] = newest.count(b"\n")
 
@@ -143,34 +136,28 @@ def compact(folder: Where) -> None:
     The joined object has a new name. So two processes that compact at the same time do not delete each other's object,
     or an object that a save has written since.
     """
-    workspace: Where = workspace_of(cast(Path, folder / NAME))
+    workspace = workspace_in(folder)
     objects = _read(workspace)
     if len(objects) < 2:
         return
-    lines = b"".join(json.dumps(values).encode() + b"\n" for values in _parsed(objects))
+    joined = newest_lines(b"".join(map(_line, _parsed(objects.values()))), _MOST_BYTES)
     try:
-        joined = newest_lines(lines, _MOST_BYTES)
         medium_of(workspace).note(workspace / f"{uuid.uuid4()}{SUFFIX}", joined, [workspace / name for name in objects])
     except OSError as error:
         logger.debug("figures in %s cannot be compacted: %s", workspace, error)
 
 
-def read(folder: Where) -> list[dict[str, Any]]:
-    """Return the lines about the saves of the checkpoints in a folder, oldest first; their values are not validated.
+def read(*folders: Where) -> list[dict[str, Any]]:
+    """Return the lines about the saves of the checkpoints in folders, oldest first; their values are not validated.
 
     If several lines describe the same save, the newest counts.
     """
-    objects = {
-        str(place / name): data
-        for place in workspaces_of(cast(Path, folder / NAME))
-        for name, data in _read(place).items()
-    }
-    return _parsed(objects)
+    return _parsed(data for folder in folders for place in workspaces_in(folder) for data in _read(place).values())
 
 
-def _parsed(objects: dict[str, bytes]) -> list[dict[str, Any]]:
+def _parsed(contents: Iterable[bytes]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    for line in b"\n".join(objects.values()).splitlines():
+    for line in b"\n".join(contents).splitlines():
         with suppress(ValueError, RecursionError):
             values = json.loads(line)
             lines += [values] if isinstance(values, dict) else []
@@ -184,17 +171,15 @@ def _parsed(objects: dict[str, bytes]) -> list[dict[str, Any]]:
 
 def _read(workspace: Where) -> dict[str, bytes]:
     """Return the contents of the files with figures, by name; without unreadable files."""
-    try:
-        with closing(medium_of(workspace).open(workspace, pin=True)) as files:
-            names = [name for name in files.names() if name.endswith(SUFFIX)]
+    with suppress(OSError), closing(medium_of(workspace).open(workspace, pin=True)) as files:
+        names = [name for name in files.names() if name.endswith(SUFFIX)]
+        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="dcp-figures") as pool:
+            contents = pool.map(lambda name: _content(files, name), names)
+            return {name: data for name, data in zip(names, contents, strict=True) if data}
+    return {}
 
-            def content(name: str) -> bytes:
-                with suppress(OSError), files.open(name) as file:
-                    return file.read(2 * _MOST_BYTES)
-                return b""
 
-            with ThreadPoolExecutor(_STREAMS, thread_name_prefix="dcp-figures") as pool:
-                contents = zip(names, pool.map(content, names), strict=True)
-                return {name: data for name, data in contents if data}
-    except OSError:
-        return {}
+def _content(files: Readable, name: str) -> bytes:
+    with suppress(OSError), files.open(name) as file:
+        return file.read(2 * _MOST_BYTES)
+    return b""

@@ -22,9 +22,8 @@ from dcp_plugin.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import figures
 from dcp_plugin.tools.contents import TensorInfo
-from dcp_plugin.tools.report import collect
 from dcp_plugin.tools.report.charts import charts_of
-from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, heat_saves, modules_of
+from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, collect, heat_saves, modules_of
 from tests.limits import HANG
 
 HOSTILE = "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"

@@ -5,10 +5,11 @@ Texts from files are escaped: plotly understands some HTML in its labels. Colour
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from math import isfinite
-from typing import Any
+from itertools import cycle, zip_longest
+from math import isfinite, nan
+from typing import Any, NamedTuple
 
 from dcp_plugin.errors import size
 from dcp_plugin.tools.report.collect import RunFigures, Save, heat_saves
@@ -37,10 +38,6 @@ def step_of(save: Save) -> str:
     return NONE if save.step is None else f"{save.step:,}"
 
 
-def _hover(save: Save) -> str:
-    return f"<b>{plain(save.name)}</b><br>step {step_of(save)}"
-
-
 def chosen_metrics(run: RunFigures) -> list[str]:
     """Return the metrics of the one chart: the losses, or the first few metrics if no name has a loss in it."""
     names = list(dict.fromkeys(name for save in run.published for name, v in save.metrics.items() if isfinite(v)))
@@ -48,42 +45,52 @@ def chosen_metrics(run: RunFigures) -> list[str]:
     return (losses or names)[: len(_METRICS)]
 
 
-def _x(save: Save, number: int) -> int:
-    return number if save.step is None else save.step
+class _Point(NamedTuple):
+    """A point or a bar of a chart."""
+
+    save: Save
+    x: int
+    y: float | None
+    text: str
+    """The last line of its hover text, below the name and the step of the save."""
+
+
+def _trace(kind: str, name: str, colour: str, points: Sequence[_Point]) -> Chart:
+    x, y = [point.x for point in points], [point.y for point in points]
+    hover = [f"<b>{plain(save.name)}</b><br>step {step_of(save)}<br>{text}<extra></extra>" for save, *_, text in points]
+    return {"type": kind, "name": plain(name), "x": x, "y": y, "hovertemplate": hover, "colour": colour}
 
 
 def metrics(run: RunFigures) -> Chart:
     """Return the chart of metrics over steps. A line ends with its training."""
     traces: list[Chart] = []
-    numbered = list(enumerate(run.saves, 1))
     for name, colour in zip(chosen_metrics(run), _METRICS, strict=False):
-        lines: dict[int, list[tuple[int, Save]]] = {}
-        for number, save in numbered:
-            if not save.error and isfinite(save.metrics.get(name, float("nan"))):
-                lines.setdefault(save.training, []).append((_x(save, number), save))
-        for line in lines.values():
-            x, y = [x for x, _ in line], [save.metrics[name] for _, save in line]
-            hover = [f"{_hover(save)}<br>{plain(name)} {save.metrics[name]:.5g}<extra></extra>" for _, save in line]
-            is_first = line is next(iter(lines.values()))
-            traces.append({**_points(plain(name), x, y, hover, colour, "line"), "group": name, "is_first": is_first})
+        lines: dict[int, list[_Point]] = {}
+        for x, save in _numbered(run):
+            if not save.error and isfinite(value := save.metrics.get(name, nan)):
+                point = _Point(save, x, value, f"{plain(name)} {value:.5g}")
+                lines.setdefault(save.training, []).append(point)
+        for training, line in lines.items():
+            look = {"look": "line", "group": name, "is_first": training == next(iter(lines))}
+            traces.append(_trace("scatter", name, colour, line) | look)
     title = "step" if any(save.step is not None for save in run.saves) else "save"
-    return {"traces": traces, "x": title, "y": "metric", "marks": _marks(numbered), "height": 340}
+    return {"traces": traces, "x": title, "y": "metric", "marks": _marks(run), "height": 340}
 
 
-def _points(name: str, x: Sequence[int], y: Sequence[float | None], hover: list[str], colour: str, look: str) -> Chart:
-    points = {"type": "scatter", "name": name, "x": x, "y": y, "hovertemplate": hover}
-    return {**points, "colour": colour, "look": look}
+def _numbered(run: RunFigures) -> list[tuple[int, Save]]:
+    """Return the saves with their steps; a save without a step has its number."""
+    return [(number if save.step is None else save.step, save) for number, save in enumerate(run.saves, 1)]
 
 
-def _marks(numbered: Sequence[tuple[int, Save]]) -> list[Chart]:
+def _marks(run: RunFigures) -> list[Chart]:
     """Return the places of the failed saves and of the first saves of later trainings."""
     marks: list[Chart] = []
     before = 0
-    for number, save in numbered:
-        again = bool(before and save.training and save.training != before)
+    for x, save in _numbered(run):
+        again = before and save.training and save.training != before
         before = save.training or before
         if save.error or again:
-            marks.append({"x": _x(save, number), "failed": bool(save.error)})
+            marks.append({"x": x, "failed": bool(save.error)})
     return marks
 
 
@@ -92,28 +99,36 @@ def _over_saves(saves: Sequence[Save], traces: list[Chart], title: str, height: 
     return {"traces": traces, "saves": [step_of(save) for save in saves], "y": title, "height": height}
 
 
+def _bars(
+    name: str, colour: str, saves: Sequence[Save], values: Sequence[float], shown: Callable[[float], str], unit: float
+) -> Chart:
+    """Return a trace with a bar for each save. Its height is the value in units, its text is the value as shown."""
+    pairs = enumerate(zip(saves, values, strict=True))
+    points = [_Point(save, x, value / unit, f"{name.lower()}: {shown(value)}") for x, (save, value) in pairs]
+    return _trace("bar", name, colour, points)
+
+
 def seconds(run: RunFigures) -> Chart:
     """Return the chart of the seconds of each save, by stage, with the seconds for which the training waited."""
     saves = [save for save in run.saves if save.error or save.seconds is not None]
     written = "Upload" if all(save.to_store for save in run.timed) else "Write"
-    stages = [
-        ("Copy to host memory", "--sky"),
-        (written, "--blue"),
-        ("Upload from local_dir", "--purple"),
-        ("Plan, publish, queue", "--grey"),
-    ]
-    columns = zip(*map(_stages, saves), strict=True)
-    traces = []
-    for (name, colour), values in zip(stages, columns, strict=True):
-        if max(values) >= 0.0005:
-            traces.append(_bars(saves, name, colour, values, list(map(_short, values))))
-    numbers = range(len(saves))
-    hover = [f"{_hover(save)}<br>training waited {_short(save.blocked_seconds)}<extra></extra>" for save in saves]
-    waited = [None if save.error else save.blocked_seconds for save in saves]
-    traces.append(_points("Training waited", [*numbers], waited, hover, "--orange", "diamond"))
-    if failed := [number for number in numbers if saves[number].error]:
-        hover = [f"{_hover(saves[number])}<br>{_cut(saves[number].error)}<extra></extra>" for number in failed]
-        traces.append(_points("Failed", failed, [0] * len(failed), hover, "--red", "x"))
+    stages = {
+        "Copy to host memory": "--sky",
+        written: "--blue",
+        "Upload from local_dir": "--purple",
+        "Plan, publish, queue": "--grey",
+    }
+    columns = zip(stages.items(), zip(*map(_stages, saves), strict=True), strict=True)
+    traces = [_bars(*stage, saves, column, _short, 1) for stage, column in columns if max(column) >= 0.0005]
+    waited, failed = [], []
+    for x, save in enumerate(saves):
+        y = None if save.error else save.blocked_seconds
+        waited.append(_Point(save, x, y, f"training waited {_short(save.blocked_seconds)}"))
+        if save.error:
+            failed.append(_Point(save, x, 0, _cut(save.error)))
+    traces.append(_trace("scatter", "Training waited", "--orange", waited) | {"look": "diamond"})
+    if failed:
+        traces.append(_trace("scatter", "Failed", "--red", failed) | {"look": "x"})
     return _over_saves(saves, traces, "seconds", 340)
 
 
@@ -137,43 +152,27 @@ def _short(value: float | None) -> str:
     return NONE if value is None else f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _bars(
-    saves: Sequence[Save], name: str, colour: str, values: Sequence[float], texts: list[str], divisor: float = 1
-) -> Chart:
-    heights = [value / divisor for value in values]
-    hover = [f"{_hover(s)}<br>{name.lower()}: {text}<extra></extra>" for s, text in zip(saves, texts, strict=True)]
-    bars = {"type": "bar", "name": name, "x": [*range(len(saves))], "y": heights, "hovertemplate": hover}
-    return {**bars, "colour": colour}
-
-
 def ranks(run: RunFigures) -> Chart:
     """Return a heat map with a row for each rank and a column for each save."""
     saves = heat_saves(run.saves)
-    most = max(len(save.ranks["write_seconds"]) for save in saves)
-    traces = []
+    traces: list[Chart] = []
     for column, name in _CHOICES:
-        columns: Iterable[list[float | None]] = (
-            [*save.ranks[column], *[None] * (most - len(save.ranks[column]))] for save in saves
-        )
+        rows = list(zip_longest(*(save.ranks[column] for save in saves)))  # None for the ranks that a save had not
         hover = f"rank %{{y}}<br>{name.lower()} %{{z:.3f}} s<extra></extra>"
-        traces.append({"type": "heatmap", "z": [*map(list, zip(*columns, strict=True))], "hovertemplate": hover})
-    return {
-        **_over_saves(saves, traces, "rank", min(560, 150 + 26 * most)),
-        "rows": most,
-        "choice": [name for _, name in _CHOICES],
-    }
+        traces.append({"type": "heatmap", "z": rows, "hovertemplate": hover})
+    count, names = len(traces[0]["z"]), [name for _, name in _CHOICES]
+    return _over_saves(saves, traces, "rank", min(560, 150 + 26 * count)) | {"rows": count, "choice": names}
 
 
 def modules(run: RunFigures) -> Chart:
     """Return the newest checkpoint as areas."""
-    root = run.modules[0].id
-    tops = [module.id for module in run.modules if module.parent == root]
-    if len(tops) < 3:  # with few modules at the top, their parts get the colours
-        tops = [module.id for module in run.modules if module.parent in tops]
-    colour_of: dict[str, str] = {}
-    for module in run.modules[1:]:  # each module follows its parent
-        own = _MODULES[tops.index(module.id) % len(_MODULES)] if module.id in tops else "--m0"
-        colour_of[module.id] = own if module.id in tops else colour_of.get(module.parent, own)
+    root, *below = run.modules
+    coloured = [module.id for module in below if module.parent == root.id]
+    if len(coloured) < 3:  # with few modules at the top, their parts get the colours
+        coloured = [module.id for module in below if module.parent in coloured]
+    colours = dict(zip(coloured, cycle(_MODULES), strict=False))
+    for module in below:  # each module follows its parent
+        colours.setdefault(module.id, colours.get(module.parent, "--m0"))
     trace = {
         "type": "treemap",
         "ids": [module.id for module in run.modules],
@@ -181,7 +180,7 @@ def modules(run: RunFigures) -> Chart:
         "labels": [plain(module.label) for module in run.modules],
         "values": [module.nbytes for module in run.modules],
         "customdata": [size(module.nbytes) for module in run.modules],
-        "colours": ["--card", *(colour_of[module.id] for module in run.modules[1:])],
+        "colours": ["--card", *(colours[module.id] for module in below)],
     }
     return {"traces": [trace], "height": 420}
 
@@ -192,12 +191,11 @@ _UNITS = [("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)
 def reuse(run: RunFigures) -> Chart:
     """Return the chart of bytes written and bytes linked by each save."""
     saves = run.timed
-    largest = max((save.bytes or 0) + (save.bytes_reused or 0) for save in saves)
-    unit, divisor = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
-    traces = []
-    for name, colour, values in (
-        ("Written", "--blue", [save.bytes or 0 for save in saves]),
-        ("Linked from the checkpoint before", "--green", [save.bytes_reused or 0 for save in saves]),
-    ):
-        traces.append(_bars(saves, name, colour, values, list(map(size, values)), divisor))
-    return _over_saves(saves, traces, unit, 320)
+    written, linked = ([save.bytes or 0 for save in saves], [save.bytes_reused or 0 for save in saves])
+    largest = max(map(sum, zip(written, linked, strict=True)))
+    name, unit = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
+    bars = [
+        _bars("Written", "--blue", saves, written, size, unit),
+        _bars("Linked from the checkpoint before", "--green", saves, linked, size, unit),
+    ]
+    return _over_saves(saves, bars, name, 320)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -30,8 +30,15 @@ _MOST_CELLS = 200_000
 """The most ranks times saves in a heat map."""
 _SMALLEST_SHARE, _DEEPEST = 0.002, 6
 """The smallest share of all bytes that gives a module an area of its own, and the most levels of modules."""
+_COSTS = ("seconds", "blocked_seconds", "staging_seconds", "write_seconds")
 _STRAGGLES = 1.5
 """A rank is a straggler from this multiple of the median of all ranks on."""
+_NO_METRICS = "No checkpoint has a metric: save(…, metrics={…}) records them; Lightning and Trainers do."
+_NO_RANKS = "The figures that are kept say nothing of single ranks."
+_NO_FIGURES = (
+    "No figures of these saves are kept beside the checkpoints: they were saved by another tool or by an earlier "
+    "version of dcp-plugin, or the folder was copied without its .dcp_plugin."
+)
 
 
 @dataclass(frozen=True)
@@ -148,16 +155,12 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     folders = {root, *(workspace_of(cast(Path, state.path)).parent for state in states)}
     for folder in folders:
         figures.compact(folder)
-    records = [record for folder in folders for record in figures.read(folder)]
-    records.sort(key=lambda record: _number(record.get("time")) or 0.0)
-    saves = _saves(records, states)
+    saves = _saves(figures.read(*folders), states)
     if not saves:
         raise CheckpointNotFound(f"there is no checkpoint at or below {root}, and no figure of one")
     newest, nbytes, modules, why = _newest(states, storage_options)
-    run_figures = RunFigures(
-        str(root), saves, len(states), newest, nbytes, modules, _stragglers(saves), _trainings(saves)
-    )
-    return replace(run_figures, missing=_missing(run_figures, why))
+    result = RunFigures(str(root), saves, len(states), newest, nbytes, modules, _stragglers(saves), _trainings(saves))
+    return replace(result, missing=_missing(result, why))
 
 
 def _saves(records: Sequence[dict[str, Any]], states: Iterable[CheckpointState]) -> list[Save]:
@@ -174,16 +177,18 @@ def _saves(records: Sequence[dict[str, Any]], states: Iterable[CheckpointState])
 
 def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
     """Return the save of a record; None if the record is of something else."""
-    if record.get("event") not in ("saved", "failed") or (time := _number(record.get("time"))) is None:
+    time, failed = _number(record.get("time")), record.get("event") == "failed"
+    if time is None or not (failed or record.get("event") == "saved"):
         return None
     run, step = _text(record.get("run")), record.get("step")
-    failed = record["event"] == "failed"
     try:
         metrics = decode_metrics(record.get("metrics", {}))
     except ValueError:
         metrics = {}
     ranks = {} if failed else _ranks(record.get("ranks"))
-    total, local = _number(record.get("seconds")), _number(record.get("local_seconds"))
+    costs = {name: _number(record.get(name)) for name in _COSTS}
+    costs |= {name: max(column) for name, column in ranks.items() if name in _COSTS}
+    total, local = costs["seconds"], _number(record.get("local_seconds"))
     uploaded = total is not None and local is not None and record.get("tier") == "durable"
     return Save(
         name=_text(record.get("path")),
@@ -192,10 +197,7 @@ def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
         training=trainings.setdefault(run, len(trainings) + 1) if run else 0,
         metrics=metrics,
         error=(_text(record.get("error")) or "unknown") if failed else "",
-        seconds=total,
-        blocked_seconds=max(ranks.get("blocked_seconds", []), default=_number(record.get("blocked_seconds"))),
-        staging_seconds=max(ranks.get("staging_seconds", []), default=_number(record.get("staging_seconds"))),
-        write_seconds=max(ranks.get("write_seconds", []), default=_number(record.get("write_seconds"))),
+        **costs,
         upload_seconds=max(0.0, (total or 0.0) - (local or 0.0)) if uploaded else None,
         bytes=_count(record.get("bytes")),
         bytes_reused=_count(record.get("bytes_reused")),
@@ -206,13 +208,13 @@ def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
 
 def _ranks(value: object) -> dict[str, list[float]]:
     """Return the columns of ranks; nothing if they are malformed."""
-    columns = [value.get(name) for name in figures.COLUMNS] if isinstance(value, dict) else [None]
-    if not all(isinstance(column, list) and column for column in columns):
-        return {}
-    numbers = [[_number(number) for number in column] for column in columns if column]
-    if len(set(map(len, numbers))) != 1 or any(None in column for column in numbers):
-        return {}
-    return {name: [number or 0.0 for number in column] for name, column in zip(figures.COLUMNS, numbers, strict=True)}
+    columns = {name: _numbers(value.get(name)) for name in figures.COLUMNS} if isinstance(value, dict) else {}
+    return columns if len(set(map(len, columns.values()))) == 1 and all(columns.values()) else {}
+
+
+def _numbers(values: object) -> list[float]:
+    numbers = list(map(_number, values)) if isinstance(values, list) else []
+    return [] if None in numbers else cast(list[float], numbers)
 
 
 def _number(value: object) -> float | None:
@@ -234,47 +236,41 @@ def _text(value: object) -> str:
 
 
 def heat_saves(saves: Sequence[Save]) -> list[Save]:
-    """Return the newest saves with figures of ranks that fit into one heat map."""
-    shown: list[Save] = []
-    cells = 0
-    for save in reversed(saves):
-        if save.error or not save.ranks:
-            continue
-        cells += len(save.ranks["write_seconds"])
-        if cells > _MOST_CELLS and shown:
-            break
-        shown.append(save)
-    return shown[::-1]
+    """Return the newest saves with figures of ranks that fit into one heat map; the newest in any case."""
+    with_ranks = [save for save in saves if save.ranks]
+    cells = accumulate(len(save.ranks["write_seconds"]) for save in reversed(with_ranks))
+    return with_ranks[-max(1, sum(count <= _MOST_CELLS for count in cells)) :]
 
 
 def _stragglers(saves: Sequence[Save]) -> list[Straggler]:
-    """Return the ranks that are slow in most saves, the slowest first; none if ranks or saves are too few."""
+    """Return the ranks that are slow in most saves, the slowest first; none if saves are too few."""
     columns = [save.ranks["write_seconds"] for save in heat_saves(saves)]
     columns = [column for column in columns if len(column) == len(columns[-1])]
-    if len(columns) < 3 or len(columns[0]) < 2:
+    if len(columns) < 3:
         return []
-    medians = [median(column[rank] for column in columns) for rank in range(len(columns[0]))]
-    usual, stragglers = median(medians), []
-    for rank, own in enumerate(medians):
-        if own > _STRAGGLES * usual > 0:
-            slowest = sum(column[rank] == max(column) for column in columns)
-            stragglers.append(Straggler(rank, own / usual, slowest, len(columns)))
+    medians = [median(of_rank) for of_rank in zip(*columns, strict=True)]
+    usual = median(medians)
+    stragglers = [
+        Straggler(rank, own / usual, sum(column[rank] == max(column) for column in columns), len(columns))
+        for rank, own in enumerate(medians)
+        if own > _STRAGGLES * usual > 0
+    ]
     return sorted(stragglers, key=lambda straggler: -straggler.times)[:5]
 
 
 def _trainings(saves: Sequence[Save]) -> Trainings:
     published = [save for save in saves if not save.error]
     pairs = list(pairwise(published))
-    usual = [after.time - before.time for before, after in pairs if before.training == after.training]
-    lost = 0.0
-    restarts = 0
-    for before, after in pairs:
-        if before.training != after.training and before.training and after.training:
-            restarts += 1
-            lost += max(0.0, after.time - before.time - (median(usual) if usual else 0.0))
+    usual = median([after.time - before.time for before, after in pairs if before.training == after.training] or [0.0])
+    restarts = [
+        after.time - before.time
+        for before, after in pairs
+        if before.training and after.training and before.training != after.training
+    ]
     elapsed = published[-1].time - published[0].time if published else 0.0
     waited = sum(save.blocked_seconds or 0.0 for save in published[1:])
-    return Trainings(len({save.training for save in saves} - {0}), restarts, elapsed, waited, lost)
+    lost = sum((max(0.0, seconds - usual) for seconds in restarts), 0.0)
+    return Trainings(len({save.training for save in saves} - {0}), len(restarts), elapsed, waited, lost)
 
 
 def _newest(
@@ -311,21 +307,15 @@ def modules_of(tensors: Iterable[TensorInfo]) -> list[Module]:
 
 def _missing(run: RunFigures, why_no_modules: str) -> dict[str, str]:
     """Return the parts of a report that have no data, with the reasons."""
-    missing = {}
-    no_figures = (
-        "No figures of these saves are kept beside the checkpoints: they were saved by another tool or by an earlier "
-        "version of dcp-plugin, or the folder was copied without its .dcp_plugin."
-    )
-    if not any(isfinite(value) for save in run.published for value in save.metrics.values()):
-        missing["metrics"] = "No checkpoint has a metric: save(…, metrics={…}) records them; Lightning and Trainers do."
-    if not run.timed:
-        missing |= dict.fromkeys(("seconds", "ranks", "reuse"), no_figures)
-    elif not heat_saves(run.saves):
-        missing["ranks"] = "The figures that are kept say nothing of single ranks."
-    if run.timed and not any(save.bytes is not None for save in run.timed):
-        missing["reuse"] = no_figures
-    if not run.modules:
-        missing["modules"] = f"Nothing can be shown of the newest checkpoint: {why_no_modules}."
-    if not run.trainings.count:
-        missing["trainings"] = no_figures
-    return missing
+    has_metrics = any(isfinite(value) for save in run.published for value in save.metrics.values())
+    has_ranks = bool(run.timed and heat_saves(run.saves))
+    has_bytes = any(save.bytes is not None for save in run.timed)
+    parts = {
+        "metrics": (has_metrics, _NO_METRICS),
+        "seconds": (run.timed, _NO_FIGURES),
+        "ranks": (has_ranks, _NO_RANKS if run.timed else _NO_FIGURES),
+        "reuse": (has_bytes, _NO_FIGURES),
+        "modules": (run.modules, f"Nothing can be shown of the newest checkpoint: {why_no_modules}."),
+        "trainings": (run.trainings.count, _NO_FIGURES),
+    }
+    return {part: why for part, (data, why) in parts.items() if not data}
