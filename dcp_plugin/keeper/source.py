@@ -282,7 +282,7 @@ class NodesSource(Source):
 
     def forget(self, path: Where) -> None:
         if self._config.local_dir is not None:
-            LocalCheckpoints(Path(self._config.local_dir), path.parent).forget(path_of(path))
+            LocalCheckpoints(Path(self._config.local_dir), resolved(path.parent)).forget(path_of(path))
 
 
 def _in_short(problems: Sequence[str]) -> str:

@@ -234,6 +234,17 @@ def test_to_remove_a_link_takes_nothing_from_what_it_leads_to(saved: Path, tmp_p
     assert not steps.all() and not saved.exists()
 
 
+def test_to_remove_a_checkpoint_by_another_name_of_its_folder_takes_its_local_parts_too(
+    saved: Path, tmp_path: Path
+) -> None:
+    other_name = tmp_path / "other name"
+    other_name.symlink_to(saved.parent)
+    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / "local"))
+    checkpointer.remove(other_name / saved.name)
+    checkpointer.close()
+    assert dcp.latest(saved.parent, local_dir=tmp_path / "local") is None
+
+
 def test_a_newer_save_at_the_same_path_counts_more_than_what_is_local(saved: Path, tmp_path: Path) -> None:
     dcp.save(state_of(7), saved, step=7)
     state, report = load(saved, tmp_path / "local")
