@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, SaveFailed
 from dcp_plugin.keeper.journal import Journal
@@ -50,7 +48,7 @@ def _seconds_since_boot() -> float:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Training:
     """Identity of a training, equal on all its ranks."""
 
     name: str
@@ -60,11 +58,11 @@ class _Job:
     first: str = ""
     """The node of rank 0."""
     newest: float = 0.0
-    """The greatest recorded time that any node has seen, in seconds since the epoch."""
+    """The greatest recorded time of the run that the nodes had at the start, in seconds since the epoch."""
 
 
-_jobs: dict[int, _Job] = {}
-"""Training of each process, by process id. A process that saves alone, too, does so in the same training."""
+_trainings: dict[int, _Training] = {}
+"""The training of this process, by process ID. A process that saves alone, too, does so in the same training."""
 
 
 class KeeperClient:
@@ -74,13 +72,14 @@ class KeeperClient:
         config: The configuration of the checkpointer.
         root: The folder of checkpoints of the first save.
         ranks: The ranks that save together.
+        queue: The saves of the training. It says when the training stops waiting for them.
 
     Raises:
         NoSharedMemory: On every rank: a node has no shared memory.
     """
 
-    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
-        self._config, self.rank, self._root = config, ranks.rank, resolved(root)
+    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, queue: SaveQueue) -> None:
+        self._config, self.rank, self._root, self._queue = config, ranks.rank, resolved(root), queue
         self._patience = min(_ANSWER, config.timeout)
         """Seconds in which a keeper that is there has to answer."""
         self._closing = False
@@ -96,24 +95,19 @@ class KeeperClient:
         self._process = os.getpid()
         self._store_clock: tuple[float, float] | None = None
         """The time by the clock of the store, and by a clock of this host that nobody sets; None without a store."""
-        self.queue = SaveQueue()
-        """The saves of the training, which says when it stops waiting for them."""
 
         try:
-            self._job = _jobs[self._process] = self._meet(root, ranks)
-            ranks.agree(f"claim {root}", lambda: self.spool.claim(self._job.name))
+            self.training = _trainings[self._process] = self._meet(root, ranks)
+            ranks.agree(f"claim {root}", lambda: self.spool.claim(self.training.name))
         except BaseException:
             if hasattr(self, "spool"):
                 self.spool.leave()
             raise
-        self.key = self._job.key
-        self.beside_rank_zero = self._job.first == self._node
-        self.newest_time = self._job.newest
-        """The greatest recorded time of the run that the nodes had at the start, in seconds since the epoch."""
+        self.beside_rank_zero = self.training.first == self._node
         with suppress(OSError):  # it starts while the first save is staged; the first request starts it otherwise
             start_keeper(self.spool, config.keeper_linger)
 
-    def _meet(self, root: Where, ranks: Ranks) -> _Job:
+    def _meet(self, root: Where, ranks: Ranks) -> _Training:
         """Enter the journal of this node, and return the training with what all nodes know of it. Collective."""
 
         def enter() -> tuple[str, float]:
@@ -123,10 +117,10 @@ class KeeperClient:
             self._node = node_of(Path(self._config.local_dir or self.spool.folder))
             return self._node, self._newest_time()
 
-        def met(found: list[tuple[str, float]]) -> _Job:
-            nodes, times = zip(*found, strict=True)
-            mine = _jobs.get(self._process) or _Job(uuid.uuid4().hex, new_key())
-            return replace(mine, nodes=len(set(nodes)), first=nodes[0], newest=max(times))
+        def met(nodes_and_times: list[tuple[str, float]]) -> _Training:
+            nodes, times = zip(*nodes_and_times, strict=True)
+            training = _trainings.get(self._process) or _Training(uuid.uuid4().hex, new_key())
+            return replace(training, nodes=len(set(nodes)), first=nodes[0], newest=max(times))
 
         return ranks.combine(f"find the keepers for {root}", enter, met)
 
@@ -162,10 +156,6 @@ class KeeperClient:
         time_there, then = self._store_clock
         return time_there + _seconds_since_boot() - then
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return memory that the keeper sees. Raises NoSharedMemory."""
-        return self.spool.allocate(self.rank, nbytes)
-
     # Requests
 
     def lost(self) -> KeeperLost:
@@ -199,18 +189,30 @@ class KeeperClient:
             raise NoSharedMemory(str(self._failure)) from self._failure
 
     def _open(self) -> Channel:
-        """Connect to the keeper; start one if none is alive.
+        """Connect to the keeper, which learns that this rank needs it; start one if none is alive.
 
         Raises:
             NoSharedMemory: No keeper can be started; later saves bypass it.
             OSError: It does not answer, or has just ended.
         """
+        keeper = self._connect()
+        key = self.training.key if self.training.nodes > 1 else None
+        try:
+            self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, key).get()
+            if self._reached_at is None:
+                raise ConnectionAbortedError("the keeper has just ended")
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
+
+    def _connect(self) -> Channel:
+        """Connect to the keeper as :meth:`_open` does."""
         deadline = time.monotonic() + _START_SECONDS
         started: subprocess.Popen[bytes] | None = None
         while True:
             try:
-                keeper = connect(self.spool.socket, timeout=self._patience)
-                break
+                return connect(self.spool.socket, timeout=self._patience)
             except TimeoutError:
                 raise
             except OSError as error:
@@ -227,15 +229,6 @@ class KeeperClient:
                     if started is not None and self._reached_at is not None:
                         logger.warning("the keeper of rank %d has died. Another keeper takes over.", self.rank)
                 time.sleep(0.02)
-        key = self.key if self._job.nodes > 1 else None
-        try:
-            self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, key).get()
-            if self._reached_at is None:
-                raise ConnectionAbortedError("the keeper has just ended")
-        except BaseException:
-            keeper.close()
-            raise
-        return keeper
 
     def _call(self, what: str, *args: Any) -> Any:
         """Make a request to the keeper over a separate connection; repeat it if the keeper dies meanwhile.
@@ -270,7 +263,7 @@ class KeeperClient:
 
     def _address(self) -> tuple[str, Address]:
         """Return the host and the address at which other nodes reach the keeper. Raises NoSharedMemory."""
-        if self._job.nodes == 1:
+        if self.training.nodes == 1:
             return "localhost", NO_ADDRESS
         while self._reached_at is None:
             self._call("attach", self._config.keeper_linger, None)
@@ -333,7 +326,7 @@ class KeeperClient:
         try:
             if self._config.local_dir is not None:
                 LocalCheckpoints(Path(self._config.local_dir), self._root).remove(token)
-            if self.rank == 0 and (reserved := Journal(self.spool).state(token).reserved):
+            if self.rank == 0 and (reserved := self.journal.state(token).reserved):
                 medium_of(path).revoke(path, reserved)
         except (OSError, CheckpointError) as error:
             logger.warning("%s: cannot revoke the save of a keeper that does not answer: %s", path, error)
@@ -352,8 +345,8 @@ class KeeperClient:
         """
         left = timeout
         while True:
-            if timeout is None and self.queue.closes_at is not None:
-                left = max(0.0, self.queue.closes_at - time.monotonic())
+            if timeout is None and self._queue.closes_at is not None:
+                left = max(0.0, self._queue.closes_at - time.monotonic())
             step = min(_POLL, self._config.timeout / 2, *(() if left is None else (left,)))
             asked = time.monotonic()
             state: State = self._call("wait", token, stage, step, self._logged[token])
@@ -367,13 +360,13 @@ class KeeperClient:
 
     def drain(self, token: str) -> bool:
         """Copy a save that ended locally to its path. Return whether it is there or will be."""
-        return cast(bool, self._call("drain_newest", token, self._coordinator, self.key))
+        return cast(bool, self._call("drain_newest", token, self._coordinator, self.training.key))
 
     def forget(self, path: Where) -> None:
         """Delete this node's parts of the saves to a path; on rank 0, those of all nodes."""
         if self._config.local_dir is not None:
             others = [node[0] for node in self._go.nodes()[1:]] if self._go else []
-            asked = str(path), path.parent, self._config.local_dir, others, self.key
+            asked = str(path), path.parent, self._config.local_dir, others, self.training.key
             for text in self._call("forget", *asked):
                 logger.warning("keeper of rank %d: %s", self.rank, text)
 
@@ -440,16 +433,17 @@ def _settle(spool: Spool, config: CheckpointConfig, deadline: float) -> list[str
         spool.refuse_other_format()
     except NoSharedMemory as error:
         return [str(error)]
-    left = Journal(spool).in_flight() if spool.is_kept() else Journal(spool).unfinished()
-    if not left:
+    journal = Journal(spool)
+    tokens = journal.in_flight() if spool.is_kept() else journal.unfinished()
+    if not tokens:
         return []
     start_keeper(spool, config.keeper_linger)
     start, problems = time.monotonic() + _START_SECONDS, []
-    while left and (seconds := deadline - time.monotonic()) > 0:
+    while tokens and (seconds := deadline - time.monotonic()) > 0:
         patience = min(_ANSWER, seconds)
         try:
             with closing(connect(spool.socket, timeout=patience)) as keeper:
-                state: State = keeper.ask(patience, "wait", left[0], "local", patience / 2).get()
+                state: State = keeper.ask(patience, "wait", tokens[0], "local", patience / 2).get()
         except TimeoutError:
             problems.append(f"the keeper of {spool.folder} does not answer: it is {described(spool.pid())}")
             break
@@ -461,9 +455,12 @@ def _settle(spool: Spool, config: CheckpointConfig, deadline: float) -> list[str
             time.sleep(0.05)
             continue
         except SaveFailed:  # it has no record of the save any more
-            left = left[1:]
+            tokens.pop(0)
             continue
         if state.end is not None and state.end.has_failed:
             problems.append(f"a save that was handed over before has failed: {state.end.error}")
-        left = left[state.has_reached("local") :]
-    return problems + [f"{len(left)} saves that were handed over before are not written yet"] * bool(left)
+        if state.has_reached("local"):
+            tokens.pop(0)
+    if tokens:
+        problems.append(f"{len(tokens)} saves that were handed over before are not written yet")
+    return problems

@@ -32,7 +32,7 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.local_checkpoints import Record, make_run, path_of, shown, time_of
-from dcp_plugin.keeper.node import Node, retried
+from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.plain import sendable
 from dcp_plugin.keeper.records import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.keeper.wire import KeeperLost, connect
@@ -55,6 +55,9 @@ _UNANSWERED = 60.0
 """Seconds in which another keeper has to give a sign of life."""
 _SILENT = 2.0
 """The same, for one that has missed that already."""
+_WARN_AFTER = 0.8
+"""Seconds of the pause before a repeated request from which on its failures are reported."""
+_MOST_PAUSE = 15.0
 
 Stage = Literal["write", "replicate", "drain", "ended", "reopen"]
 
@@ -191,10 +194,10 @@ class Coordinator:
             if end is None or end.is_final or token not in self._journal.ready():
                 return token in self.tokens() or (end is not None and end.published)
             save = self._save_of(token)
-            step = self._node.steps(save.job).find(token)
-            if step is None:
+            checkpoint = self._node.local_checkpoints(save.job).find(token)
+            if checkpoint is None:
                 return False
-            save.record, save.local_seconds, save.copies = step.record, end.local_seconds, end.copies
+            save.record, save.local_seconds, save.copies = checkpoint.record, end.local_seconds, end.copies
             save.degraded += filter(None, [end.degraded])
             self._put(save, "reopen")
             try:
@@ -263,13 +266,36 @@ class Coordinator:
             text = f"the keeper of rank {peer.rank} on {peer.host} does not answer ({error})"
             if peer.node not in self._silent:
                 self._silent.add(peer.node)
-                self._say(save, text)
+                self._warn(save, text)
             raise KeeperLost(text) from error
         self._silent.discard(peer.node)
         return answer.get()
 
     def _retried(self, save: Save, call: Callable[[], Any], patience: Callable[[], float], what: str) -> Any:
-        return retried(call, patience, lambda text: self._say(save, text), what)
+        """Return the result of ``call``, which is repeated after failures that may pass: of a connection, or of a
+        store.
+
+        Args:
+            patience: Returns the seconds in which the failures have to end; called after each of them.
+            what: The request, in messages.
+        """
+        began: float | None = None
+        pause = 0.05
+        while True:
+            try:
+                value = call()
+            except OSError as error:
+                began = time.monotonic() if began is None else began
+                if time.monotonic() - began > patience():
+                    raise
+                if _WARN_AFTER <= pause < 2 * _WARN_AFTER:
+                    self._warn(save, f"{what} fails ({error}) and is tried again")
+                time.sleep(pause)
+                pause = min(2 * pause, _MOST_PAUSE)
+            else:
+                if pause > _WARN_AFTER:
+                    self._warn(save, f"{what} works again")
+                return value
 
     def _patience(self, save: Save) -> float:
         timeout = save.job.config.timeout
@@ -299,7 +325,7 @@ class Coordinator:
         try:
             self._on_all(save, "free", lambda node: ())
         except Exception as error:  # they are told when it is complete
-            self._say(save, f"a node does not hear that {save.path} is written: {error}")
+            self._warn(save, f"a node does not hear that {save.path} is written: {error}")
         return "replicate"
 
     def _write_to_path(self, save: Save) -> Stage:
@@ -330,8 +356,8 @@ class Coordinator:
 
     def _write_parts(self, save: Save, directory: Where | None) -> None:
         """Have every node write its part, as :meth:`Node.write` does."""
-        parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
-        save.parts = {rank: part for told in parts for rank, part in told.items()}
+        of_nodes = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
+        save.parts = {rank: part for parts in of_nodes for rank, part in parts.items()}
 
     def _publish(self, save: Save, publication: Publication, index: CheckpointIndex) -> None:
         """Publish a save, but never in place of a later one.
@@ -351,25 +377,26 @@ class Coordinator:
     def _write_locally(self, save: Save) -> None:
         number = self._next_number(save)
         self._write_parts(save, None)
-        head, now = save.head, time_of(save.token)
-        sizes = {name: size for part in save.parts.values() for name, size in part.files.items()}
+        head, recorded, parts = save.head, time_of(save.token), save.parts.values()
+        sizes = {name: size for part in parts for name, size in part.files.items()}
         index = self._index(save, sizes)
-        index.extra_files = {name: told for part in save.parts.values() for name, told in part.attached.items()}
+        index.extra_files = {name: comparison for part in parts for name, comparison in part.attached.items()}
         attached = {name.partition("/")[0] for name in index.extra_files}
         files, summary = compose(
-            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, now
+            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, recorded
         )
-        beside = {name: size for part in save.parts.values() for name, size in part.attached_sizes.items()}
+        all_sizes = sizes | {name: size for part in parts for name, size in part.attached_sizes.items()}
+        all_sizes |= {name: len(data) for name, data in files.items()}
         record = save.record = Record(
             path=str(path_of(save.path)),
             token=save.token,
             save_id=head.save_id,
             index_sha256=summary.index_sha256,
-            time=now,
+            time=recorded,
             step=save.job.step,
             run=self._run_of(save),
             number=number,
-            files={**sizes, **beside, **{name: len(data) for name, data in files.items()}},
+            files=all_sizes,
             nodes=len(save.nodes),
         )
         self._on_all(save, "take", lambda node: (self._ranks(node), files, record))
@@ -377,11 +404,11 @@ class Coordinator:
     def _next_number(self, save: Save) -> int:
         """Return the number of a save. It continues the count of the previous training: a training that dies often
         reaches the durable storage, too."""
-        root, steps = str(resolved(save.path.parent)), self._node.steps(save.job)
-        if (known := steps.find(save.token)) is not None:  # a keeper has died with it
-            return known.record.number
+        root, checkpoints = str(resolved(save.path.parent)), self._node.local_checkpoints(save.job)
+        if (checkpoint := checkpoints.find(save.token)) is not None:  # a keeper has died with it
+            return checkpoint.record.number
         if root not in self._numbers:
-            self._numbers[root] = max((step.record.number for step in steps.all()), default=0)
+            self._numbers[root] = max((checkpoint.record.number for checkpoint in checkpoints.all()), default=0)
         self._numbers[root] += 1
         return self._numbers[root]
 
@@ -430,7 +457,9 @@ class Coordinator:
         if config.replicas > others:
             nodes = f"{others + 1} node{'s' * bool(others)}"
             text = f"saves have {others} of the {config.replicas} copies that replicas asks for: the job has {nodes}"
-            self._degrade(save, text, is_known=self._warned_of_copies)
+            save.degraded.append(text)
+            if not self._warned_of_copies:
+                self._warn(save, text)
             self._warned_of_copies = True
         try:
             if copies:
@@ -441,7 +470,7 @@ class Coordinator:
         failure = self._complete(save)
         assert save.record is not None, "it was written locally"
         if config.durable_every and (save.record.number % config.durable_every == 0 or save.head.durable):
-            self._make_room(config.local_keep - 1)
+            self._drop_overtaken(config.local_keep - 1)
             return "drain"
         return self._end(save, published=False) if failure is None else self._fail(save, failure)
 
@@ -472,7 +501,7 @@ class Coordinator:
             f"to copy {save.path} to other nodes",
         )
 
-    def _make_room(self, keep: int) -> None:
+    def _drop_overtaken(self, keep: int) -> None:
         """Drop all but the newest saves that wait for the durable storage, because newer ones have come."""
         with self._changed:
             waiting = self._waiting("drain")
@@ -539,27 +568,25 @@ class Coordinator:
 
     def _index_of(self, save: Save, renamed: str) -> CheckpointIndex:
         """Return the locally written index with the names of the files at the path."""
-        file = self._node.steps(save.job).folder_of(save.token) / INDEX
+        file = self._node.local_checkpoints(save.job).folder_of(save.token) / INDEX
         data = file.read_bytes()
         index = index_file.decode(data, fingerprint(data), str(file))
-        if renamed:
-            index.rename_files(lambda name: name.replace(f"-{save.token}", f"-{renamed}"))
+        index.rename_files(lambda name: name.replace(f"-{save.token}", f"-{renamed}"))
         return index
 
     # The end
 
-    def _say(self, save: Save, text: str) -> None:
+    def _warn(self, save: Save, text: str) -> None:
         """Log a warning, and record it for the ranks."""
         text = shown(text)
         logger.warning("%s", text)
         with suppress(OSError):  # the memory may be full
             self._journal.change(save.token, messages=(*self._journal.state(save.token).messages, text))
 
-    def _degrade(self, save: Save, text: str, is_known: bool = False) -> None:
+    def _degrade(self, save: Save, text: str) -> None:
         """Record that a save lacks a tier or a copy, and log a warning."""
         save.degraded.append(text)
-        if not is_known:
-            self._say(save, text)
+        self._warn(save, text)
 
     def _prune(self, save: Save) -> None:
         policy = save.job.config.policy()
@@ -567,13 +594,13 @@ class Coordinator:
             try:
                 retention.prune(save.path, policy)
             except (OSError, CheckpointError) as error:
-                self._say(save, f"could not delete old checkpoints beside {save.path}: {error}")
+                self._warn(save, f"could not delete old checkpoints beside {save.path}: {error}")
 
     def _fail(self, save: Save, error: Exception) -> Stage:
         if not isinstance(error, CheckpointError):
             error = SaveFailed(f"cannot save {save.path}: {type(error).__name__}: {error}")
         is_local = save.local_seconds is not None
-        self._say(save, f"{save.path} was NOT saved{' but locally' if is_local else ''}: {error}")
+        self._warn(save, f"{save.path} was NOT saved{' but locally' if is_local else ''}: {error}")
         return self._end(save, published=False, error=error)
 
     def _end(self, save: Save, published: bool, error: Exception | None = None) -> Stage:
@@ -606,7 +633,7 @@ class Coordinator:
     def _note(save: Save, end: End) -> None:
         """Record the cost of the save."""
         head, step = save.head, save.job.step
-        if (end.error is not None and not end.published) or not save.parts:
+        if end.failure is not None or not save.parts:
             record = events.SaveRecord(head.save_id, head.run)
             error = f"{type(end.error).__name__}: {end.error}"
             figures.note(events.SaveAborted(save.path, step, 0, error, record))

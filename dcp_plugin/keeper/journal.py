@@ -43,9 +43,8 @@ class Journal:
 
     def __init__(self, spool: Spool) -> None:
         self.spool = spool
-        self._states: dict[str, State] = {}
-        """The contents of the files, in the keeper, which alone changes them."""
         self._changed = threading.Condition()
+        """Notified of each change of a state. In the keeper, which alone changes states."""
 
     def _read(self, name: str) -> Any:
         """Return the value in a file; None if it does not exist. Raises ValueError if it cannot be read."""
@@ -132,10 +131,7 @@ class Journal:
 
     def state(self, token: str) -> State:
         """Return how far the keeper of this node has come with a save."""
-        with self._changed:
-            if token not in self._states:
-                self._states[token] = self._read(f"{token}.state") or State()
-            return self._states[token]
+        return self._read(f"{token}.state") or State()
 
     def published(self) -> dict[str, tuple[str, float]]:
         """Return by path the token and the recorded time of the newest save there, of those whose end is known."""
@@ -148,9 +144,7 @@ class Journal:
     def change(self, token: str, **fields: Any) -> None:
         """Set fields of the state of a save, and wake the threads that wait for them. Raises OSError."""
         with self._changed:
-            state = replace(self.state(token), **fields)
-            self.spool.put(f"{token}.state", plain.encode(state))
-            self._states[token] = state
+            self.spool.put(f"{token}.state", plain.encode(replace(self.state(token), **fields)))
             self._changed.notify_all()
 
     def part(self, token: str, rank: int, directory: Where | None) -> Part | None:
@@ -169,9 +163,7 @@ class Journal:
         records = [name for name in self.spool.names("") if name.startswith(f"{token}.")]
         self.spool.drop(*(name for name in records if not name.endswith(kept)))
         ended = [name for name in self.spool.names(".state") if self.state(name.removesuffix(".state")).end is not None]
-        for old in ended[:-_MOST_ENDS]:
-            self.spool.drop(old)
-            self._states.pop(old.removesuffix(".state"), None)
+        self.spool.drop(*ended[:-_MOST_ENDS])
 
     def forget(self, token: str) -> None:
         """Remove what was handed over on the node of rank 0: the save is not brought to its path any more."""

@@ -12,12 +12,11 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
@@ -27,7 +26,7 @@ from dcp_plugin.keeper.local_checkpoints import LocalCheckpoint, LocalCheckpoint
 from dcp_plugin.keeper.records import End, Part, RankJob
 from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import CannotLink, DataFile, Medium, add_files, medium_of
-from dcp_plugin.media.disk import LocalDisk, posix
+from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.files import LocalFiles, identity_of
 from dcp_plugin.paths import Where, as_path, on_file_system, resolved, with_options
 from dcp_plugin.storage.published import comparisons_below
@@ -38,9 +37,8 @@ from dcp_plugin.storage.writer import PartWriter
 logger = logging.getLogger("dcp_plugin.keeper")
 logger.addFilter(PrintableRecords())
 
-_PIECE = 8 << 20
 _SEND_SECONDS = 60.0
-"""Seconds that a neighbour may take to accept a piece of a file, or to answer for it."""
+"""Seconds that a neighbour may take to accept further bytes of a file, or to answer for it."""
 
 
 FileIdentity = tuple[int, int, int, int]
@@ -68,17 +66,18 @@ class Node:
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
     """The reuse for each rank; the second part of the key is true for the local tier."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
+    _locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
+    """The lock of each request for a save: one that was asked for again may be under way still."""
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
     """The file in the last durable checkpoint with the same contents, for each local data file."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
     """The save and the name under which a neighbour has a local data file."""
-    _kept: dict[Path, LocalCheckpoints] = field(default_factory=dict)
+    _tiers: dict[Path, LocalCheckpoints] = field(default_factory=dict)
     """The local tiers with saves of this keeper that are copied to the durable storage as well, by folder."""
 
-    def _once(self, token: str, what: str) -> threading.Lock:
+    def _lock_of(self, token: str, what: str) -> threading.Lock:
         with self._lock:
-            return self._busy.setdefault((token, what), threading.Lock())
+            return self._locks.setdefault((token, what), threading.Lock())
 
     # What the coordinator asks for
 
@@ -92,7 +91,7 @@ class Node:
             SaveFailed, OSError: It could not be written.
         """
         threads = ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write")
-        with self._once(token, "write"), threads as pool:
+        with self._lock_of(token, "write"), threads as pool:
             written = pool.map(lambda rank: self._write(token, rank, directory), ranks)
             return dict(zip(ranks, written, strict=True))
 
@@ -108,15 +107,13 @@ class Node:
         if self.journal.state(token).written:
             raise SaveFailed(f"{job.path} cannot be written again: another save uses its host copy")
         to: Where
-        medium: Medium
         if directory is None:
-            to = folder = self.steps(job).make(token)
-            for left in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
-                left.unlink()
-            medium = LocalDisk(job.config.direct_io)  # type: ignore[assignment]
+            to = folder = self.local_checkpoints(job).make(token)
+            for partial in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
+                partial.unlink()
         else:
-            to = directory = with_options(directory, job.options or {})
-            medium = medium_of(to, job.config.direct_io)
+            to = with_options(directory, job.options or {})
+        medium = medium_of(to, job.config.direct_io)
         reuse = self._reuse_of(job, local=directory is None)
         writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
         try:
@@ -129,7 +126,7 @@ class Node:
         attached: dict[str, str] = {}
         if beside.is_dir():
             add_files(medium, to, lambda target: copy_tree(beside, target))
-            attached = comparisons_below(LocalDisk(), beside)  # type: ignore[arg-type]
+            attached = comparisons_below(medium_of(beside), beside)
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = _sizes_of_data_files(folder, rank) if directory is None else {}
         part = Part(replace(written, spent=spent), files, attached, sizes, str(directory or ""))
@@ -142,15 +139,16 @@ class Node:
         reuse = self._reuse.get((job.rank, local))
         if reuse is None:
             reuse = self._reuse[job.rank, local] = Reuse()
-            steps = [step for step in self.steps(job).all() if step.record.complete] if local else []
-            if steps:
-                reuse.loaded(steps[-1].folder)
+            checkpoints = self.local_checkpoints(job).all() if local else []
+            if complete := [checkpoint for checkpoint in checkpoints if checkpoint.record.complete]:
+                reuse.loaded(complete[-1].folder)
         if not local and job.loaded is not None:
             reuse.loaded(as_path(job.loaded, job.options))
         return reuse
 
     @staticmethod
-    def steps(job: RankJob) -> LocalCheckpoints:
+    def local_checkpoints(job: RankJob) -> LocalCheckpoints:
+        """Return the parts in this node's ``local_dir`` of the saves to the folder of a save."""
         assert job.config.local_dir is not None
         return LocalCheckpoints(Path(job.config.local_dir), resolved(job.path.parent))
 
@@ -162,10 +160,10 @@ class Node:
         """
         self.journal.refuse_revoked(token)
         job = self.journal.job(token, ranks[0])
-        steps = self.steps(job)
-        folder = steps.make(token)
+        checkpoints = self.local_checkpoints(job)
+        folder = checkpoints.make(token)
         if job.config.durable_every is not None:
-            self._kept[steps.folder] = steps
+            self._tiers[checkpoints.folder] = checkpoints
         for name, data in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             put_file(folder, name, data)
@@ -181,8 +179,8 @@ class Node:
         Raises:
             OSError: A node cannot be reached, or has no room.
         """
-        folder = self.steps(self.journal.job(token, rank)).folder_of(token)
-        with self._once(token, "replicate"):
+        folder = self.local_checkpoints(self.journal.job(token, rank)).folder_of(token)
+        with self._lock_of(token, "replicate"):
             for address in to:
                 with closing(connect(address, key)) as neighbour:
                     for name in names:
@@ -191,13 +189,12 @@ class Node:
     def _send(self, neighbour: Channel, address: Address, folder: Path, token: str, name: str) -> None:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = os.fstat(descriptor)
-            identity = address, identity_of(found)
+            status = os.fstat(descriptor)
+            identity = address, identity_of(status)
             same_as = self._sent.get(identity)
-            is_needed = neighbour.ask(_SEND_SECONDS, "put", token, name, found.st_size, same_as).get()
+            is_needed = neighbour.ask(_SEND_SECONDS, "put", token, name, status.st_size, same_as).get()
             if is_needed:
-                for offset in range(0, found.st_size, _PIECE):
-                    neighbour.send_file(descriptor, offset, min(_PIECE, found.st_size - offset))
+                neighbour.send_file(descriptor, 0, status.st_size)
                 neighbour.reply().get()
             if name.endswith(DATA_SUFFIX):
                 self._sent[identity] = token, name
@@ -207,16 +204,16 @@ class Node:
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
         """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
         ranks = self.journal.ranks_of(token)
-        steps = self.steps(self.journal.job(token, ranks[0])) if ranks else None
+        checkpoints = self.local_checkpoints(self.journal.job(token, ranks[0])) if ranks else None
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
-        if steps is None or not steps.folder_of(token).is_dir() or outside:
+        if checkpoints is None or not checkpoints.folder_of(token).is_dir() or outside:
             channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
             return
-        target = steps.folder_of(token) / name
+        target = checkpoints.folder_of(token) / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if has_file(target, size) or (
-                same_as is not None and _linked(steps.folder_of(same_as[0]) / same_as[1], target, size)
+                same_as is not None and _linked(checkpoints.folder_of(same_as[0]) / same_as[1], target, size)
             ):
                 channel.send(("ok", False))
                 return
@@ -245,13 +242,13 @@ class Node:
             run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, if it is known.
         """
         job = self.journal.job(token, ranks[0])
-        steps = self.steps(job)
-        if (step := steps.find(token)) is None:
+        checkpoints = self.local_checkpoints(job)
+        if (checkpoint := checkpoints.find(token)) is None:
             raise SaveFailed(f"the part of {job.path} on this node is gone")
-        step.mark_complete(run)
-        gone = steps.keep(job.config.local_keep, {*needed, token})
-        self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
-        steps.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
+        checkpoint.mark_complete(run)
+        deleted = checkpoints.keep(job.config.local_keep, {*needed, token})
+        self._sent = {key: sent for key, sent in self._sent.items() if sent[0] not in deleted}
+        checkpoints.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
         self.journal.forget_before(token, needed)
         self.journal.change(token, written=True, local=True, copies=copies)
 
@@ -260,35 +257,34 @@ class Node:
 
         Args:
             directory: Of the reservation there.
-            renamed: The part of data files' names there that stands for the save, if it is not the token.
+            renamed: The part of data files' names there that stands for the save, in place of the token.
 
         Raises:
             OSError, SaveFailed: The storage refuses.
         """
-        with self._once(token, "drain"):  # one that was asked for again may be under way still
+        with self._lock_of(token, "drain"):
             self._drain(self.journal.job(token, rank), names, directory, renamed)
 
     def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
         token, directory = job.token, with_options(directory, job.options or {})
-        folder = self.steps(job).folder_of(token)
+        folder = self.local_checkpoints(job).folder_of(token)
         medium = medium_of(directory, job.config.direct_io)
         medium.join(directory, job.path)
         pace = RateLimiter(job.config.drain_bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
-        homes: dict[FileIdentity, tuple[DataFile, str]] = {}
+        copies: dict[FileIdentity, tuple[DataFile, str]] = {}
 
         def copy(name: str) -> None:
-            there = name.replace(f"-{token}", f"-{renamed}") if renamed else name
-            found = os.stat(folder / name)
-            identity = identity_of(found)
-            if (known := self._drained.get(identity)) is not None:
+            new_name = name.replace(f"-{token}", f"-{renamed}")
+            identity = identity_of(os.stat(folder / name))
+            if (drained := self._drained.get(identity)) is not None:
                 with suppress(CannotLink):
-                    homes[identity] = medium.link_file(known, directory / there), there
+                    copies[identity] = medium.link_file(drained, directory / new_name), new_name
                     return
             if (local := on_file_system(directory)) is not None:  # half of it may be there, of a node that is gone
-                (local / there).unlink(missing_ok=True)
-            _copy_file(folder / name, medium, directory, there, pace, job.config.io_threads)
-            homes[identity] = DataFile.written(medium.open(directory), directory / there), there
+                (local / new_name).unlink(missing_ok=True)
+            _copy_file(folder / name, medium, directory, new_name, pace, job.config.io_threads)
+            copies[identity] = DataFile.written(medium.open(directory), directory / new_name), new_name
 
         with ThreadPoolExecutor(max(1, job.config.io_threads), thread_name_prefix="keeper-drain") as pool:
             list(pool.map(copy, data))
@@ -296,7 +292,7 @@ class Node:
             add_files(medium, directory, lambda target: _copy_files(folder, rest, target))
         medium.flush(directory)
         with self._lock:
-            self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
+            self._drained = {key: file.published(job.where / name) for key, (file, name) in copies.items()}
 
     def end(self, token: str, ranks: Sequence[int], end: End, path: Where | None = None) -> None:
         """Record the end of a save to a path, and free its memory."""
@@ -306,22 +302,22 @@ class Node:
                     reuse.published(path)
         self.journal.end(token, end)
         with self._lock:
-            for what in [what for what in self._busy if what[0] == token]:
-                del self._busy[what]
+            for what in [what for what in self._locks if what[0] == token]:
+                del self._locks[what]
 
     def reopen(self, token: str) -> None:
         """Let a save that had ended locally go on to its path."""
         self.journal.change(token, end=None)
 
-    def leave_memory(self) -> None:
+    def free_memory(self) -> None:
         """Delete the saves in memory after a normal end of the training, if the newest save is durable."""
-        for steps in self._kept.values():
+        for tier in self._tiers.values():
             with suppress(OSError):
-                parts = steps.all() if steps.is_in_memory() else []
+                parts = tier.all() if tier.is_in_memory() else []
                 end = self.journal.state(parts[-1].record.token).end if parts else None
                 if end is not None and end.published:
                     for part in parts:
-                        steps.remove(part.record.token)
+                        tier.remove(part.record.token)
 
 
 def _sizes_of_data_files(folder: Path, rank: int) -> dict[str, int]:
@@ -383,33 +379,3 @@ def _copy_files(folder: Path, names: Sequence[str], target: Path) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target / name)
-
-
-def retried(call: Callable[[], Any], patience: Callable[[], float], say: Callable[[str], None], what: str) -> Any:
-    """Return the result of ``call``, which is repeated after failures that may pass: of a connection, or of a store.
-
-    Args:
-        patience: Seconds from the first failure on, asked again after each.
-        say: Called with a message when failures last, and when they end.
-    """
-    began: float | None = None
-    pause = 0.05
-    while True:
-        try:
-            value = call()
-        except OSError as error:
-            began = time.monotonic() if began is None else began
-            if time.monotonic() - began > patience():
-                raise
-            if pause >= _SAID_AFTER and pause < 2 * _SAID_AFTER:
-                say(f"{what} fails ({error}) and is tried again")
-            time.sleep(pause)
-            pause = min(2 * pause, _MOST_PAUSE)
-        else:
-            if began is not None and pause > _SAID_AFTER:
-                say(f"{what} works again")
-            return value
-
-
-_SAID_AFTER = 0.8
-_MOST_PAUSE = 15.0

@@ -48,14 +48,17 @@ _OF_LEADERS = ("write", "free", "take", "replicate", "complete", "drain", "end",
 
 
 @dataclass
-class _Left:
-    """A save whose ranks on this node are gone, and which this keeper does not lead."""
+class _InFlight:
+    """A save in flight that this node has a part of."""
 
     client: str
-    leads: bool
+    """The client of a rank that has handed its part over on this node."""
+    is_led_here: bool
+    """True if this keeper leads the save."""
     limit: float
-    """Seconds in which whoever leads it has to ask for something."""
+    """Seconds after the death of the ranks in which the keeper that leads the save has to ask for something."""
     heard: float
+    """Time of the last sign of the ranks or of that keeper, on the monotonic clock."""
 
 
 class Keeper:
@@ -75,8 +78,10 @@ class Keeper:
         self._keys: set[bytes] = set()
         """The keys of the trainings whose keepers on other nodes may connect."""
         self._tcp: Server | None = None
-        self._left: dict[str, _Left] = {}
-        self._gone: Path | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        """The saves of :meth:`.Journal.in_flight`, by token."""
+        self._is_gone = False
+        """True once the spool is no longer where ranks look for it."""
         _log_to(spool.folder / "keeper.log")
         self._journal = Journal(spool)
         self.node = Node(self._journal)
@@ -107,10 +112,10 @@ class Keeper:
         server.close()
         if self._tcp is not None:
             self._tcp.close()
-        if self._gone is not None:
+        if self._is_gone:
             if not self._has_crashed:
-                self.node.leave_memory()
-            shutil.rmtree(self._gone, ignore_errors=True)
+                self.node.free_memory()
+            shutil.rmtree(self.spool.folder, ignore_errors=True)
         logging.shutdown()
         return 0
 
@@ -134,10 +139,10 @@ class Keeper:
             return False
         with self._lock:
             try:
-                self._gone = self.spool.take_away()
+                self._is_gone = self.spool.take_away()
             except (OSError, NoSharedMemory):
                 logger.exception("cannot remove %s now", self.spool.folder)
-            return self._gone is not None
+            return self._is_gone
 
     def _look_around(self) -> None:
         self._clients, has_death = self.spool.clients()
@@ -147,26 +152,26 @@ class Keeper:
         self._has_crashed |= has_death
         self.coordinator.begin()
         in_flight = self._journal.in_flight()
-        self._left = {token: self._left.get(token) or self._left_of(token) for token in in_flight}
-        self._give_up_left()
-        self.spool.drop_host_copies({left.client for left in self._left.values()})
+        self._in_flight = {token: self._in_flight.get(token) or self._read(token) for token in in_flight}
+        self._give_up_orphans()
+        self.spool.drop_host_copies({save.client for save in self._in_flight.values()})
 
-    def _left_of(self, token: str) -> _Left:
+    def _read(self, token: str) -> _InFlight:
         try:
             job = self._journal.job(token, self._journal.ranks_of(token)[0])
             limit = _NEVER_CALLED + (job.config.timeout if self._journal.state(token).written else 0.0)
-            return _Left(job.client, job.beside_rank_zero, limit, time.monotonic())
+            return _InFlight(job.client, job.beside_rank_zero, limit, time.monotonic())
         except Exception:  # it cannot be read, or has just ended
-            return _Left("", False, 0.0, time.monotonic())
+            return _InFlight("", False, 0.0, time.monotonic())
 
-    def _give_up_left(self) -> None:
+    def _give_up_orphans(self) -> None:
         """End saves that cannot complete: the training died before all ranks had handed over, or the node that leads
         the save is gone."""
-        led_here = self._journal.ready()
-        for token, left in self._left.items():
-            if token in led_here or self.spool.is_used_by(left.client):
-                left.heard = time.monotonic()
-            elif left.leads or time.monotonic() - left.heard > left.limit:
+        handed_over = self._journal.ready()  # of those that this keeper leads
+        for token, save in self._in_flight.items():
+            if token in handed_over or self.spool.is_used_by(save.client):
+                save.heard = time.monotonic()
+            elif save.is_led_here or time.monotonic() - save.heard > save.limit:
                 logger.warning(
                     "the save %s is dropped: the training has died before all ranks had handed it over", token
                 )
@@ -186,8 +191,8 @@ class Keeper:
         return call
 
     def _hear(self, token: str) -> None:
-        if (left := self._left.get(token)) is not None:
-            left.heard = time.monotonic()
+        if (save := self._in_flight.get(token)) is not None:
+            save.heard = time.monotonic()
 
     def _put(self, channel: Channel, token: str, *args: Any) -> None:
         """Take a file as :meth:`Node.put` does; a neighbour sends it because the leader of the save has asked."""
@@ -201,7 +206,7 @@ class Keeper:
             key: The key of a training that has several nodes.
         """
         with self._lock:
-            if self._gone is not None:
+            if self._is_gone:
                 return None
             self._linger = linger
             self._has_crashed = False  # a rank that comes and leaves between two looks has not crashed either

@@ -83,13 +83,14 @@ class Items:
         places, whole = zip(self.slab.tolist(), self.offset.tolist(), strict=True), set(self.whole)
         for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
             data: Any = self.others.get(number)
+            tensor = item.tensor_data
             if number in whole:
                 data = _EncodedItem(torch.empty(0), len(data), data)
             if slab >= 0:
-                assert item.tensor_data is not None, "values are not in slabs"
-                dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+                assert tensor is not None, "values are not in slabs"
+                dtype, shape = tensor.properties.dtype, tensor.chunk.sizes
                 data = slabs[slab][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            box = (tuple(said.chunk.offsets), tuple(said.chunk.sizes)) if (said := item.tensor_data) else ()
+            box = (tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes)) if tensor else ()
             yield NewItem(item.index.fqn, data, *box)
 
 
@@ -216,9 +217,14 @@ class End:
     """This field and the two before it have the meaning of those of :class:`~dcp_plugin.events.SaveFinished`."""
 
     @property
+    def failure(self) -> Exception | None:
+        """The reason why the save was not published; None if it was, or need not be."""
+        return None if self.published else self.error
+
+    @property
     def has_failed(self) -> bool:
         """True if neither the path nor ``local_dir`` has the save."""
-        return self.error is not None and not self.published and not self.local
+        return self.failure is not None and not self.local
 
     @property
     def is_final(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Protocol
 from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.packed import position_of
 from dcp_plugin.keeper.wire import Address, connect
-from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
+from dcp_plugin.media import RangedFile, RawRanges, Readable, directly_in, first_bytes
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -70,25 +70,14 @@ class RemoteFile:
         self._rank.close()
 
 
-class NearestFile(RangedFile):
-    """A file of :class:`NearestFiles`."""
-
-    def __init__(self, files: NearestFiles, name: str) -> None:
-        self.name_in = name
-        self._nearest = _Nearest(files, name)
-        super().__init__(self._nearest)
-
-    @property
-    def place(self) -> Place | None:
-        """The place of the last read."""
-        return self._nearest.place
-
-
 class _Nearest(RawRanges):
+    """A file of :class:`NearestFiles`, read from the nearest place that has it at each read."""
+
     def __init__(self, files: NearestFiles, name: str) -> None:
         super().__init__(files.size(name))
-        self._files, self._name = files, name
+        self._files, self.file_name = files, name
         self.place: Place | None = None
+        """The place of the last read."""
         self._open: OpenFile | None = None
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
@@ -96,17 +85,17 @@ class _Nearest(RawRanges):
             return 0
         memory = first_bytes(memory, self._size - offset)
         while True:
-            place = self._files.place_of(self._name)
+            place = self._files.place_of(self.file_name)
             try:
                 if self._open is None or place is not self.place:
                     self._release()
-                    self._open, self.place = place.open(self._name), place
+                    self._open, self.place = place.open(self.file_name), place
                 count = self._open.read_into(memory, offset)
                 if count == 0:
-                    raise OSError(errno.EIO, "it is shorter than it was", self._name)
+                    raise OSError(errno.EIO, "it is shorter than it was", self.file_name)
             except OSError as error:
                 self._release()
-                if not self._files.give_up(self._name, place, str(error.strerror or error)):
+                if not self._files.give_up(self.file_name, place, str(error.strerror or error)):
                     raise
                 continue
             self._files.count(place, count)
@@ -169,7 +158,7 @@ class NearestFiles(Readable):
         return self._where
 
     def names(self) -> list[str]:
-        return sorted({name[: name.find("/") + 1] or name for name in self._sizes})
+        return directly_in(self._sizes)
 
     def all_names(self) -> list[str]:
         """Return the names of all files, with ``/`` between folders."""
@@ -185,9 +174,9 @@ class NearestFiles(Readable):
             self.size(name)
         return self._written
 
-    def open(self, name: str) -> NearestFile:
+    def open(self, name: str) -> RangedFile:
         self.place_of(name)
-        return NearestFile(self, name)
+        return RangedFile(_Nearest(self, name))
 
     def _open_at_path(self, name: str) -> RangedFile:
         with self._lock:
@@ -208,10 +197,11 @@ class NearestFiles(Readable):
         if files is not None:
             files.close()
 
-    def distrust(self, file: RangedFile) -> bool:
-        if not isinstance(file, NearestFile) or file.place is None:
+    def mark_unreliable(self, file: RangedFile) -> bool:
+        nearest = file.ranges
+        if not isinstance(nearest, _Nearest) or nearest.place is None:
             return False
-        return self.give_up(file.name_in, file.place, "its bytes are not those that were saved")
+        return self.give_up(nearest.file_name, nearest.place, "its bytes are not those that were saved")
 
     def place_of(self, name: str) -> Place:
         """Return the nearest place that has a file and has not failed. Raises OSError if no place is left."""

@@ -71,10 +71,10 @@ def base_directory() -> Path:
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise NoSharedMemory(f"{path} cannot be made: {error}") from error
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or path.is_symlink():
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or path.is_symlink():
         raise NoSharedMemory(f"{path} is not this user's alone: remove it, or make it so (chmod 700)")
     return path
 
@@ -157,10 +157,10 @@ class Spool:
 
     def refuse_other_format(self) -> None:
         """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
-        found = (self.get(_FORMAT) or str(_WITHOUT_NUMBER).encode()).decode("ascii", "replace")
-        if found != str(FORMAT_VERSION):
+        version = (self.get(_FORMAT) or str(_WITHOUT_NUMBER).encode()).decode("ascii", "replace")
+        if version != str(FORMAT_VERSION):
             raise NoSharedMemory(
-                f"{self.folder} is the journal of another version of dcp_plugin (format {found}; this one has format "
+                f"{self.folder} is the journal of another version of dcp_plugin (format {version}; this one has format "
                 f"{FORMAT_VERSION}): the saves in it are neither published nor deleted. Resume once with that version, "
                 f"or delete the folder"
             )
@@ -194,29 +194,30 @@ class Spool:
             if client is not None and client not in needed and not self.is_used_by(client):
                 self.drop(name)
 
-    def take_away(self) -> Path | None:
-        """Rename the folder, to be deleted, and return its new path; None if a rank uses it. In the keeper."""
-        gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
+    def take_away(self) -> bool:
+        """Rename the folder, to be deleted; return False if a rank uses it. In the keeper."""
         with exclusive(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
-                return None
+                return False
+            gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
             with suppress(FileNotFoundError):
                 os.rename(self.folder, gone)
-        return gone
+            self.folder = gone
+        return True
 
     @classmethod
     def below(cls, root: Where) -> list[Spool]:
         """Return the shared directories of folders of checkpoints at or below ``root``."""
-        start, found = str(root).rstrip("/"), []
+        start, spools = str(root).rstrip("/"), []
         try:
-            folders = sorted(one for one in base_directory().iterdir() if one.name[0] != ".")
+            folders = sorted(folder for folder in base_directory().iterdir() if folder.name[0] != ".")
         except (NoSharedMemory, OSError):
             return []
-        for folder in folders:
-            said = (cls(folder).get("root") or b"").decode("utf-8", "replace")
-            if said == start or said.startswith(f"{start}/"):
-                found.append(cls(folder))
-        return found
+        for spool in map(cls, folders):
+            spool_root = (spool.get("root") or b"").decode("utf-8", "replace")
+            if spool_root == start or spool_root.startswith(f"{start}/"):
+                spools.append(spool)
+        return spools
 
     @property
     def socket(self) -> str:

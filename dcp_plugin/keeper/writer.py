@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from dcp_plugin import events
@@ -53,13 +54,19 @@ _LOOK_SECONDS = 0.5
 """Seconds between two looks whether the training has stopped waiting."""
 
 
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 class _Pool:
     """A host copy in shared memory."""
 
     def __init__(self, client: KeeperClient) -> None:
-        self.memory = HostPool(client.allocate)
-        self.written: threading.Event | None = None
-        """Set when the save that is in it is written."""
+        self.memory = HostPool(partial(client.spool.allocate, client.rank))
+        self.written = _set_event()
+        """Set when the save that is in it is written, and before its first save."""
 
 
 @dataclass
@@ -70,7 +77,7 @@ class _HandedOver:
     staged: StagedState
     planned: SavePlan
     pool: _Pool
-    before: threading.Event | None
+    before: threading.Event
     """The event :attr:`written` of the save before."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
@@ -118,10 +125,10 @@ class KeeperWriter:
     def _submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         if self.saves is None:
             pools = 1 + int(self._config.async_save and self._config.when_busy == "queue")
-            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, pools)
+            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue, pools)
         saves, attached = self.saves, None
         saves.renew_group(ranks)
-        saves.client.queue, self._queue.closes_at = self._queue, None
+        self._queue.closes_at = None
         try:
             if (files := request.files) is not None:
                 attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
@@ -149,7 +156,7 @@ class KeeperWriter:
             except BaseException:
                 copy.release()
                 raise
-        saves.start(self._queue, handle, request, copy, attached, ranks, later)
+        saves.start(handle, request, copy, attached, ranks, later)
 
     def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
@@ -200,17 +207,25 @@ class KeptSaves:
         NoSharedMemory: On every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, pools: int) -> None:
-        self._config, self._pipeline = config, pipeline
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Where,
+        ranks: Ranks,
+        pipeline: SavePipeline,
+        queue: SaveQueue,
+        pools: int,
+    ) -> None:
+        self._config, self._pipeline, self._queue = config, pipeline, queue
         self.group = Ranks()
         """The group in which the threads of saves agree."""
-        self.client = KeeperClient(config, root, ranks)
-        pipeline.newest_time = max(pipeline.newest_time, self.client.newest_time)
+        self.client = KeeperClient(config, root, ranks, queue)
+        pipeline.newest_time = max(pipeline.newest_time, self.client.training.newest)
         self._pools = [_Pool(self.client) for _ in range(pools)]
         self._process = os.getpid()
         self._has_warned_of_clock = False
         self._count = 0
-        self._last_written: threading.Event | None = None
+        self._last_written = _set_event()
         self._newest: tuple[str, SaveHandle] | None = None
 
     def renew_group(self, ranks: Ranks) -> None:
@@ -228,8 +243,7 @@ class KeptSaves:
 
     def is_free(self) -> bool:
         """Return whether the next save need not wait for its host copy."""
-        written = self._next().written
-        return written is None or written.is_set()
+        return self._next().written.is_set()
 
     def _next(self) -> _Pool:
         return self._pools[self._count % len(self._pools)]
@@ -241,9 +255,7 @@ class KeptSaves:
             NoSharedMemory: The keeper is passed over.
         """
         pool = self._next()
-        if pool.written is not None:
-            pool.written.wait()
-            pool.written = None
+        pool.written.wait()
         self.client.refuse_if_passed_over()
         if not all(self.client.spool.is_there(memory) for memory in pool.memory.slabs):
             pool.memory.free()
@@ -251,13 +263,12 @@ class KeptSaves:
 
     def wait_written(self) -> None:
         """Wait until the keepers have written all saves, so that none overtakes the next one."""
-        if self._last_written is not None:
-            self._last_written.wait()
+        self._last_written.wait()
 
     def give_up_pools(self) -> None:
         """Free the host copies that are not in use, because there is too little memory for the next save."""
         for pool in self._pools:
-            if pool.written is None or pool.written.is_set():
+            if pool.written.is_set():
                 pool.memory.free()
         self._release()
 
@@ -278,7 +289,6 @@ class KeptSaves:
 
     def start(
         self,
-        queue: SaveQueue,
         handle: SaveHandle,
         request: SaveRequest,
         copy: HostCopy,
@@ -304,7 +314,7 @@ class KeptSaves:
         if not later:
             save = hand_over(copy.finish())
             timed = self._timed(request)
-            queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
+            self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
             return
         request = self._timed(request)
 
@@ -316,7 +326,7 @@ class KeptSaves:
                 self._pipeline.fail(error, request, ranks.rank)
             return self.follow(save, handle, request)
 
-        queue.start(handle, copy.finish, write, in_keeper=True)
+        self._queue.start(handle, copy.finish, write, in_keeper=True)
 
     def _timed(self, request: SaveRequest) -> SaveRequest:
         """Return the request with the seconds that the training has waited, if it goes on now."""
@@ -384,7 +394,7 @@ class KeptSaves:
             loaded=None if loaded is None else str(loaded),
             options=options_of(path) or None,
             client=self.client.spool.client,
-            key=self.client.key,
+            key=self.client.training.key,
             began=request.began,
             spent=Spent(self._timed(request).blocked_seconds, staged.copy_seconds),
             beside_rank_zero=self.client.beside_rank_zero,
@@ -412,12 +422,11 @@ class KeptSaves:
         """
         staging_seconds = save.staged.copy_seconds
         try:
-            if save.before is not None:
-                save.before.wait()
+            save.before.wait()
             if reason := self._meet_when_written(save, request):
                 return self._write_without_keeper(save, handle, request, reason)
         finally:
-            del save.staged, save.planned
+            del save.staged, save.planned  # this thread may wait for long until the keeper has published it
             save.written.set()
         try:
             local = None
@@ -449,7 +458,7 @@ class KeptSaves:
         """
 
         def wait() -> tuple[int, str]:
-            closes_at, seconds = self.client.queue.closes_at, self._config.timeout
+            closes_at, seconds = self._queue.closes_at, self._config.timeout
             if closes_at is not None:
                 seconds = max(0.0, min(seconds, closes_at - time.monotonic()))
             try:
@@ -461,9 +470,8 @@ class KeptSaves:
                 return (2, str(error)) if isinstance(error, (KeeperLost, NoSharedMemory)) else (0, "")
             if not state.written:
                 return 1, f"the keeper of rank {self.client.rank} has not written it in {self._config.timeout:.0f} s"
-            end = state.end
-            if end is not None and isinstance(end.error, KeeperLost) and not end.published:
-                return 2, str(end.error)
+            if state.end is not None and isinstance(state.end.failure, KeeperLost):
+                return 2, str(state.end.failure)
             return 0, ""
 
         step = f"see that keepers have written {request.path}"
@@ -525,7 +533,7 @@ class KeptSaves:
         thread.start()
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
-            closes_at = self.client.queue.closes_at
+            closes_at = self._queue.closes_at
             if not results and closes_at is not None and time.monotonic() > closes_at + self._config.timeout:
                 error = SaveFailed(
                     f"{request.path} is not durable: it is still being written, and is lost when this process ends"
@@ -551,8 +559,8 @@ class KeptSaves:
     def _finished(
         self, end: End, request: SaveRequest, staging_seconds: float, local: float | None
     ) -> events.SaveFinished:
-        if end.error is not None and not end.published:
-            raise end.error
+        if end.failure is not None:
+            raise end.failure
         now = time.monotonic() - request.began
         nbytes, reused = end.bytes.get(self.client.rank, (0, 0))
         event = events.SaveFinished(
@@ -592,8 +600,8 @@ class KeptSaves:
             raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {error}") from error
         if end is None:
             raise SaveFailed(f"{handle.path} is only in local_dir: the keeper has not copied it to its path yet")
-        if end.error is not None and not end.published:
-            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {end.error}") from end.error
+        if end.failure is not None:
+            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {end.failure}") from end.failure
         handle.finished = replace(handle.finished, tier="durable")
         self._pipeline.emit(handle.finished)
 

@@ -554,7 +554,9 @@ def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
     handed_over.alone()
     coordinator, node = _coordinator(handed_over.spool)
-    (node.steps(node.journal.job(token, 0)).make(token) / "dcp_plugin.index").mkdir()  # as if there were no room for it
+    (
+        node.local_checkpoints(node.journal.job(token, 0)).make(token) / "dcp_plugin.index"
+    ).mkdir()  # as if there were no room for it
     coordinator.begin()
     end = _ended(node, token)
     assert end.published and not end.local and "goes straight to its path" in node.journal.state(token).messages[0]
@@ -731,7 +733,7 @@ def test_a_file_that_took_the_place_of_a_drained_one_is_not_taken_for_it(
     folders = []
     for token in (first, second):
         files = node.write(token, [0], None)[0].files
-        folders.append((node.steps(node.journal.job(token, 0)).folder_of(token), next(iter(files))))
+        folders.append((node.local_checkpoints(node.journal.job(token, 0)).folder_of(token), next(iter(files))))
     (old, old_name), (new, new_name) = folders
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -767,7 +769,7 @@ def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> 
 def test_a_neighbour_can_put_nothing_beside_the_folder_of_a_save(handed_over: _HandedOver, tmp_path: Path) -> None:
     token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
     node = Node(Journal(handed_over.spool))
-    node.steps(node.journal.job(token, 0)).make(token)
+    node.local_checkpoints(node.journal.job(token, 0)).make(token)
     ours, theirs = map(Channel, socket.socketpair())
     with closing(ours), closing(theirs):
         for name in ("../x", "/tmp/x", "..", "a/../../x"):
@@ -794,6 +796,6 @@ def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _Han
     coordinator, node = _coordinator(handed_over.spool)
     coordinator.begin()
     assert node.journal.wait(token, "local", HANG).local
-    folder = node.steps(node.journal.job(token, 0)).folder_of(token)
+    folder = node.local_checkpoints(node.journal.job(token, 0)).folder_of(token)
     assert torch.equal(_weights(folder), handed_over.state["weights"])
     assert _ended(node, token).published
