@@ -198,7 +198,7 @@ def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> N
         while wanted(name) and comparison_of(files, name) != saved:
             with files.open(name) as file:
                 file.peek(1)  # selects the node
-                if not files.distrust(file):
+                if not files.mark_unreliable(file):
                     raise CheckpointCorrupt(f"{files.where}/{name} is not what was saved with the checkpoint")
 
 

@@ -235,7 +235,7 @@ class RangedFile(io.BufferedReader):
 
     def __init__(self, ranges: RawRanges, identity: Any = None, buffer_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
         super().__init__(ranges, buffer_size)
-        self._ranges = ranges
+        self.ranges = ranges
         self.identity = identity
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
@@ -244,7 +244,7 @@ class RangedFile(io.BufferedReader):
         Returns:
             The number of bytes. It may be smaller than the memory; 0 is the end of the file.
         """
-        return self._ranges.read_at(memory, offset)
+        return self.ranges.read_at(memory, offset)
 
     def fill(self, memory: Sequence[memoryview], offset: int) -> int:
         """Read as :meth:`read_into` until the memory is full or the file ends. Return the number of bytes."""
@@ -257,7 +257,7 @@ class RangedFile(io.BufferedReader):
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prepare small reads within these ranges, each from one byte to before another. Raises OSError."""
-        self._ranges.expect(ranges)
+        self.ranges.expect(ranges)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Readable(Files, Protocol):
         """Return whether a file is a link out of the checkpoint. The blobs of Hugging Face's cache belong to it."""
         return False
 
-    def keep(self, names: Iterable[str]) -> None:
+    def pin(self, names: Iterable[str]) -> None:
         """Pin files: they can be opened until :meth:`close`, even if the checkpoint is deleted. After that, only
         ``read_into`` reads their contents. A disk pins 256 files at most.
 
@@ -307,7 +307,7 @@ class Readable(Files, Protocol):
         """
         return
 
-    def distrust(self, file: RangedFile) -> bool:
+    def mark_unreliable(self, file: RangedFile) -> bool:
         """Mark the source of a file as unreliable: its bytes are not the saved bytes. Return whether the file has
         another source, which the next :meth:`open` uses."""
         return False
@@ -508,6 +508,11 @@ def tree(folder: Where, medium: Medium | None = None) -> list[str]:
     return sorted(name for name, entry in below if entry.is_file or medium.kind(entry.path) != "folder")
 
 
+def directly_in(names: Iterable[str]) -> list[str]:
+    """Return the entries of a folder, given the names of all files below it: files, and folders with a final ``/``."""
+    return sorted({name[: name.find("/") + 1] or name for name in names})
+
+
 def add_files(medium: Medium, directory: Where, put: Callable[[Path], None]) -> None:
     """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
     if isinstance(directory, Path):
@@ -607,7 +612,7 @@ def snapshot(root: Where, medium: Medium | None = None) -> Medium:
         medium: One that may be a snapshot already.
     """
     medium = medium or medium_of(root)
-    return medium.below(root) if isinstance(root, ObjectPath) else medium  # type: ignore[attr-defined]
+    return medium.snapshot(root) if isinstance(root, ObjectPath) else medium  # type: ignore[attr-defined]
 
 
 def locate(path: Where) -> Where:

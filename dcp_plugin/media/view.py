@@ -47,12 +47,12 @@ class View(Readable):
         files, name = self.located(name)
         return files.leads_elsewhere(name)
 
-    def keep(self, names: Iterable[str]) -> None:
+    def pin(self, names: Iterable[str]) -> None:
         for files, name in map(self.located, names):
-            files.keep([name])
+            files.pin([name])
 
-    def distrust(self, file: RangedFile) -> bool:
-        return self.files.distrust(file)
+    def mark_unreliable(self, file: RangedFile) -> bool:
+        return self.files.mark_unreliable(file)
 
     def moved(self) -> bool:
         return self.files.moved()

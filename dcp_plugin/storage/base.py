@@ -29,8 +29,8 @@ class _WithBase(View):
         below = f"{self._base.where}/"
         return (self._base, name.removeprefix(below)) if name.startswith(below) else (self.files, name)
 
-    def distrust(self, file: RangedFile) -> bool:
-        return self.files.distrust(file) or self._base.distrust(file)
+    def mark_unreliable(self, file: RangedFile) -> bool:
+        return self.files.mark_unreliable(file) or self._base.mark_unreliable(file)
 
     def moved(self) -> bool:
         return self.files.moved() or self._base.moved()

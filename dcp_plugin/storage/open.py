@@ -111,7 +111,7 @@ def _trusted(files: Readable, name: str, most: int, decode: Callable[[bytes], T]
             try:
                 return decode(file.read(min(files.size(name), most)))
             except CheckpointCorrupt:
-                if not files.distrust(file):
+                if not files.mark_unreliable(file):
                     raise
 
 

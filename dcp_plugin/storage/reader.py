@@ -198,7 +198,7 @@ class ShardedReader(StorageReader):
             names = {*(location.file for location in locations), *self._files_of(plan.chunks)}
             check_files(self.opened, names)
         try:
-            self.opened.files.keep(names)
+            self.opened.files.pin(names)
         except OSError as error:
             raise gone_or_damaged(self.opened.files, f"cannot open {error.filename}", error) from error
 
@@ -268,7 +268,7 @@ class ShardedReader(StorageReader):
         """
         reads = [self._find(item) for item in plan.items]
         with suppress(OSError):  # the read of the key reports the error
-            self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
+            self.opened.files.pin({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
         reads = self._recognised(reads)
         values: dict[tuple[str, int], bytearray] = {}
         targets, wholes = [], []

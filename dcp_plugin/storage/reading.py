@@ -285,7 +285,7 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
                     batch.read(file, rings, count)
                     break
                 except CheckpointCorrupt:
-                    if not files.distrust(file):
+                    if not files.mark_unreliable(file):
                         raise
                     file.close()
                     file = files.open(name)

@@ -378,7 +378,7 @@ class Transfer:
         source = self.source
         staged = self._staged(directory)
         with suppress(OSError):
-            source.files.keep(names)
+            source.files.pin(names)
         self.place.prepare(directory, map(self.name_there, source.sizes))
         in_order = sorted(names, key=lambda name: source.sizes[name], reverse=True)
         at_once = max(1, min(self.state.io_threads, len(names)))

@@ -129,7 +129,7 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
         if any(place.checksums is None for place in places):
             unverified.append(key)
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
-        reader.opened.files.keep(reader.index.files)
+        reader.opened.files.pin(reader.index.files)
     count = Counter(sum(reader.index.files.values()), progress)
     errors = verify_files(reader.opened, io_threads, count.add)
     unverified += sizes_only(reader.index.extra_files)

@@ -101,7 +101,7 @@ def test_who_holds_the_old_checkpoint_reads_it_while_the_new_one_takes_its_place
     old = _save(medium, path, b"old " * 16)
     held = medium.open(path, pin=True)
     assert not unpacked(held).moved()
-    held.keep([old])
+    held.pin([old])
     new = _save(medium, path, b"new " * 16)
     assert held.moved()
     with held.open(old) as file:

@@ -255,7 +255,7 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
     assert (printed[0], printed[-1]) == ("step-2 2 2", "False")
 
 
-_KINDS = {"Path", "ObjectPath", "LocalDisk", "ObjectStore", "LocalFiles", "HeldFiles", "ObjectFiles", "ListedFiles"}
+_KINDS = {"Path", "ObjectPath", "LocalDisk", "ObjectStore", "LocalFiles", "PinnedFiles", "ObjectFiles", "ListedFiles"}
 
 
 def _tests_the_kind(node: Any) -> bool:

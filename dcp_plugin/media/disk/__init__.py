@@ -18,7 +18,7 @@ from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.media import FileStatus, InFlight, Listed, Reservation, ignore, lease
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
-from dcp_plugin.media.disk.files import HeldFiles, LocalFiles, link_file
+from dcp_plugin.media.disk.files import LocalFiles, PinnedFiles, link_file
 
 _VISIBLE_SECONDS = 10.0
 """Time limit for the appearance of a directory made by another rank: NFS clients cache missing names."""
@@ -77,7 +77,7 @@ class LocalDisk:
         commit.publish(reservation)
 
     def open(self, path: Path, pin: bool = False) -> LocalFiles:
-        return HeldFiles(path) if pin else LocalFiles(path)
+        return PinnedFiles(path) if pin else LocalFiles(path)
 
     def entries(self, root: Path) -> list[Listed[Path]]:
         with os.scandir(root) as entries:

@@ -1,9 +1,9 @@
 """Files of a checkpoint in a directory, read while other processes publish, replace and delete checkpoints; and hard
 links to its data files.
 
-:class:`HeldFiles` opens the directory once and reads through its descriptor: an overwrite exchanges names, a removal
+:class:`PinnedFiles` opens the directory once and reads through its descriptor: an overwrite exchanges names, a removal
 renames first, and the descriptor stays with its directory. So all bytes are of the same save. After the removal deletes
-a file that is not open yet, the file is missing; :meth:`HeldFiles.moved` distinguishes that from damage.
+a file that is not open yet, the file is missing; :meth:`PinnedFiles.moved` distinguishes that from damage.
 
 :func:`link_file` gives a data file a further name, in a later checkpoint. It compares the identity of the file before
 and after that, because another file may take its name at any time.
@@ -27,8 +27,8 @@ _HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_D
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH: of a directory that may not be listed, too
 _MET_A_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EMLINK}  # the last one on FreeBSD
-_MOST_KEPT = 256
-"""Files that are kept open at the same time. A process may often have no more than 1024."""
+_MOST_PINNED = 256
+"""Files that are pinned at the same time. A process may often have no more than 1024."""
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
 
 
@@ -130,7 +130,7 @@ class LocalFiles(Readable):
         return (linked or ".." in parts) and not self._link_target(parts)
 
 
-class HeldFiles(LocalFiles):
+class PinnedFiles(LocalFiles):
     """Files of the directory that has a path now, through its descriptor.
 
     While the descriptor is open, the kernel gives the inode number to no other directory, so :meth:`moved` compares it.
@@ -139,7 +139,7 @@ class HeldFiles(LocalFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._descriptor: int | None = None
-        self._kept: dict[str, LocalFile] = {}
+        self._pinned: dict[str, LocalFile] = {}
         self._refused: OSError | None = None
         try:
             if _HAS_DESCRIPTORS:
@@ -166,12 +166,12 @@ class HeldFiles(LocalFiles):
             os.close(listing)
 
     def open(self, name: str) -> LocalFile:
-        kept = self._kept.get(name)
-        return super().open(name) if kept is None else LocalFile(FileIO(os.dup(kept.fileno())))
+        pinned = self._pinned.get(name)
+        return super().open(name) if pinned is None else LocalFile(FileIO(os.dup(pinned.fileno())))
 
-    def keep(self, names: Iterable[str]) -> None:
+    def pin(self, names: Iterable[str]) -> None:
         for name in names:
-            if name not in self._kept and len(self._kept) < _MOST_KEPT:
+            if name not in self._pinned and len(self._pinned) < _MOST_PINNED:
                 try:
                     file = super().open(name)
                 except OSError as error:
@@ -181,7 +181,7 @@ class HeldFiles(LocalFiles):
                 if file.is_outside:  # a removal of the checkpoint does not delete it
                     file.close()
                 else:
-                    self._kept[name] = file
+                    self._pinned[name] = file
 
     def moved(self) -> bool:
         try:
@@ -192,9 +192,9 @@ class HeldFiles(LocalFiles):
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         self._refused = OSError(errno.EBADF, "the files are closed")
-        for file in self._kept.values():
+        for file in self._pinned.values():
             file.close()
-        self._kept = {}
+        self._pinned = {}
         if descriptor is not None:
             os.close(descriptor)
 

@@ -18,7 +18,7 @@ from dcp_plugin.format import PACKED
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media import CannotLink, DataFile, FileStatus, InFlight, Listed, ignore, lease
 from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, ObjectInfo, ObjectWriter, below
+from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, Client, ObjectInfo, ObjectWriter, key_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
 from dcp_plugin.paths import ObjectPath
 
@@ -32,7 +32,7 @@ class Listing:
 
     def below(self, path: ObjectPath) -> dict[str, ObjectInfo]:
         """Return the objects below a path, by their names relative to it."""
-        start = below(path, "")
+        start = key_of(path, "")
         first = bisect_left(self._keys, start)
         last = bisect_left(self._keys, start + chr(sys.maxunicode), first)
         return {key[len(start) :]: self._objects[key] for key in self._keys[first:last]}
@@ -70,7 +70,7 @@ class ObjectStore:
     def create(
         self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None] = ignore, at_once: int = 1
     ) -> ObjectWriter:
-        return self.client.create(below(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
+        return self.client.create(key_of(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
 
     def flush(self, directory: ObjectPath) -> None:
         """Do nothing: every object is durable."""
@@ -91,8 +91,7 @@ class ObjectStore:
 
     def _of_save(self, directory: ObjectPath, folder: str) -> dict[str, ObjectInfo]:
         """Return the objects of a save in flight, or of a folder in it, under their usual names."""
-        start = below(directory.parent, "")
-        objects = {item.key.removeprefix(start): item for item in self.client.below(directory.parent.key)}
+        objects = commit.objects_of(self.client, directory.parent)
         of_save = {name: item for name, item in objects.items() if token_in(name) == directory.stem}
         usual = {name.removeprefix(f"{PACKED}{directory.stem}/"): item for name, item in of_save.items()}
         return {name.removeprefix(folder): item for name, item in usual.items() if name.startswith(folder)}
@@ -128,7 +127,7 @@ class ObjectStore:
 
     def link_file(self, file: DataFile, target: ObjectPath) -> DataFile:
         """Make ``target`` a copy of the object. Its name is used once, so the object is known by that."""
-        key = below(target.parent.parent, target.name)  # its directory is that of a save in flight
+        key = key_of(target.parent.parent, target.name)  # its directory is that of a save in flight
         reason = "its objects are gone"
         for home in file.homes:
             assert isinstance(home, ObjectPath)
@@ -146,7 +145,7 @@ class ObjectStore:
                 reason = f"the store does not copy it ({error})"
         raise CannotLink(reason)
 
-    def below(self, root: ObjectPath) -> ObjectStore:
+    def snapshot(self, root: ObjectPath) -> ObjectStore:
         """Return this store with a listing of all objects below a root, unless it has one already."""
         return self if self.listed else replace(self, listed=Listing(self.client.below(root.key)))
 

@@ -62,7 +62,7 @@ class ObjectInfo:
     """The ETag of the object, which changes with the contents."""
 
 
-def below(path: ObjectPath, name: str) -> str:
+def key_of(path: ObjectPath, name: str) -> str:
     """Return the key of a name below a path."""
     return f"{path.key}/{name}" if path.key else name
 

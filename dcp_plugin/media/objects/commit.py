@@ -63,8 +63,8 @@ from dcp_plugin.media.objects.client import (
     Client,
     NoConditions,
     ObjectInfo,
-    below,
     client_of,
+    key_of,
 )
 from dcp_plugin.media.packed import HAS_BASE
 from dcp_plugin.paths import ObjectPath
@@ -109,8 +109,9 @@ _conditional: dict[str, bool] = {}
 _last_time = [0.0]
 
 
-def _record(reservation: Reservation[ObjectPath]) -> str:
-    return below(workspace_of(reservation.final), f"{reservation.token}.json")
+def _record_key(reservation: Reservation[ObjectPath]) -> str:
+    """Return the key of the record of a save."""
+    return key_of(workspace_of(reservation.final), f"{reservation.token}.json")
 
 
 ADVICE = "Is the bucket there, can it be reached, and may this job write to it?"
@@ -138,7 +139,7 @@ def reserve(
                 _refuse_if_copied_twice(reservation, records.read())
             _sweep_beside(client, workspace_of(final), records)
             if names or folders:
-                _clean(client, final, _listed(client, final), records.alive())
+                _clean(client, final, objects_of(client, final), records.alive())
         except BaseException:
             _let_go(client, reservation)  # nothing is written yet
             raise
@@ -170,15 +171,15 @@ def _begin(
     agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
-    held = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
+    held = _put_record_key(client, final, published, _later(now) if recorded is None else recorded, noted)
     try:
-        entry = client.head(_record(held.reservation)) if recorded is None else None
+        entry = client.head(_record_key(held.reservation)) if recorded is None else None
         if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
             _let_go(client, held.reservation)
             _last_time[0] = last  # a wrong time is no lower bound of later times
-            held = _put_record(client, final, published, _later(entry.modified), noted)
+            held = _put_record_key(client, final, published, _later(entry.modified), noted)
         if final.store not in _conditional:
-            _conditional[final.store] = _refuses(client, _record(held.reservation), held.contents)
+            _conditional[final.store] = _refuses(client, _record_key(held.reservation), held.contents)
             if not _conditional[final.store]:
                 _warn_unconditional(final.store)
     except BaseException:
@@ -194,7 +195,7 @@ def _later(now: float) -> float:
     return _last_time[0]
 
 
-def _put_record(
+def _put_record_key(
     client: Client, final: ObjectPath, published: ObjectInfo | None, recorded: float, noted: Mapping[str, Any]
 ) -> _Held:
     token = new_token(recorded)
@@ -205,7 +206,7 @@ def _put_record(
     replaced = _token_of(client, published)
     held = _held[token] = _Held(reservation, tag, replaced, text)
     try:
-        client.put(_record(reservation), text)
+        client.put(_record_key(reservation), text)
     except BaseException:
         del _held[token]  # otherwise a sweep of this process spares the record
         raise
@@ -221,7 +222,7 @@ def _put_again(client: Client, held: _Held) -> None:
 
 def _own(client: Client, held: _Held) -> ObjectInfo | None:
     """Return the record of a save of this process; None if another job has marked it as dead, which makes it longer."""
-    entry = client.head(_record(held.reservation))
+    entry = client.head(_record_key(held.reservation))
     return entry if entry is not None and entry.size == len(held.contents) else None
 
 
@@ -296,7 +297,7 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
     if json.loads(files[SUMMARY])["base"]:
         beside[HAS_BASE] = b""
     for name, data in beside.items():
-        client.put(below(final, f"{PACKED}{token}/{name}"), data)
+        client.put(key_of(final, f"{PACKED}{token}/{name}"), data)
     held = _held[reservation.token]
     _refuse_if_taken_for_dead(client, held)
     _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
@@ -316,7 +317,7 @@ def _publish_of_others(client: Client, reservation: Reservation[ObjectPath], fil
         if name == METADATA:
             _commit(client, reservation, data, "")
         else:
-            client.put(below(reservation.final, name), data)
+            client.put(key_of(reservation.final, name), data)
     _let_go(client, reservation)
 
 
@@ -333,7 +334,7 @@ def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
     try:
         _refuse_if_taken_for_dead(client, held)
     except SaveFailed:
-        client.delete([below(held.reservation.final, METADATA)])
+        client.delete([key_of(held.reservation.final, METADATA)])
         raise
     except OSError as error:  # it was there a moment ago
         logger.debug("whether %s was taken for dead cannot be seen: %s", held.reservation.final, error)
@@ -343,7 +344,7 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
     """Put ``.metadata``. A lost answer is no failure: the token in ``.metadata`` identifies its save. A new generation
     of the replaced checkpoint is no failure either: a sweep made it against a dead save."""
     final, held = reservation.final, _held[reservation.token]
-    key = below(final, METADATA)
+    key = key_of(final, METADATA)
     until = time.monotonic() + _COMMITTING
     for attempt in range(_ATTEMPTS):
         failure: Exception
@@ -361,7 +362,7 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
                 return
             if isinstance(failure, Changed):
                 held.in_doubt = False
-                if entry is not None and published and published == held.replaced:  # see _outdate
+                if entry is not None and published and published == held.replaced:  # see _supersede
                     _refuse_if_taken_for_dead(client, held)
                     held.tag = entry.tag
                     continue
@@ -377,7 +378,7 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
 
 def token_at(client: Client, path: ObjectPath) -> str:
     """Return the token of the save that is published at a path; empty if it has none."""
-    return _token_of(client, client.head(below(path, METADATA)))
+    return _token_of(client, client.head(key_of(path, METADATA)))
 
 
 def _token_of(client: Client, info: ObjectInfo | None) -> str:
@@ -404,8 +405,8 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
         if held.in_doubt:
             raise OSError("it is not known yet whether the save was published")
         if token_at(client, reservation.final) != token:
-            objects = client.below(reservation.final.key)
-            client.delete([item.key for item in objects if token_in(_name_below(reservation.final, item.key)) == token])
+            objects = objects_of(client, reservation.final)
+            client.delete([item.key for name, item in objects.items() if token_in(name) == token])
         if all_ended:
             _let_go(client, reservation)
     except OSError as error:
@@ -417,7 +418,7 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
 
 
 def _name_below(path: ObjectPath, key: str) -> str:
-    return key.removeprefix(below(path, ""))
+    return key.removeprefix(key_of(path, ""))
 
 
 def _let_go(client: Client, reservation: Reservation[ObjectPath]) -> None:
@@ -425,7 +426,7 @@ def _let_go(client: Client, reservation: Reservation[ObjectPath]) -> None:
     if held is not None:
         held.stop_heartbeat()
     with suppress(OSError):  # the next save in the folder finds no objects of it
-        client.delete([_record(reservation)])
+        client.delete([_record_key(reservation)])
 
 
 def remove(path: ObjectPath) -> None:
@@ -438,11 +439,11 @@ def remove(path: ObjectPath) -> None:
     if not path.key:
         raise CheckpointError(f"cannot delete {path}: it is a whole bucket. Name a checkpoint in it.")
     try:
-        if names := {_name_below(path, item.key): item for item in client.below(path.key)}:
+        if names := objects_of(client, path):
             keeps = _names_of_others(client, path, names)
             reservation = _begin(client, path, None, deletes=True, keeps=keeps)
-            client.delete([below(path, METADATA)])
-            objects = _listed(client, path)
+            client.delete([key_of(path, METADATA)])
+            objects = objects_of(client, path)  # anew: another save may have put some before that request
             _clean(client, path, objects, _Records(client, workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
             _let_go(client, reservation)
         elif client.head(path.key) is not None:
@@ -482,15 +483,15 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
     reservation = None
     try:
         token = token_at(client, target)
-        objects = {_name_below(target, item.key): item for item in client.below(target.key)}
+        objects = objects_of(client, target)
         metadata = objects.pop(METADATA)
         data = bytearray(metadata.size)
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
-        reservation = _begin(client, path, client.head(below(path, METADATA)), copies=token)
-        _clean(client, path, _listed(client, path), _Records(client, workspace_of(path)).alive())
+        reservation = _begin(client, path, client.head(key_of(path, METADATA)), copies=token)
+        _clean(client, path, objects_of(client, path), _Records(client, workspace_of(path)).alive())
         for name, item in objects.items():
             if token_in(name) in ("", token):
-                _copy(client, item, below(path, name))
+                _copy(client, item, key_of(path, name))
         _commit(client, reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
@@ -608,12 +609,12 @@ def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: 
             if path is None:
                 finished.append(save)
             else:
-                _outdate(client, path, save.noted)
+                _supersede(client, path, save.noted)
                 by_path.setdefault(path, []).append(save)
-    listed: dict[ObjectPath, dict[str, str]] = {}
+    listed: dict[ObjectPath, dict[str, ObjectInfo]] = {}
     for path in by_path:
         with _failures_logged(path):
-            listed[path] = _listed(client, path)
+            listed[path] = objects_of(client, path)
     alive = records.alive()
     for path, objects in listed.items():
         with _failures_logged(path):
@@ -673,11 +674,12 @@ _UPLOAD = "an upload that was never completed"
 
 
 def _left_by(client: Client, path: ObjectPath, token: str, deletes: bool) -> Iterator[Leftover[ObjectPath]]:
-    objects = {_name_below(path, item.key): item.size for item in client.below(path.key)}
+    objects = objects_of(client, path)
     if deletes and METADATA not in objects:
-        yield Leftover(path, f"what an interrupted removal of {path} has left", sum(objects.values()))
+        nbytes = sum(item.size for item in objects.values())
+        yield Leftover(path, f"what an interrupted removal of {path} has left", nbytes)
     elif not deletes and token_at(client, path) != token:
-        written = [size for name, size in objects.items() if token_in(name) == token]
+        written = [item.size for name, item in objects.items() if token_in(name) == token]
         if written:
             yield Leftover(path, f"an interrupted save of {path}", sum(written))
 
@@ -711,9 +713,9 @@ def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftov
     return _leftovers(client, workspace)
 
 
-def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
+def _supersede(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
     """Give ``.metadata`` another tag if a request of a dead save that replaces it may be in flight."""
-    entry = client.head(below(path, METADATA)) if noted.get("replaces") else None
+    entry = client.head(key_of(path, METADATA)) if noted.get("replaces") else None
     if entry is None or entry.tag != noted["replaces"]:
         return
     data = bytearray(entry.size)
@@ -735,15 +737,15 @@ def json_in(client: Client, info: ObjectInfo, most: int = 1 << 16) -> dict[str, 
     return noted if isinstance(noted, dict) else {}
 
 
-def _listed(client: Client, path: ObjectPath) -> dict[str, str]:
-    """Return the keys of the objects below a path, by the names below it."""
-    return {_name_below(path, item.key): item.key for item in client.below(path.key)}
+def objects_of(client: Client, path: ObjectPath) -> dict[str, ObjectInfo]:
+    """Return the objects below a path, by the names below it."""
+    return {_name_below(path, item.key): item for item in client.below(path.key)}
 
 
 def _clean(
     client: Client,
     path: ObjectPath,
-    objects: dict[str, str],
+    objects: dict[str, ObjectInfo],
     alive: set[str],
     all_of_it: bool = False,
     keeps: Collection[str] = (),
@@ -755,15 +757,14 @@ def _clean(
         all_of_it: Delete all other objects too, if no checkpoint is published.
         keeps: Objects and folders directly below the path that stay.
     """
-    last = client.head(below(path, METADATA))
+    last = client.head(key_of(path, METADATA))
     published = token_at(client, path) if last else ""
-    dead = [key for name, key in objects.items() if (token := token_in(name)) and token not in {*alive, published}]
+    dead = [name for name in objects if (token := token_in(name)) and token not in {*alive, published}]
     if published:  # what an earlier checkpoint, copied from a disk, had under names of its own
-        dead += [key for name, key in objects.items() if name in (INDEX, SUMMARY)]
-        dead += [key for name, key in objects.items() if _is_data_of_a_disk(name)]
+        dead += [name for name in objects if name in (INDEX, SUMMARY) or _is_data_of_a_disk(name)]
     elif all_of_it and last is None:
-        dead += [key for name, key in objects.items() if not token_in(name) and name.partition("/")[0] not in keeps]
-    client.delete(dead)
+        dead += [name for name in objects if not token_in(name) and name.partition("/")[0] not in keeps]
+    client.delete([objects[name].key for name in dead])
 
 
 def _is_data_of_a_disk(name: str) -> bool:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.media import RangedFile, RawRanges, Readable, ReadCost, first_bytes
-from dcp_plugin.media.objects.client import GAP, PART, STREAMS, Changed, Client, ObjectInfo, below
+from dcp_plugin.media import RangedFile, RawRanges, Readable, ReadCost, directly_in, first_bytes
+from dcp_plugin.media.objects.client import GAP, PART, STREAMS, Changed, Client, ObjectInfo, key_of
 from dcp_plugin.paths import ObjectPath
 
 _A_PAGE = 1000
@@ -138,7 +138,7 @@ class ObjectFiles(Readable):
 
     def _find(self, name: str) -> ObjectInfo:
         if name not in self._known:
-            item = self._client.head(below(self.path, name))
+            item = self._client.head(key_of(self.path, name))
             if item is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
             self._known[name] = item
@@ -183,7 +183,7 @@ class ListedFiles(ObjectFiles):
 
     def _all(self) -> Mapping[str, ObjectInfo]:
         if self._listed is None:
-            start = below(self.path, "")
+            start = key_of(self.path, "")
             listed: dict[str, ObjectInfo] = {}
             for item in self._client.below(self.path.key):
                 if not item.key.endswith("/"):
@@ -211,7 +211,7 @@ class ListedFiles(ObjectFiles):
             return super().names()
         if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return sorted({name[: name.find("/") + 1] or name for name in listed})
+        return directly_in(listed)
 
     def modified(self, name: str) -> float:
         if not name:
@@ -222,7 +222,7 @@ class ListedFiles(ObjectFiles):
         if self._is_given:
             return False
         try:
-            before, now = self._all().get(METADATA), self._client.head(below(self.path, METADATA))
+            before, now = self._all().get(METADATA), self._client.head(key_of(self.path, METADATA))
         except OSError:  # unknown, and the caller has an error already
             return False
         return (before.tag if before else None) != (now.tag if now else None)
