@@ -134,14 +134,14 @@ def reserve(
             reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
         _held[reservation.token].replaces_file = replaces_file
         try:
-            records = _Records(client, workspace_of(final))
+            records = _Records(workspace_of(final))
             if copy_of:
                 _refuse_if_copied_twice(reservation, records.read())
-            _sweep_beside(client, workspace_of(final), records)
+            _sweep_beside(records)
             if names or folders:
                 _clean(client, final, objects_of(client, final), records.alive())
         except BaseException:
-            _let_go(client, reservation)  # nothing is written yet
+            _let_go(reservation)  # nothing is written yet
             raise
     except OSError as error:
         raise SaveFailed(f"cannot save {final}: {error}. {ADVICE}") from error
@@ -175,7 +175,7 @@ def _begin(
     try:
         entry = client.head(_record_key(held.reservation)) if recorded is None else None
         if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
-            _let_go(client, held.reservation)
+            _let_go(held.reservation)
             _last_time[0] = last  # a wrong time is no lower bound of later times
             held = _put_record_key(client, final, published, _later(entry.modified), noted)
         if final.store not in _conditional:
@@ -183,9 +183,9 @@ def _begin(
             if not _conditional[final.store]:
                 _warn_unconditional(final.store)
     except BaseException:
-        _let_go(client, held.reservation)
+        _let_go(held.reservation)
         raise
-    held.stop_heartbeat = lease.start_heartbeat(lambda: _put_again(client, held))
+    held.stop_heartbeat = lease.start_heartbeat(lambda: _put_again(held))
     return held.reservation
 
 
@@ -213,16 +213,17 @@ def _put_record_key(
     return held
 
 
-def _put_again(client: Client, held: _Held) -> None:
+def _put_again(held: _Held) -> None:
     """Put the record of a save of this process again, unless another job has marked the save as dead."""
+    final = held.reservation.final
     with suppress(Changed):
-        if (entry := _own(client, held)) is not None:
-            _put_over(client, held.reservation.final, entry.key, held.contents, entry.tag)
+        if (entry := _own(held)) is not None:
+            _put_over(client_of(final), final, entry.key, held.contents, entry.tag)
 
 
-def _own(client: Client, held: _Held) -> ObjectInfo | None:
+def _own(held: _Held) -> ObjectInfo | None:
     """Return the record of a save of this process; None if another job has marked it as dead, which makes it longer."""
-    entry = client.head(_record_key(held.reservation))
+    entry = client_of(held.reservation.final).head(_record_key(held.reservation))
     return entry if entry is not None and entry.size == len(held.contents) else None
 
 
@@ -291,7 +292,7 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
     if files is None:
         raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(final))
     if SUMMARY not in files:
-        _publish_of_others(client, reservation, files)
+        _publish_of_others(reservation, files)
         return
     beside = {name: data for name, data in files.items() if name not in (METADATA, SUMMARY)}
     if json.loads(files[SUMMARY])["base"]:
@@ -299,52 +300,52 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
     for name, data in beside.items():
         client.put(key_of(final, f"{PACKED}{token}/{name}"), data)
     held = _held[reservation.token]
-    _refuse_if_taken_for_dead(client, held)
-    _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
+    _refuse_if_taken_for_dead(held)
+    _commit(reservation, packed(files[METADATA], files[SUMMARY], token), token)
     if held.tag is None:
-        _undo_if_taken_for_dead(client, held)
+        _undo_if_taken_for_dead(held)
     if held.replaces_file:
         with suppress(OSError):
             client.delete([final.key])
-    _let_go(client, reservation)
+    _let_go(reservation)
 
 
-def _publish_of_others(client: Client, reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
+def _publish_of_others(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
     """Put the last files of a checkpoint of another tool."""
     held = _held[reservation.token]
-    _refuse_if_taken_for_dead(client, held)
+    _refuse_if_taken_for_dead(held)
     for name, data in files.items():
         if name == METADATA:
-            _commit(client, reservation, data, "")
+            _commit(reservation, data, "")
         else:
-            client.put(key_of(reservation.final, name), data)
-    _let_go(client, reservation)
+            client_of(reservation.final).put(key_of(reservation.final, name), data)
+    _let_go(reservation)
 
 
-def _refuse_if_taken_for_dead(client: Client, held: _Held) -> None:
-    if _own(client, held) is None:
+def _refuse_if_taken_for_dead(held: _Held) -> None:
+    if _own(held) is None:
         raise SaveFailed(
             f"cannot commit {held.reservation.final}: another job took this save for dead, since its lease was not "
             f"renewed for {lease.LEASE / 60:.0f} minutes, and has deleted its files. Save again."
         )
 
 
-def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
+def _undo_if_taken_for_dead(held: _Held) -> None:
     """Delete ``.metadata`` if a sweep has deleted the objects of this save while the process was stopped."""
     try:
-        _refuse_if_taken_for_dead(client, held)
+        _refuse_if_taken_for_dead(held)
     except SaveFailed:
-        client.delete([key_of(held.reservation.final, METADATA)])
+        client_of(held.reservation.final).delete([key_of(held.reservation.final, METADATA)])
         raise
     except OSError as error:  # it was there a moment ago
         logger.debug("whether %s was taken for dead cannot be seen: %s", held.reservation.final, error)
 
 
-def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
+def _commit(reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
     """Put ``.metadata``. A lost answer is no failure: the token in ``.metadata`` identifies its save. A new generation
     of the replaced checkpoint is no failure either: a sweep made it against a dead save."""
     final, held = reservation.final, _held[reservation.token]
-    key = key_of(final, METADATA)
+    client, key = client_of(final), key_of(final, METADATA)
     until = time.monotonic() + _COMMITTING
     for attempt in range(_ATTEMPTS):
         failure: Exception
@@ -363,7 +364,7 @@ def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, t
             if isinstance(failure, Changed):
                 held.in_doubt = False
                 if entry is not None and published and published == held.replaced:  # see _supersede
-                    _refuse_if_taken_for_dead(client, held)
+                    _refuse_if_taken_for_dead(held)
                     held.tag = entry.tag
                     continue
         if isinstance(failure, Changed):
@@ -408,7 +409,7 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
             objects = objects_of(client, reservation.final)
             client.delete([item.key for name, item in objects.items() if token_in(name) == token])
         if all_ended:
-            _let_go(client, reservation)
+            _let_go(reservation)
     except OSError as error:
         logger.warning(
             "cannot delete the files of a failed save of %s; the next save deletes them: %s", reservation.final, error
@@ -421,12 +422,12 @@ def _name_below(path: ObjectPath, key: str) -> str:
     return key.removeprefix(key_of(path, ""))
 
 
-def _let_go(client: Client, reservation: Reservation[ObjectPath]) -> None:
+def _let_go(reservation: Reservation[ObjectPath]) -> None:
     held = _held.pop(reservation.token, None)
     if held is not None:
         held.stop_heartbeat()
     with suppress(OSError):  # the next save in the folder finds no objects of it
-        client.delete([_record_key(reservation)])
+        client_of(reservation.final).delete([_record_key(reservation)])
 
 
 def remove(path: ObjectPath) -> None:
@@ -444,8 +445,8 @@ def remove(path: ObjectPath) -> None:
             reservation = _begin(client, path, None, deletes=True, keeps=keeps)
             client.delete([key_of(path, METADATA)])
             objects = objects_of(client, path)  # anew: another save may have put some before that request
-            _clean(client, path, objects, _Records(client, workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
-            _let_go(client, reservation)
+            _clean(client, path, objects, _Records(workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
+            _let_go(reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
     except OSError as error:
@@ -488,17 +489,17 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         data = bytearray(metadata.size)
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
         reservation = _begin(client, path, client.head(key_of(path, METADATA)), copies=token)
-        _clean(client, path, objects_of(client, path), _Records(client, workspace_of(path)).alive())
+        _clean(client, path, objects_of(client, path), _Records(workspace_of(path)).alive())
         for name, item in objects.items():
             if token_in(name) in ("", token):
                 _copy(client, item, key_of(path, name))
-        _commit(client, reservation, bytes(data), token)
+        _commit(reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
         raise CheckpointError(f"cannot copy {target} to {path}: {why}. Nothing was changed.") from error
     finally:
         if reservation is not None:
-            _let_go(client, reservation)
+            _let_go(reservation)
 
 
 def _copy(client: Client, info: ObjectInfo, to: str) -> None:
@@ -540,13 +541,13 @@ def _newest(records: list[_Record]) -> float:
 class _Records:
     """The records of a workspace. Each is read once, and again when it has changed."""
 
-    def __init__(self, client: Client, workspace: ObjectPath) -> None:
-        self._client, self._workspace = client, workspace
+    def __init__(self, workspace: ObjectPath) -> None:
+        self.workspace, self.client = workspace, client_of(workspace)
         self._noted: dict[tuple[str, str], dict[str, Any] | None] = {}
 
     def read(self) -> list[_Record]:
         """Return the present records."""
-        items = [item for item in self._client.below(self._workspace.key) if item.key.endswith(".json")]
+        items = [item for item in self.client.below(self.workspace.key) if item.key.endswith(".json")]
         unknown = [item for item in items if (item.key, item.tag) not in self._noted]
         if unknown:
             with ThreadPoolExecutor(min(STREAMS, len(unknown)), thread_name_prefix="dcp-records") as pool:
@@ -556,16 +557,16 @@ class _Records:
         for item in items:
             if (noted := self._noted[item.key, item.tag]) is not None:
                 target = lease.target_in(noted)
-                path = self._workspace.parent / target if target else None
+                path = self.workspace.parent / target if target else None
                 records.append(_Record(self._token_of(item), item, noted, path))
         return records
 
     def _noted_in(self, item: ObjectInfo) -> dict[str, Any] | None:
         held = _held.get(self._token_of(item))
-        return json_in(self._client, item) if held is None else json.loads(held.contents)
+        return json_in(self.client, item) if held is None else json.loads(held.contents)
 
     def _token_of(self, item: ObjectInfo) -> str:
-        return _name_below(self._workspace, item.key).removesuffix(".json")
+        return _name_below(self.workspace, item.key).removesuffix(".json")
 
     def alive(self) -> set[str]:
         """Return the tokens of saves in flight, and of those whose objects are being copied."""
@@ -576,28 +577,29 @@ class _Records:
         return alive
 
 
-def sweep(client: Client, workspace: ObjectPath) -> None:
+def sweep(workspace: ObjectPath) -> None:
     """Delete the objects of dead saves. The next sweep repeats a step that fails."""
-    records = _Records(client, workspace)
-    _sweep_dead(client, workspace, records, records.read())
+    records = _Records(workspace)
+    _sweep_dead(records, records.read())
 
 
-def _sweep_dead(client: Client, workspace: ObjectPath, records: _Records, present: list[_Record]) -> None:
+def _sweep_dead(records: _Records, present: list[_Record]) -> None:
+    """Sweep as :func:`sweep` does, after the records are read."""
     now = _newest(present)
     dead = [record for record in present if record.is_dead(now)]
     for first in range(0, len(dead), _SWEPT_TOGETHER):
-        _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
+        _sweep_some(records, dead[first : first + _SWEPT_TOGETHER])
 
 
 def revoke(path: ObjectPath, token: str) -> None:
     """Treat a save of another process as dead: it learns of that before it commits. Raises OSError."""
-    client, workspace = client_of(path), workspace_of(path)
-    records = _Records(client, workspace)
-    _sweep_some(client, workspace, records, [record for record in records.read() if record.token == token])
+    records = _Records(workspace_of(path))
+    _sweep_some(records, [record for record in records.read() if record.token == token])
 
 
-def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Record]) -> None:
+def _sweep_some(records: _Records, dead: list[_Record]) -> None:
     """Delete the objects of some dead saves, in the order of the module's docstring."""
+    client, workspace = records.client, records.workspace
     by_path: dict[ObjectPath, list[_Record]] = {}
     finished: list[_Record] = []
     for save in dead:
@@ -636,20 +638,20 @@ def _failures_logged(path: ObjectPath | None) -> Iterator[None]:
         logger.warning("cannot delete the files of an interrupted save of %s: %s", path, error)
 
 
-def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> None:
-    """Call :func:`sweep`; in a thread if the workspace has so many records that the save would wait for it."""
-    present = records.read()
+def _sweep_beside(records: _Records) -> None:
+    """Sweep; in a thread if the workspace has so many records that the save would wait for it."""
+    present, workspace = records.read(), records.workspace
     if len(present) <= _SWEPT_AT_ONCE:
-        _sweep_dead(client, workspace, records, present)
+        _sweep_dead(records, present)
     elif workspace not in _swept_in_threads:
         _swept_in_threads.add(workspace)
-        threading.Thread(target=_sweep_in_thread, args=(client, workspace), name="dcp-sweep", daemon=True).start()
+        threading.Thread(target=_sweep_in_thread, args=(workspace,), name="dcp-sweep", daemon=True).start()
 
 
-def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
+def _sweep_in_thread(workspace: ObjectPath) -> None:
     try:
         with _failures_logged(workspace):
-            sweep(client, workspace)
+            sweep(workspace)
     finally:
         _swept_in_threads.discard(workspace)
 
@@ -658,7 +660,7 @@ def _leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPat
     """Return the garbage that :func:`collect_garbage` would delete, by the clock of this machine."""
     garbage: list[Leftover[ObjectPath]] = []
     uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: each save in flight has one by then
-    records = _Records(client, workspace)
+    records = _Records(workspace)
     for record in records.read():
         if record.path is not None and record.is_dead(time.time()):
             garbage += _left_by(client, record.path, record.token, bool(record.noted.get("deletes")))
@@ -702,14 +704,14 @@ def collect_garbage(workspace: ObjectPath, dry_run: bool = False) -> list[Leftov
     name = next((item.path.name for item in garbage if is_target(item.path.name)), "prune")
     reservation = _begin(client, workspace.parent / name, None)  # its record has the time of the store's clock
     try:
-        sweep(client, workspace)
-        alive = _Records(client, workspace).alive()
+        sweep(workspace)
+        alive = _Records(workspace).alive()
         for item in garbage:
             path, token = _save_of(workspace.parent, item.path.key)
             if item.what == _UPLOAD and token not in alive:
                 client.abort_uploads(path.key, {token})
     finally:
-        _let_go(client, reservation)
+        _let_go(reservation)
     return _leftovers(client, workspace)
 
 
