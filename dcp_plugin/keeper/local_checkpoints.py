@@ -23,7 +23,7 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -241,18 +241,18 @@ class LocalCheckpoints:
         """Return every save with a valid record, oldest first. Set :attr:`problems`."""
         self.problems = []
         checkpoints = []
-        for folder in self._folders():
+        for entry in self._entries():
             try:
-                data = _read_bounded(folder / NODE)
-                if data is None:
-                    continue
-                record = Record.decode(data)
-                if record.token != folder.name:
+                if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
+                    raise ValueError(reason)
+                record = Record.decode(_read_bounded(Path(entry.path, NODE)))
+                if record.token != entry.name:
                     raise ValueError("its record is of another save")
-            except (OSError, ValueError) as error:
-                self.problems.append(shown(f"{folder}: {error}"))
+                checkpoints.append(LocalCheckpoint(Path(entry.path), record))
+            except FileNotFoundError:  # it has no record yet, or was deleted just now
                 continue
-            checkpoints.append(LocalCheckpoint(folder, record))
+            except (OSError, ValueError) as error:
+                self.problems.append(shown(f"{entry.path}: {error}"))
         return sorted(checkpoints, key=_order)
 
     def find(self, token: str) -> LocalCheckpoint | None:
@@ -262,20 +262,16 @@ class LocalCheckpoints:
         """Return the saves to one path, oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.record.path == str(path)]
 
-    def _folders(self) -> Iterator[Path]:
+    def _entries(self) -> list[os.DirEntry[str]]:
+        """Return the folders of saves, by name."""
         try:
-            entries = sorted(os.scandir(_reached(self.folder)), key=lambda entry: entry.name)
+            entries = [entry for entry in os.scandir(_reached(self.folder)) if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
-            return
+            return []
         except OSError as error:
             self.problems.append(f"{self.folder}: {error.strerror}")
-            return
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_GARBAGE):
-                if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
-                    self.problems.append(shown(f"{entry.path} {reason}"))
-                else:
-                    yield Path(entry.path)
+            return []
+        return sorted((entry for entry in entries if not entry.name.endswith(_GARBAGE)), key=lambda entry: entry.name)
 
     def keep(self, count: int, needed: Collection[str]) -> list[str]:
         """Delete the saves older than the newest ``count`` complete saves, except for the tokens in ``needed``.
@@ -401,13 +397,10 @@ def shown(text: str) -> str:
     return re.sub(r"/proc/self/fd/(\d+)", lambda match: names.get(match[1], match[0]), text)
 
 
-def _read_bounded(path: Path) -> bytes | None:
-    """Return the bytes of a file; None if it does not exist."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-            data = file.read(_MOST_RECORD + 1)
-    except FileNotFoundError:
-        return None
+def _read_bounded(path: Path) -> bytes:
+    """Return the bytes of the record of a save. Raises OSError, and ValueError for a file that is too large."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+        data = file.read(_MOST_RECORD + 1)
     if len(data) > _MOST_RECORD:
         raise ValueError("its record is too large")
     return data

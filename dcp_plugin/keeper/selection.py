@@ -19,7 +19,7 @@ from typing import Protocol
 from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.packed import position_of
 from dcp_plugin.keeper.wire import Address, connect
-from dcp_plugin.media import RangedFile, RawRanges, Readable, directly_in, first_bytes
+from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -158,7 +158,7 @@ class NearestFiles(Readable):
         return self._where
 
     def names(self) -> list[str]:
-        return directly_in(self._sizes)
+        return sorted({name[: name.find("/") + 1] or name for name in self._sizes})
 
     def all_names(self) -> list[str]:
         """Return the names of all files, with ``/`` between folders."""

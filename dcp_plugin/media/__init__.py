@@ -508,11 +508,6 @@ def tree(folder: Where, medium: Medium | None = None) -> list[str]:
     return sorted(name for name, entry in below if entry.is_file or medium.kind(entry.path) != "folder")
 
 
-def directly_in(names: Iterable[str]) -> list[str]:
-    """Return the entries of a folder, given the names of all files below it: files, and folders with a final ``/``."""
-    return sorted({name[: name.find("/") + 1] or name for name in names})
-
-
 def add_files(medium: Medium, directory: Where, put: Callable[[Path], None]) -> None:
     """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
     if isinstance(directory, Path):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.media import RangedFile, RawRanges, Readable, ReadCost, directly_in, first_bytes
+from dcp_plugin.media import RangedFile, RawRanges, Readable, ReadCost, first_bytes
 from dcp_plugin.media.objects.client import GAP, PART, STREAMS, Changed, Client, ObjectInfo, key_of
 from dcp_plugin.paths import ObjectPath
 
@@ -211,7 +211,7 @@ class ListedFiles(ObjectFiles):
             return super().names()
         if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return directly_in(listed)
+        return sorted({name[: name.find("/") + 1] or name for name in listed})
 
     def modified(self, name: str) -> float:
         if not name:
