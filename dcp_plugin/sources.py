@@ -48,13 +48,13 @@ class Source:
         """Wait until the saves that an earlier training handed over are complete. Collective."""
 
     @contextmanager
-    def open(self, path: Where, ranks: Ranks, below: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
+    def open(self, path: Where, ranks: Ranks, open_path: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
         """Open the newest save to ``path``; None if only the path has it. Collective; ranks agree on the save.
 
         This rank serves other ranks until the block ends, so all ranks leave it together.
 
         Args:
-            below: Opens the files at the path, from which byte ranges that the source lacks are read.
+            open_path: Opens the files at the path, from which byte ranges that the source lacks are read.
         """
         yield None
 

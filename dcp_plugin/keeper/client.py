@@ -40,7 +40,9 @@ _START_SECONDS = 120.0
 """Seconds in which a new keeper has to answer: it imports torch beside a training that starts, which takes long on a
 slow file system."""
 _POLL = 30.0
+"""Seconds of the longest wait for a save in one request."""
 _ANSWER = 60.0
+"""Seconds in which a keeper that is alive has to answer, if ``timeout`` is not shorter."""
 
 
 def _seconds_since_boot() -> float:

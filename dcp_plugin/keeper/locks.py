@@ -18,11 +18,11 @@ from dcp_plugin.errors import NoSharedMemory
 
 try:
     import fcntl
-except ImportError:  # not on Linux: whoever wants a keeper is told
+except ImportError:  # on Windows, where a spool raises NoSharedMemory before it locks
     fcntl = None  # type: ignore[assignment]
 
 KEEPER = "keeper.lock"
-"""Locked by the keeper of a spool, in the folder of that."""
+"""The file in the folder of a spool that its keeper locks."""
 _PAUSE = 0.02
 """Seconds between two attempts to lock."""
 _LOCK_SECONDS = 10.0

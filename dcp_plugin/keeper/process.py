@@ -38,9 +38,11 @@ from dcp_plugin.ranks import Attempt
 logger = logging.getLogger("dcp_plugin.keeper")
 
 _TICK = 0.5
+"""Seconds between two checks whether the keeper is still needed."""
 _NEIGHBOUR = 10.0
 """Seconds in which another keeper has to answer."""
 _MOST_LOG = 1 << 20
+"""Bytes of ``keeper.log``, of which one earlier file is kept."""
 _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
 _OF_LEADERS = ("write", "free", "take", "replicate", "complete", "drain", "end", "reopen")

@@ -120,7 +120,7 @@ class NearestFiles(Readable):
         sizes: All its files, and their sizes in bytes.
         places: The nodes that have some of the files, nearest first.
         written: Recorded time of the save, in seconds since the epoch.
-        below: Opens the files at the path when they are needed first; None if the path does not have the checkpoint.
+        open_path: Opens the files at the path when they are needed first; None if the path lacks the checkpoint.
         has_same_tables: False if the index and the summary at the path are those of the files there, not of the nodes'.
         passed_over: The first of :attr:`problems`.
     """
@@ -131,13 +131,13 @@ class NearestFiles(Readable):
         sizes: Mapping[str, int],
         places: Iterable[Place],
         written: float,
-        below: Callable[[], Readable] | None,
+        open_path: Callable[[], Readable] | None,
         has_same_tables: bool,
         passed_over: Sequence[str],
     ) -> None:
-        self._where, self._sizes, self._written, self._below = where, dict(sizes), written, below
+        self._where, self._sizes, self._written, self._open_path = where, dict(sizes), written, open_path
         self._places = [*places]
-        self.is_at_path = below is not None
+        self.is_at_path = open_path is not None
         """True if the path has the complete checkpoint as well."""
         if self.is_at_path:
             others = () if has_same_tables else (INDEX, SUMMARY)
@@ -181,8 +181,8 @@ class NearestFiles(Readable):
     def _open_at_path(self, name: str) -> RangedFile:
         with self._lock:
             if self._at_path is None:
-                assert self._below is not None, "the path is a place"
-                self._at_path = self._below()
+                assert self._open_path is not None, "the path is a place"
+                self._at_path = self._open_path()
                 # A data file has the token of its reservation in its name there, and that of the save on the nodes.
                 names_at_path = {position_of(at_path): at_path for at_path in self._at_path.names()}
                 self._names_at_path = {

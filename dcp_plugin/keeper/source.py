@@ -102,7 +102,7 @@ class Inventory:
             of_one_node: Do not ask the other nodes: assume that they have all parts of a complete save.
         """
         self.survivors, self.passed_over = self._ranks.combine(
-            f"look for what survives of {self._root}", self._own_parts, lambda told: self._decide(told, of_one_node)
+            f"look for what survives of {self._root}", self._own_parts, lambda parts: self._decide(parts, of_one_node)
         )
 
     def _own_parts(self) -> tuple[list[_Part], list[str]]:
@@ -181,11 +181,11 @@ class Inventory:
                 self._runs[str(root)] = None
         return self._runs[str(root)]
 
-    def files(self, survivor: Survivor, path: Where, below: Callable[[], Readable]) -> NearestFiles:
+    def files(self, survivor: Survivor, path: Where, open_path: Callable[[], Readable]) -> NearestFiles:
         """Return the files of a save, for this rank.
 
         Args:
-            below: Opens the files at ``path``.
+            open_path: Opens the files at ``path``.
         """
         record = survivor.record
         places: list[Place] = []
@@ -198,7 +198,7 @@ class Inventory:
                 others.append(Place(f"node {part.host}", part.files, open_file))
         turn = self._ranks.rank % len(others) if others else 0
         places += [*others[turn:], *others[:turn]]  # so that not all ranks ask the same node first
-        at_path = below if survivor.durable else None
+        at_path = open_path if survivor.durable else None
         return NearestFiles(
             str(path), record.files, places, record.time, at_path, survivor.has_same_tables, self.passed_over
         )
@@ -231,7 +231,7 @@ class NodesSource(Source):
         settle_before_restart(self._config, root, ranks)
 
     @contextmanager
-    def open(self, path: Where, ranks: Ranks, below: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
+    def open(self, path: Where, ranks: Ranks, open_path: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
         if self._config.local_dir is None:
             yield None
             return
@@ -241,7 +241,7 @@ class NodesSource(Source):
                 survivor = next((each for each in inventory.survivors if is_at(each.record, path)), None)
                 if ranks.rank == 0 and inventory.passed_over:
                     logger.warning("%s: passed over: %s", path, _in_short(inventory.passed_over))
-                yield None if survivor is None else inventory.files(survivor, path, below)
+                yield None if survivor is None else inventory.files(survivor, path, open_path)
             except CheckpointNotFound as error:
                 if inventory.passed_over:
                     error.add_note(f"In local_dir of the nodes was passed over: {_in_short(inventory.passed_over)}")
@@ -275,7 +275,7 @@ class NodesSource(Source):
                 part.quarantine()
             return len(parts)
 
-        return any(ranks.combine(f"set {path} aside", quarantine, lambda counts: counts))
+        return ranks.combine(f"set {path} aside", quarantine, any)
 
     def _own_parts(self, path: Where) -> list[LocalCheckpoint]:
         return [] if self._config.local_dir is None else parts_of(Path(self._config.local_dir), path)

@@ -95,8 +95,9 @@ class Spool:
     folder: Path
     slabs: list[Slab] = field(default_factory=list)
     client: str = ""
-    """Stands for this side of it, if it is a rank's; see :meth:`enter`."""
+    """The name of this rank in the names of its files, after :meth:`enter`; empty in the keeper."""
     _held: int | None = None
+    """The descriptor of the file that this rank has locked."""
 
     @classmethod
     def of(cls, root: Where, local_dir: str | None) -> Spool:

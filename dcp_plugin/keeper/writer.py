@@ -51,7 +51,7 @@ from dcp_plugin.tensors.host_memory import collector_paused
 logger = logging.getLogger("dcp_plugin")
 
 _LOOK_SECONDS = 0.5
-"""Seconds between two looks whether the training has stopped waiting."""
+"""Seconds between two checks whether the training has stopped waiting."""
 
 
 def _set_event() -> threading.Event:
@@ -87,14 +87,14 @@ class KeeperWriter:
     """The writer of a configuration that asks for a keeper. It meets the keepers at the first save.
 
     Args:
-        below: The writer of saves that no keeper can take: some node lacks shared memory.
+        fallback: The writer of saves that no keeper can take: some node lacks shared memory.
     """
 
     def __init__(
-        self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups, below: Writer
+        self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups, fallback: Writer
     ) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
-        self._below = below
+        self._fallback = fallback
         self.saves: KeptSaves | None = None
 
     @property
@@ -115,7 +115,7 @@ class KeeperWriter:
                 raise
             if ranks.rank == 0:
                 logger.warning("%s is saved without a keeper: %s", handle.path, error)
-            self._below.submit(handle, request, live, ranks)
+            self._fallback.submit(handle, request, live, ranks)
             return
         except Exception as error:
             raise_as_failed_save(error, handle.path)
@@ -171,11 +171,11 @@ class KeeperWriter:
         take_off_hooks()
 
     def is_free(self) -> bool:
-        return self._below.is_free() if self.saves is None else self.saves.is_free()
+        return self._fallback.is_free() if self.saves is None else self.saves.is_free()
 
     def holdings(self) -> list[str]:
         kept = [] if self.saves is None else [f"{self.saves.nbytes:,} bytes of shared memory, and a keeper"]
-        return self._below.holdings() + kept
+        return self._fallback.holdings() + kept
 
     def forget(self, path: Where) -> bool:
         if self.saves is not None:
@@ -187,7 +187,7 @@ class KeeperWriter:
             self.saves.bring_newest()
 
     def close(self) -> None:
-        self._below.close()
+        self._fallback.close()
         saves, self.saves = self.saves, None
         if saves is not None:
             try:
@@ -477,7 +477,7 @@ class KeptSaves:
         step = f"see that keepers have written {request.path}"
         try:
             with together(request.call):
-                _, reason = self.group.combine(step, wait, lambda found: max(found))
+                _, reason = self.group.combine(step, wait, lambda reasons: max(reasons))
                 return reason
         except CheckpointError as error:
             logger.debug("ranks do not meet: %s", error)
