@@ -231,14 +231,21 @@ class Coordinator:
 
     @staticmethod
     def _of_all(save: Save, ask: Callable[[list[Peer]], Any]) -> list[Any]:
+        """Call ``ask`` for every node at the same time. Return its results, or raise its first exception."""
         with ThreadPoolExecutor(min(_AT_ONCE, len(save.nodes)), thread_name_prefix="keeper-ask") as pool:
             return list(pool.map(ask, save.nodes))
 
     def _ask(self, save: Save, peer: Peer, what: str, args: tuple[Any, ...]) -> Any:
+        """Make a request to the keeper of a node, again if the connection fails. Return its reply.
+
+        Raises:
+            KeeperLost: It does not answer.
+            Exception: It has failed at the request.
+        """
         if peer.node == save.go.peers[0].node:
             return getattr(self._node, what)(save.token, *args)
 
-        heard = time.monotonic()
+        heard = time.monotonic()  # the last sign of life of that keeper
 
         def is_passed_over() -> bool:
             """Return whether the ranks write the save instead: only a training that lives can."""
@@ -298,6 +305,7 @@ class Coordinator:
                 return value
 
     def _patience(self, save: Save) -> float:
+        """Return the seconds in which failures that may pass have to end."""
         timeout = save.job.config.timeout
         return timeout if self._attended() else min(timeout, _WITHOUT_TRAINING)
 
@@ -324,7 +332,7 @@ class Coordinator:
             return self._fail(save, error)
         try:
             self._on_all(save, "free", lambda node: ())
-        except Exception as error:  # they are told when it is complete
+        except Exception as error:  # that node learns of it when the save is complete
             self._warn(save, f"a node does not hear that {save.path} is written: {error}")
         return "replicate"
 
@@ -631,11 +639,13 @@ class Coordinator:
 
     @staticmethod
     def _note(save: Save, end: End) -> None:
-        """Record the cost of the save."""
+        """Add the cost of the save to the figures of the run."""
         head, step = save.head, save.job.step
-        if end.failure is not None or not save.parts:
+        if end.failure is None and not save.parts:  # it was reopened, and given up before its parts were read again
+            return
+        if end.failure is not None:
             record = events.SaveRecord(head.save_id, head.run)
-            error = f"{type(end.error).__name__}: {end.error}"
+            error = f"{type(end.failure).__name__}: {end.failure}"
             figures.note(events.SaveAborted(save.path, step, 0, error, record))
             return
         parts = [save.parts[rank].written for rank in sorted(save.parts)]
