@@ -125,19 +125,18 @@ class Keeper:
         self._to_end = True
 
     def _is_over(self) -> bool:
-        if not is_keeper(
-            self.spool.folder, self._held
-        ):  # no process can reach this keeper, and the ranks start another
+        """Do the periodic checks. Return whether the keeper ends: the spool was deleted, or is taken away now."""
+        # No process can reach a keeper without its spool, and the ranks start another one.
+        if not is_keeper(self.spool.folder, self._held):
             logger.error("%s was deleted", self.spool.folder)
             return True
         try:
-            self._look_around()
+            self._check()
         except Exception:  # a disk that is full, for one: it must not end what others wait for
             logger.exception("a periodic check has failed")
         alone = time.monotonic() - self._alone_since
-        if self._clients or self.coordinator.tokens() or self._journal.in_flight():
-            return False
-        if self._has_crashed and not self._to_end and alone <= self._linger:
+        may_come_back = self._has_crashed and not self._to_end and alone <= self._linger
+        if may_come_back or self._clients or self.coordinator.tokens() or self._journal.in_flight():
             return False
         with self._lock:
             try:
@@ -146,7 +145,8 @@ class Keeper:
                 logger.exception("cannot remove %s now", self.spool.folder)
             return self._is_gone
 
-    def _look_around(self) -> None:
+    def _check(self) -> None:
+        """See which ranks live, begin new saves, and give up those that cannot complete."""
         self._clients, has_death = self.spool.clients()
         if self._clients:
             self._alone_since = time.monotonic()
