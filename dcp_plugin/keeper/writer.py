@@ -299,20 +299,14 @@ class KeptSaves:
         """Hand a save over, and follow it in a thread. Collective.
 
         Args:
-            later: Whether the thread finishes the copy and hands over as well.
+            later: True if the thread finishes the copy and hands over as well.
 
         Raises:
             CheckpointError: On every rank: the save was not handed over.
         """
 
-        def hand_over(staged: Attempt[StagedState]) -> _HandedOver:
-            save = self.hand_over(request, staged, attached, ranks)
-            self._newest = save.token, handle
-            handle.set_handed_over()
-            return save
-
         if not later:
-            save = hand_over(copy.finish())
+            save = self._hand_over(handle, request, copy.finish(), attached, ranks)
             timed = self._timed(request)
             self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
             return
@@ -321,7 +315,7 @@ class KeptSaves:
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
                 with together(request.call):
-                    save = hand_over(staged)
+                    save = self._hand_over(handle, request, staged, attached, ranks)
             except Exception as error:
                 self._pipeline.fail(error, request, ranks.rank)
             return self.follow(save, handle, request)
@@ -334,8 +328,13 @@ class KeptSaves:
             return request
         return replace(request, blocked_seconds=time.monotonic() - request.began)
 
-    def hand_over(
-        self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
+    def _hand_over(
+        self,
+        handle: SaveHandle,
+        request: SaveRequest,
+        staged: Attempt[StagedState],
+        attached: Path | None,
+        ranks: Ranks,
     ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
 
@@ -371,6 +370,8 @@ class KeptSaves:
         save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
         pool.written = self._last_written = save.written
         self._count += 1
+        self._newest = token, handle
+        handle.set_handed_over()
         return save
 
     def _job(
