@@ -114,16 +114,35 @@ def summary_of(files: Files) -> Summary:
         return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
 
 
+_times: dict[tuple[Where, int, float], float] = {}
+"""Recorded times of our checkpoints by path, number of the directory, and time of its last change."""
+
+
 def newest_time(medium: Medium, root: Where) -> float:
     """Return the greatest recorded time of the checkpoints directly below ``root``, in seconds since the epoch. A
-    checkpoint of stock counts with the time of its files."""
+    checkpoint of stock counts with the time of its files.
+
+    Every save calls this while all ranks wait. On a disk it reads each summary once: of the others it takes a stat.
+    """
     newest = 0.0
     for entry in medium.entries(root):
         if not entry.is_file:
             with suppress(CheckpointCorrupt, OSError):
-                files = unpacked(medium.open(entry.path))
-                newest = max(newest, summary_of(files).time if exists(files, SUMMARY) else files.modified(""))
+                newest = max(newest, _time_of(medium.open(entry.path), entry.path, entry.number))
     return newest
+
+
+def _time_of(files: Readable, path: Where, number: int) -> float:
+    directory = (path, number, files.modified("")) if number else None  # a store does not number its folders
+    if directory in _times:
+        return _times[directory]
+    files = unpacked(files)
+    if not exists(files, SUMMARY):
+        return files.modified("")
+    time = summary_of(files).time
+    if directory is not None:
+        _times[directory] = time
+    return time
 
 
 def read_summary(path: Where) -> Summary | None:

@@ -27,7 +27,7 @@ from dcp_plugin.media import WORKSPACE, lease, medium_of
 from dcp_plugin.media.disk import commit
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import retention
-from dcp_plugin.storage import writer
+from dcp_plugin.storage import published, writer
 from tests import launch
 from tests.forge import change_summary
 from tests.launch import on_ranks
@@ -464,6 +464,21 @@ def test_recorded_times_never_run_back_with_the_clock(tmp_path: Path, monkeypatc
     now[0] = 700
     _save(tmp_path / "step-4", 4)
     assert dcp.latest(tmp_path) == tmp_path / "step-4"
+
+
+def test_a_save_reads_the_time_of_each_checkpoint_beside_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    summary_of = published.summary_of
+    monkeypatch.setattr(published, "summary_of", lambda files: read.append(files.where) or summary_of(files))
+    for step in range(4):
+        _save(tmp_path / f"step-{step}", step)
+    assert read == [str(tmp_path / f"step-{step}") for step in range(3)]
+    shutil.rmtree(tmp_path / "step-1")
+    shutil.copytree(tmp_path / "step-0", tmp_path / "step-1")  # another directory gets the name
+    _save(tmp_path / "step-4", 4)
+    assert sorted(read[3:]) == [str(tmp_path / "step-1"), str(tmp_path / "step-3")]
 
 
 def test_checkpoints_of_stock_count_by_their_own_time_before_and_between_ours(
