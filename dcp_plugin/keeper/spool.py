@@ -103,18 +103,17 @@ class Spool:
     def of(cls, root: Where, local_dir: str | None) -> Spool:
         """Return the shared directory of a folder of checkpoints (:func:`~dcp_plugin.paths.resolved`) on this node.
 
-        Make it if it does not exist."""
+        Raises:
+            NoSharedMemory: This node has no place for it.
+        """
         folder = base_directory() / key_of(f"{root}|{local_dir or ''}|{VERSION}|{torch.__version__}")
         if len(str(folder / _SOCKET).encode()) > _MOST_SOCKET_NAME:
             raise NoSharedMemory(f"the name of {folder} is too long for a socket in it: set TMPDIR to a shorter one")
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise NoSharedMemory(f"{folder} cannot be made: {error}") from error
         return cls(folder)
 
     def enter(self, root: Where) -> None:
         """Have no keeper remove the folder, or a host copy of this rank, until :meth:`leave` or the end of the process.
+        Make the folder if it does not exist.
 
         The lock is a POSIX lock: a process that is forked from this one, and may outlive it, does not inherit it.
 

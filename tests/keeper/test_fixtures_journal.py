@@ -90,7 +90,6 @@ def test_the_frozen_journal_is_published_or_refused_by_name(
 def _other_journal(memory: Path, root: Path) -> Path:
     """A journal of another version, where today's code would have one of the same folder of checkpoints."""
     folder = Spool.of(resolved(root), None).folder
-    folder.rmdir()
     shutil.copytree(FROZEN / "journal", folder)
     (folder / "root").write_text(str(root.resolve()))
     (folder / "format").write_text(str(OTHER))
@@ -119,6 +118,7 @@ def test_a_journal_of_another_version_is_refused_by_name_and_keeps_every_file(
 def test_saves_that_only_a_keeper_can_make_are_refused_by_name(memory: Path, tmp_path: Path) -> None:
     checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(tmp_path / "local"), durable_every=None)
     folder = Spool.of(resolved(tmp_path / "run"), str(tmp_path / "local")).folder
+    folder.mkdir()
     (folder / "format").write_text(str(OTHER))
     with pytest.raises(dcp.NoSharedMemory, match=f"{folder} is the journal of another version"):
         checkpointer.save({"n": 1}, tmp_path / "run" / "step-1", step=1)
