@@ -171,13 +171,13 @@ def _begin(
     agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
-    held = _put_record_key(client, final, published, _later(now) if recorded is None else recorded, noted)
+    held = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
     try:
         entry = client.head(_record_key(held.reservation)) if recorded is None else None
         if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
             _let_go(held.reservation)
             _last_time[0] = last  # a wrong time is no lower bound of later times
-            held = _put_record_key(client, final, published, _later(entry.modified), noted)
+            held = _put_record(client, final, published, _later(entry.modified), noted)
         if final.store not in _conditional:
             _conditional[final.store] = _refuses(client, _record_key(held.reservation), held.contents)
             if not _conditional[final.store]:
@@ -195,7 +195,7 @@ def _later(now: float) -> float:
     return _last_time[0]
 
 
-def _put_record_key(
+def _put_record(
     client: Client, final: ObjectPath, published: ObjectInfo | None, recorded: float, noted: Mapping[str, Any]
 ) -> _Held:
     token = new_token(recorded)
