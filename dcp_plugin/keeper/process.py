@@ -159,6 +159,7 @@ class Keeper:
         self.spool.drop_host_copies({save.client for save in self._in_flight.values()})
 
     def _read(self, token: str) -> _InFlight:
+        """Return a save in flight; if its job cannot be read, one that is given up at the next check."""
         try:
             job = self._journal.job(token, self._journal.ranks_of(token)[0])
             limit = _NEVER_CALLED + (job.config.timeout if self._journal.state(token).written else 0.0)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,24 @@ def _counted(method: Callable[..., Any], asked: list[str]) -> Callable[..., Any]
         return result
 
     return counted
+
+
+def test_the_next_save_completes_a_removal_that_the_store_refused_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = as_path(f"memory://{uuid.uuid4().hex}/run")
+    _save(str(run / "step-1"), 1)
+    delete = MemoryClient.delete
+
+    def deletes_only_metadata(client: MemoryClient, keys: Iterable[str]) -> None:
+        if [key.rpartition("/")[2] for key in keys] != [".metadata"]:
+            raise OSError("the store does not answer")
+        delete(client, keys)
+
+    monkeypatch.setattr(MemoryClient, "delete", deletes_only_metadata)
+    with pytest.raises(dcp.CheckpointError, match="Delete it again"):
+        dcp.Checkpointer().remove(str(run / "step-1"))
+    monkeypatch.undo()
+    _save(str(run / "step-2"), 2)
+    assert list(dcp.list_checkpoints(str(run))) and not list(client_of(run).below("run/step-1"))
 
 
 def test_keys_that_are_no_paths_change_nothing(bucket: Bucket, tmp_path: Path) -> None:

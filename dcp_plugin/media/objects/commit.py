@@ -443,9 +443,13 @@ def remove(path: ObjectPath) -> None:
         if names := objects_of(client, path):
             keeps = _names_of_others(client, path, names)
             reservation = _begin(client, path, None, deletes=True, keeps=keeps)
-            client.delete([key_of(path, METADATA)])
-            objects = objects_of(client, path)  # anew: another save may have put some before that request
-            _clean(client, path, objects, _Records(workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
+            try:
+                client.delete([key_of(path, METADATA)])
+                objects = objects_of(client, path)  # anew: another save may have put some before that request
+                _clean(client, path, objects, _Records(workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
+            except BaseException:
+                discard(reservation, keep=True)  # the next save in the folder completes the removal
+                raise
             _let_go(reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
