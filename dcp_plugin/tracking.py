@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.launcher import this_launch
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved, uri_of
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.storage.published import read_summary
@@ -106,9 +106,10 @@ def log_checkpoint(
 
 def _rank() -> int:
     """Return the rank of this process, also before and after the process group exists."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    launch = this_launch()
+    return 0 if launch is None else launch.rank
 
 
 def _facts(path: Where, metrics: Mapping[str, float] | None) -> dict[str, Any]:

@@ -131,3 +131,15 @@ def test_what_cannot_be_logged_is_told(tmp_path: Path) -> None:
         log_checkpoint(tmp_path)
     with pytest.raises(TypeError, match="not a Gate"):
         log_checkpoint(tmp_path, Gate())
+
+
+@pytest.mark.parametrize(("rank", "size"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
+def test_a_rank_of_a_launcher_without_a_process_group_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, size: str
+) -> None:
+    for name, value in {"SLURM_STEP_ID": "0", rank: "0", size: "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="no run is active"):
+        log_checkpoint(tmp_path)
+    monkeypatch.setenv(rank, "1")
+    log_checkpoint(tmp_path)
