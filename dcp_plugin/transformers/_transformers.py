@@ -1,8 +1,8 @@
 """The only module that uses private names of transformers and PEFT; each use gives the reason.
 
 The methods that :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides are private too, since the Trainer
-has no public hook for them: ``OVERRIDDEN`` lists them, with their parameters.
-``tests/transformers_trainer/test_canaries.py`` fails loudly when such a name moves or changes its meaning.
+has no public hook for them. ``tests/transformers_trainer/test_canaries.py`` lists them with their parameters, and fails
+loudly when such a name moves or changes its meaning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, Trainer
 from transformers.trainer_utils import _is_peft_model
@@ -28,34 +29,19 @@ from dcp_plugin.tensors._torch import DTensor, is_tensor
 StockTrainer = Trainer
 """The Trainer of transformers itself: scripts may replace ``transformers.Trainer`` by their own class."""
 
-OVERRIDDEN = {
-    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
-    "save_model": ("output_dir", "_internal_call"),
-    "_get_output_dir": ("trial",),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_save_scaler": ("output_dir",),
-    "_save_rng_state": ("output_dir",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_load_scaler": ("checkpoint",),
-    "_load_rng_state": ("checkpoint",),
-    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
-    "_load_best_model": (),
-    "_finalize_training": ("trial", "num_train_samples", "start_time"),
-}
-"""Methods of Trainer that the mixin overrides, with their parameters."""
-
 
 def refuse_unsupported(trainer: Trainer) -> None:
-    """Refuse backends with a state and formats of their own, and a training whose requested way Accelerate has silently
-    replaced.
+    """Refuse backends with a state and formats of their own, a training whose requested way Accelerate has silently
+    replaced, and a Trainer in whose training the mixin would load nothing.
 
     Raises:
         CheckpointError: The training is refused.
     """
+    if not hasattr(StockTrainer, "_prepare_for_training"):
+        raise CheckpointError(
+            f"DCPTrainerMixin needs transformers 5.3 or newer, and {transformers.__version__} is installed: a resume "
+            'would start with new weights. pip install "dcp-plugin[hf]" installs it.'
+        )
     backends = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": is_torch_xla_available(),
@@ -181,7 +167,7 @@ def saves_shards(trainer: Trainer) -> bool:
     return trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(state.fsdp_plugin.state_dict_type)
 
 
-def describe_model(trainer: Trainer, directory: str) -> None:
+def write_model_files(trainer: Trainer, directory: str) -> None:
     """Write the files of a model without its weights: configurations, the tokenizer, the training arguments. Called on
     the ranks that write."""
     if is_sharded_at_load(trainer):  # ``save_pretrained`` would gather the weights, on all ranks
@@ -190,7 +176,7 @@ def describe_model(trainer: Trainer, directory: str) -> None:
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-        _describe_training(trainer, directory)
+        _write_training_files(trainer, directory)
         return
     # The parts of the Trainer's ``_save`` cannot be called alone.
     logging: Any = transformers_logging  # untyped
@@ -206,7 +192,7 @@ def describe_model(trainer: Trainer, directory: str) -> None:
             os.remove(empty)
 
 
-def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
+def write_adapter_files(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
     """Write the files of a sharded PEFT model, and its adapters: they are small, and PEFT reads them alone.
 
     Args:
@@ -218,7 +204,7 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
     os.makedirs(directory, exist_ok=True)
     for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
         config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
-    _describe_training(trainer, directory)
+    _write_training_files(trainer, directory)
 
 
 def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
@@ -235,7 +221,7 @@ def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
         file.write("The optimizer's state is in the checkpoint around this folder. DCPTrainerMixin resumes it.\n")
 
 
-def _describe_training(trainer: Trainer, directory: str) -> None:
+def _write_training_files(trainer: Trainer, directory: str) -> None:
     tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

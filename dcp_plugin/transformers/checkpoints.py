@@ -95,7 +95,8 @@ def to_load(trainer: Trainer, names: frozenset[str], streams: SavedStreams) -> d
         streams: Random streams that are loaded, and not yet restored.
     """
     state: dict[str, Any] = {MODEL: model_of(trainer), OPTIM: unwrapped_optimizer(trainer.optimizer)}
-    state[f"{EXTRA}.{streams.name}"] = streams.loaded
+    if streams.name is not None:
+        state[f"{EXTRA}.{streams.name}"] = streams.loaded
     for name, part in _plain_parts(trainer).items():
         state[f"{EXTRA}.{name}"] = Callbacks(load_state_dict=part.load_state_dict)
     return {name: target for name, target in state.items() if name in names}
@@ -139,7 +140,7 @@ class Found:
     has_trainer_state: bool = True
 
 
-def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState] = ()) -> Where:
+def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState]) -> Where:
     """Return the complete checkpoint of the highest step in a Trainer's output directory. Called on rank 0.
 
     Args:
@@ -148,12 +149,12 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     Raises:
         CheckpointNotFound: The directory has no complete checkpoint.
     """
-    by_step: list[tuple[int, Where]] = [*sorted(_candidates(Path(root)), reverse=True)]
-    candidates = [path for _, path in by_step]
-    newest_local = max(local, key=lambda state: state.step or 0, default=None)
+    by_step = sorted(_candidates(Path(root)), reverse=True)
     steps = [step for step, path in by_step if not path.name.endswith(".aside")]
+    newest_local = max(local, key=lambda state: state.step or 0, default=None)
     if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
         return newest_local.path
+    candidates = [path for _, path in by_step]
     newest_usable, refused = catalog.first_usable(candidates, lambda path: examine(path, config).path)
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
@@ -168,7 +169,7 @@ def newest(root: PathLike, config: CheckpointConfig, local: Collection[Checkpoin
     )
 
 
-def named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -> Found:
+def examine_named(path: PathLike, config: CheckpointConfig, files: SourceFiles | None) -> Found:
     """Return :func:`examine` of a path from the user. Its errors advise how to resume."""
     try:
         return examine(path, config, files)
@@ -238,7 +239,7 @@ def rotate(
     newest: PathLike,
     best: PathLike | None,
     limit: int | None,
-    delete: Callable[[Where], None] = retention.remove,
+    delete: Callable[[Where], None],
 ) -> None:
     """Delete the oldest checkpoints until ``limit`` remain: incomplete checkpoints first, never the newest or the best.
     Quarantined and unreadable checkpoints stay and do not count.

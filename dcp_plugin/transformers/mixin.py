@@ -44,8 +44,6 @@ from dcp_plugin.transformers._transformers import (
     StockTrainer,
     accepting_sharded_models,
     code_between_steps,
-    describe_adapters,
-    describe_model,
     full_adapters,
     is_adapted,
     push,
@@ -55,6 +53,8 @@ from dcp_plugin.transformers._transformers import (
     saves_shards,
     unwrapped,
     users_of_folder,
+    write_adapter_files,
+    write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
 
@@ -158,7 +158,7 @@ class DCPTrainerMixin(Trainer):
         if self._dcp.scratch is None or output_dir is None:
             super().save_model(output_dir, _internal_call)
         else:
-            self._dcp.describe_model(output_dir, partial(super().save_model, output_dir, _internal_call))
+            self._dcp.save_model_files(output_dir, partial(super().save_model, output_dir, _internal_call))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._dcp.scratch is None:
@@ -183,7 +183,7 @@ class DCPTrainerMixin(Trainer):
     _load_scaler = _unless("found", "_load_scaler")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._dcp.streams is None:
+        if self._dcp.found is None:
             super()._load_rng_state(checkpoint)
         else:
             self._dcp.continue_streams()
@@ -226,10 +226,9 @@ class TrainerAdapter(BaseAttachment):
         super().__init__(trainer.checkpoint_config)
         self._reference = weakref.ref(trainer)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
-        self.streams: SavedStreams | None = None  # of the loaded checkpoint
-        self._streams_continue = False
+        self.streams: SavedStreams | None = None  # of the loaded checkpoint, until the training continues them
         self.scratch: str | None = None  # directory of the Trainer's small files while a checkpoint is made
-        self._small_files = ExitStack()
+        self._local_copy = ExitStack()
         """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
@@ -253,10 +252,11 @@ class TrainerAdapter(BaseAttachment):
     def detach(self) -> None:
         """Finish the save in flight, at the end of a training."""
         try:
-            self.finish(close=True)
+            self.close()
+            self._push_finished()
         finally:
             self.found = self.streams = None
-            self._small_files.close()
+            self._local_copy.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
         """Return the path from which the Trainer resumes, or None. Rank 0 decides for all ranks."""
@@ -269,19 +269,19 @@ class TrainerAdapter(BaseAttachment):
             resume = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
         path = self.where(resume)
         with self.checkpointer.shown(path) as files:
-            checkpoint = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config, files))
+            checkpoint = ranks.from_zero(f"open {path}", lambda: checkpoints.examine_named(path, config, files))
             self.found = None if checkpoint.stock else checkpoint
             if not checkpoint.has_trainer_state:  # a new training, with loaded weights
                 return None
             copy = local_copy(self.where(checkpoint.path), lambda name: name == TRAINER_STATE_NAME, files)
-            return os.fspath(ranks.agree(f"read {path}", lambda: self._small_files.enter_context(copy)))
+            return os.fspath(ranks.agree(f"read {path}", lambda: self._local_copy.enter_context(copy)))
 
-    def finish(self, close: bool = False) -> None:
+    def finish(self) -> None:
         """Wait for the save in flight. If it succeeded and ``push_to_hub`` is set, push its checkpoint to the hub."""
-        if close:
-            self.close()
-        else:
-            self.wait()
+        self.wait()
+        self._push_finished()
+
+    def _push_finished(self) -> None:
         unpushed, self._unpushed = self._unpushed, None
         if unpushed is not None and unpushed.finished is not None and unpushed.finished.tier == "durable":
             push(self._trainer, os.fspath(unpushed.path))
@@ -303,18 +303,18 @@ class TrainerAdapter(BaseAttachment):
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with ExitStack() as cleanup:
-            staged = self._start_staging(os.path.basename(final), cleanup)
+            small_files = self._open_scratch(os.path.basename(final), cleanup)
             state: dict[str, Any] = {}
             with self._failing_together():
                 state = checkpoints.to_save(trainer, self.config.rng)
             with self._failing_together():
                 save_small_files()
-                self._note_best(final, staged)
+                self._note_best(final, small_files)
                 if trainer.is_world_process_zero():
-                    state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
+                    state[EXTRA][TRAINER_STATE] = (small_files / TRAINER_STATE_NAME).read_text("utf-8")
             # Any checkpoint may turn out to be the best, which is loaded at the end.
             durable = bool(users) or trainer.args.metric_for_best_model is not None
-            files, metrics = self._files(staged), checkpoints.logged_now(trainer.state)
+            files, metrics = self._copy_of(small_files), checkpoints.logged_now(trainer.state)
             handle = self.checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
         self._saved.add(final)
         self._complete_copy(handle)
@@ -332,7 +332,7 @@ class TrainerAdapter(BaseAttachment):
         if handle.done():
             self.finish()
 
-    def describe_model(self, output_dir: str, save_model: Callable[[], None]) -> None:
+    def save_model_files(self, output_dir: str, save_model: Callable[[], None]) -> None:
         """Write the files of a model, with its weights only if a subclass saves these itself.
 
         Args:
@@ -340,16 +340,17 @@ class TrainerAdapter(BaseAttachment):
         """
         trainer = self._trainer
         with self._failing_together():
-            adapted, sharded, own = is_adapted(unwrapped(trainer)), saves_shards(trainer), self._has_own_files()
-            if not adapted and (sharded or not own) and trainer.args.should_save:
-                describe_model(trainer, output_dir)
+            adapted, own = is_adapted(unwrapped(trainer)), self._has_own_files()
+            writes_all = own and not saves_shards(trainer)
+            if not adapted and not writes_all and trainer.args.should_save:
+                write_model_files(trainer, output_dir)
             if own or (adapted and not trainer.is_fsdp_enabled):
                 os.makedirs(output_dir, exist_ok=True)  # rank 0 may have made it
                 save_model()
-            if adapted and trainer.is_fsdp_enabled and (sharded or not own):  # write the adapters without the base
+            if adapted and not writes_all and trainer.is_fsdp_enabled:  # write the adapters without the base
                 adapters = full_adapters(trainer)
                 if trainer.args.should_save:
-                    describe_adapters(trainer, output_dir, adapters)
+                    write_adapter_files(trainer, output_dir, adapters)
 
     def refuse_stock_resume(self, output_dir: str) -> None:
         """Make a resume by stock Trainer fail if the checkpoint's folder has weights, but no optimizer."""
@@ -362,7 +363,7 @@ class TrainerAdapter(BaseAttachment):
         """Return whether a subclass overrides the methods that save the model, and therefore saves it as well."""
         return saves_model_itself(self._trainer, DCPTrainerMixin)
 
-    def _start_staging(self, name: str, cleanup: ExitStack) -> Path:
+    def _open_scratch(self, name: str, cleanup: ExitStack) -> Path:
         """Have the Trainer write into a scratch directory from now on, and return the checkpoint's folder in it."""
         self.scratch = os.devnull  # if no directory can be made, the Trainer's writes fail
         cleanup.callback(setattr, self, "scratch", None)
@@ -370,7 +371,7 @@ class TrainerAdapter(BaseAttachment):
             self.scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
         return Path(self.scratch, name)
 
-    def _files(self, staged: Path) -> Callable[[Path], None]:
+    def _copy_of(self, small_files: Path) -> Callable[[Path], None]:
         """Return a function that copies the small files into the checkpoint, or raises an earlier failure."""
         failure, self._failure = self._failure, None
 
@@ -378,9 +379,9 @@ class TrainerAdapter(BaseAttachment):
             if failure is not None:
                 raise failure
             if self._trainer.is_world_process_zero():
-                shutil.copytree(staged, directory, dirs_exist_ok=True)
-            elif self._has_own_files() and staged.is_dir():
-                shutil.copytree(staged, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
+                shutil.copytree(small_files, directory, dirs_exist_ok=True)
+            elif self._has_own_files() and small_files.is_dir():
+                shutil.copytree(small_files, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
 
         return add
 
@@ -393,7 +394,7 @@ class TrainerAdapter(BaseAttachment):
         except Exception as error:
             self._failure = self._failure or error
 
-    def _note_best(self, final: str, staged: Path) -> None:
+    def _note_best(self, final: str, small_files: Path) -> None:
         """Set the path of the best checkpoint, which the Trainer would look for in the scratch directory. It is the
         current checkpoint, or an earlier checkpoint that was evaluated after its save."""
         state = self._trainer.state
@@ -403,7 +404,7 @@ class TrainerAdapter(BaseAttachment):
         if best == final or best in self._saved or os.path.exists(best):
             state.best_model_checkpoint = best
             if self._trainer.args.should_save:
-                state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
+                state.save_to_json(os.fspath(small_files / TRAINER_STATE_NAME))
 
     def _complete_copy(self, handle: SaveHandle) -> None:
         """With ``staging="lazy"``, wait for the copy if code that may write weights runs before the next step."""
@@ -445,17 +446,17 @@ class TrainerAdapter(BaseAttachment):
             return
         args = self._trainer.args
         extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
-        self.streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
-        self._streams_continue = False
-        self.checkpointer.restore(checkpoints.to_load(self._trainer, self.found.names, self.streams), self.found.path)
+        streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
+        self.checkpointer.restore(checkpoints.to_load(self._trainer, self.found.names, streams), self.found.path)
+        self.streams = streams if self.found.has_trainer_state else None  # else the training starts with step 0
         if self._trainer.is_world_process_zero():
-            self._warn_of_differences(self.found, self.streams)
+            self._warn_of_differences(self.found, streams)
 
     def continue_streams(self) -> None:
         """Set this rank's random generators, when the loop has reached the point of the checkpoint."""
-        assert self.streams is not None
-        self._streams_continue = True
-        self.streams.restore()
+        streams, self.streams = self.streams, None
+        assert streams is not None, "the loop reaches this point once"
+        streams.restore()
 
     def load_best_model(self) -> bool:
         """Load the best model. If stock transformers has saved it, return False and load nothing."""
@@ -475,7 +476,7 @@ class TrainerAdapter(BaseAttachment):
         In the middle of an epoch, the Trainer restores the random streams after it has fetched these batches. If the
         data itself draws from the streams, the batches and later draws differ from those of an uninterrupted training.
         """
-        if self.streams is None or self._streams_continue:
+        if self.streams is None:
             return get()
         expected = checkpoints.random_positions_after_iter()
         batches = get()

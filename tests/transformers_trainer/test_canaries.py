@@ -7,7 +7,29 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launch import on_ranks
+
+OVERRIDDEN = {
+    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "save_model": ("output_dir", "_internal_call"),
+    "_get_output_dir": ("trial",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_save_scaler": ("output_dir",),
+    "_save_rng_state": ("output_dir",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_scaler": ("checkpoint",),
+    "_load_rng_state": ("checkpoint",),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "_load_best_model": (),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+}
+"""Methods of Trainer that the mixin overrides, with their parameters."""
 
 
 @on_ranks(1)
@@ -15,7 +37,6 @@ def test_names_that_the_mixin_uses() -> None:
     from transformers import Trainer
 
     from dcp_plugin.transformers import DCPTrainerMixin
-    from dcp_plugin.transformers._transformers import OVERRIDDEN
 
     for name, parameters in OVERRIDDEN.items():
         method = getattr(Trainer, name, None)
@@ -25,6 +46,23 @@ def test_names_that_the_mixin_uses() -> None:
     ours = {name for name, value in vars(DCPTrainerMixin).items() if inspect.isfunction(value)}
     taken_over = {name for name in ours if not name.startswith(("_dcp_", "__"))}
     assert taken_over == set(OVERRIDDEN), "OVERRIDDEN lists what the mixin overrides"
+
+
+@on_ranks(1)
+def test_an_older_trainer_is_refused(tmp_path: Path) -> None:
+    """Before transformers 5.3, no method of the mixin is called between the setup of a training and its first step."""
+    from transformers import Trainer
+
+    import dcp_plugin as dcp
+    from tests.transformers_trainer import training as t
+
+    prepare = Trainer._prepare_for_training
+    del Trainer._prepare_for_training
+    try:
+        with pytest.raises(dcp.CheckpointError, match=r"needs transformers 5\.3 or newer"):
+            t.trainer(tmp_path)
+    finally:
+        Trainer._prepare_for_training = prepare
 
 
 @on_ranks(1)

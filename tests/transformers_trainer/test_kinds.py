@@ -193,25 +193,38 @@ def test_ignore_data_skip_means_what_it_means_with_stock(tmp_path: Path) -> None
     assert watch.losses[4] != first.losses[4]
 
 
+def _masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    batch = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": batch.where(torch.rand(batch.shape) > 0.2, 0), "labels": batch}
+
+
 @on_ranks(1)
 def test_random_batches_in_the_middle_of_an_epoch_are_said_not_to_be_exact(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    def masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = torch.stack([sample["input_ids"] for sample in samples])
-        return {"input_ids": batch.where(torch.rand(batch.shape) > 0.2, 0), "labels": batch}
-
-    import torch
-
     for save_steps, exact in ((3, False), (4, True)):
         folder = tmp_path / str(save_steps)
-        t.trainer(folder, save_steps=save_steps, data_collator=masked, callbacks=[first := t.Watch()]).train()
-        resumed = t.trainer(folder, data_collator=masked, callbacks=[watch := t.Watch()], save_strategy="no")
+        t.trainer(folder, save_steps=save_steps, data_collator=_masked, callbacks=[first := t.Watch()]).train()
+        resumed = t.trainer(folder, data_collator=_masked, callbacks=[watch := t.Watch()], save_strategy="no")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{save_steps}"))
         assert (watch.losses.items() <= first.losses.items()) == exact
         assert any("draws others than without" in str(one.message) for one in said) == (not exact)
+
+
+@on_ranks(1)
+def test_a_training_that_begins_with_loaded_weights_has_no_random_numbers_to_continue(tmp_path: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    dcp.save({"model": t.model()}, tmp_path / "elsewhere")
+    trainer = t.trainer(tmp_path, data_collator=_masked, save_strategy="no")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    assert not any("draws others than without" in str(one.message) for one in said)
 
 
 @on_ranks(2)
