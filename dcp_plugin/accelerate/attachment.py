@@ -135,7 +135,7 @@ class Attachment(BaseAttachment):
         may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
         self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
         self._has_announced = False
-        self._trackers()  # tracks the loaders that are prepared
+        self._track()
 
     @property
     def _accelerator(self) -> Accelerator:
@@ -188,7 +188,7 @@ class Attachment(BaseAttachment):
             path = next_path() if alone else self._decide(next_path)
         checkpointer = self._alone if alone else self.checkpointer
         self._announce_background_save(path)
-        step = self._step_to_save()
+        accelerator_step = self._accelerator_step()
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
         # Stock Accelerate reads directories only, and does not recognise a copy of a checkpoint in a store.
         for_stock = bool(self.config.stock_aliases) and training.sharded and on_file_system(path) is not None
@@ -200,13 +200,14 @@ class Attachment(BaseAttachment):
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if for_stock:
-                stock_format.write_small_files(accelerator, directory, training.registered, step)
+                stock_format.write_small_files(accelerator, directory, training.registered, accelerator_step)
             # After the hooks, which may draw random numbers.
-            state.update(extra_state.gather(accelerator, self._trackers(), training.registered, step, self.config.rng))
+            loaders, with_rng = self._track(), self.config.rng
+            state.update(extra_state.gather(accelerator, loaders, training.registered, accelerator_step, with_rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
-        named = _step_named(path.name)
-        handle = checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
+        step = _step_named(path.name)
+        handle = checkpointer.save(state, path, step, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
@@ -237,17 +238,18 @@ class Attachment(BaseAttachment):
             project = project.with_local(self.checkpointer.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
         with self.checkpointer.shown(path) as files:
-            self._load_state(path, files, load_kwargs, load_model_func_kwargs)
+            self._load_from(path, files, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
 
-    def _load_state(
+    def _load_from(
         self,
         path: Where,
         files: SourceFiles | None,
         load_kwargs: dict[str, Any] | None,
-        load_model_func_kwargs: Any,
+        load_model_func_kwargs: dict[str, Any],
     ) -> None:
+        """Load a checkpoint of this package or of stock Accelerate, with the hooks around it."""
         accelerator = self._accelerator
         arguments = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(arguments.pop("strict")), arguments.pop("map_location")
@@ -270,7 +272,7 @@ class Attachment(BaseAttachment):
                 accelerator, self.checkpointer, path, remaining, strict, map_location, load_kwargs
             )
         else:
-            self._load(path, training, taken, extra_keys, strict)
+            self._restore(path, training, taken, extra_keys, strict)
         if training.sharded:
             self._run_load_hooks({}, path, files)
 
@@ -326,12 +328,12 @@ class Attachment(BaseAttachment):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         with untracked_sampler(data_loader):
             prepared = self._original("prepare_data_loader")(data_loader, *args, **kwargs)
-        self._trackers()  # tracks the new loader
+        self._track()
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         skipping = self._original("skip_first_batches")(dataloader, num_batches)
-        for tracker in self._trackers():
+        for tracker in self._track():
             if tracker.loader is dataloader:
                 tracker.follow(skipping, num_batches)
         return skipping
@@ -368,7 +370,7 @@ class Attachment(BaseAttachment):
         if accelerator is not None and vars(accelerator).get(_ATTRIBUTE) is self:
             del vars(accelerator)[_ATTRIBUTE]
             accelerator.__class__ = type(accelerator).__base__
-            for tracker in self._trackers():
+            for tracker in self._track():
                 tracker.untrack()
             if self._attendance is not None:
                 self._attendance.close()
@@ -396,8 +398,8 @@ class Attachment(BaseAttachment):
             hook(_accelerate.models(self._accelerator), remaining, str(directory))
         return [name for name, value in weights.items() if all(value is not other for other in remaining)]
 
-    def _step_to_save(self) -> int:
-        """Return the step to save: the step of the last optimizer step, since no checkpoint has gradients."""
+    def _accelerator_step(self) -> int:
+        """Return Accelerate's count of batches at the last optimizer step, since no checkpoint has gradients."""
         accelerator = self._accelerator
         step: int = accelerator.step
         within = 0 if accelerator.sync_gradients else step % accelerator.gradient_accumulation_steps
@@ -426,8 +428,9 @@ class Attachment(BaseAttachment):
         self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
         return [name for name, model in models.items() if all(model is not other for other in remaining)]
 
-    def _load(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
-        extra, messages = extra_state.to_restore(self._accelerator, self._trackers(), training.registered, extra_keys)
+    def _restore(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
+        """Load a checkpoint of this package, without the models ``taken`` by hooks."""
+        extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         state = {**training.models, **named, **training.shared_names, **training.optimizers, **extra}
         self.last_load = self.checkpointer.restore(state, path, strict=strict)
@@ -439,8 +442,8 @@ class Attachment(BaseAttachment):
         method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
         return method
 
-    def _trackers(self) -> list[Tracker]:
-        """Return the trackers of the loaders in the order of ``prepare``. Track those that are new."""
+    def _track(self) -> list[Tracker]:
+        """Track the loaders that are new. Return the trackers of all loaders, in the order of ``prepare``."""
         return [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)]
 
     def _project(self) -> Project | None:

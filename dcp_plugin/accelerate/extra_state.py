@@ -119,7 +119,7 @@ def gather(
 
 def to_restore(
     accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], stored: Iterable[str]
-) -> tuple[dict[str, Any], list[str | None]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Return the targets of the extra state by name, and a list that gets messages for the user during the load.
 
     Make the targets before the optimizers are loaded, see :class:`RestoringSchedule`.
@@ -132,9 +132,11 @@ def to_restore(
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     names = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
-    _check_registered(registered, names)
+    if "accelerate" in names:
+        count = sum(name.startswith("registered.") and name.count(".") == 1 for name in names)
+        refuse_other_registered("the checkpoint", count, registered)
     targets, absent = _datasets_to_restore(trackers, names, rank, ranks)
-    messages: list[str | None] = []
+    messages: list[str] = []
     streams = SavedStreams.among(names, rank, ranks, accelerator.device)
 
     def want(name: str, description: str, target: Any) -> None:
@@ -143,18 +145,18 @@ def to_restore(
         else:
             absent.append(description)
 
-    def given_to(put: Callable[[Any], str | None]) -> Callbacks:
-        return Callbacks(load_state_dict=lambda value: messages.append(put(value)))
+    def reporting(load: Callable[[Any], str]) -> Callbacks:
+        return Callbacks(load_state_dict=lambda value: messages.append(load(value)))
 
-    want("accelerate", "step", given_to(partial(_set_counters, accelerator)))
+    want("accelerate", "step", Callbacks(load_state_dict=partial(_set_counters, accelerator)))
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         description = f"state of the scheduler {type(scheduler.scheduler).__name__}"
         schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
-        want(f"schedulers.{number}", description, given_to(schedule.finish))
+        want(f"schedulers.{number}", description, reporting(schedule.finish))
     for number, tracker in enumerate(trackers):
         has_own_state = f"datasets.{number}.{rank}" in targets
         resume = partial(tracker.resume, has_own_state=has_own_state, restore_rng=streams.restore)
-        want(f"dataloaders.{number}", f"position of {tracker.name}", given_to(resume))
+        want(f"dataloaders.{number}", f"position of {tracker.name}", reporting(resume))
     for number, value in enumerate(registered):
         want(f"registered.{number}", f"state of the registered {type(value).__name__}", value)
     if accelerator.scaler is not None:
@@ -182,12 +184,12 @@ def _datasets_to_restore(
     return targets, absent
 
 
-def _check_registered(registered: list[Any], names: set[str]) -> None:
-    count = sum(name.startswith("registered.") and name.count(".") == 1 for name in names)
-    if "accelerate" in names and count != len(registered):
+def refuse_other_registered(checkpoint: str, count: int, registered: list[Any]) -> None:
+    """Refuse a checkpoint with another number of objects than this run has registered."""
+    if count != len(registered):
         raise CheckpointMismatch(
-            f"the checkpoint has {count} objects given to register_for_checkpointing, this run has "
-            f"{len(registered)}: register the same ones, in the same order"
+            f"{checkpoint} has {count} objects given to register_for_checkpointing, this run has {len(registered)}: "
+            "register the same ones, in the same order"
         )
 
 
@@ -230,20 +232,19 @@ class RestoringSchedule:
 
     def finish(self, saved: dict[str, Any]) -> str:
         """Set the schedule to the saved moment. Return a message for the user, if any."""
-        inner, state = self.scheduler.scheduler, saved["state"]
-        name, is_same = type(inner).__name__, saved["stride"] == self.stride
-        if is_same or not self._fresh:
+        inner, state, stride = self.scheduler.scheduler, saved["state"], saved["stride"]
+        name = type(inner).__name__
+        if stride == self.stride:
+            inner.load_state_dict(state)
+            return ""
+        if not self._fresh:
             inner.load_state_dict(state)
             return (
-                ""
-                if is_same
-                else (
-                    f"{name} goes on at position {state.get('last_epoch')}, counted in steps of {saved['stride']} per "
-                    f"optimizer step; it is now stepped {self.stride} times: a schedule on a metric, or one that has "
-                    f"already been stepped, cannot be converted"
-                )
+                f"{name} goes on at position {state.get('last_epoch')}, counted in steps of {stride} per optimizer "
+                f"step; it is now stepped {self.stride} times: a schedule on a metric, or one that has already been "
+                "stepped, cannot be converted"
             )
-        position = state["last_epoch"] * self.stride // saved["stride"]
+        position = state["last_epoch"] * self.stride // stride
         for group, rates in zip(inner.optimizer.param_groups, self._rates, strict=True):
             group.update(rates)
         with warnings.catch_warnings():

@@ -22,9 +22,9 @@ from accelerate.utils import ProjectConfiguration, load_fsdp_model, load_fsdp_op
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
-from dcp_plugin.accelerate.extra_state import Training
+from dcp_plugin.accelerate.extra_state import Training, refuse_other_registered
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, SaveFailed, damage_in
+from dcp_plugin.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import files
 from dcp_plugin.integration.files import local_copy
@@ -48,11 +48,11 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the directories in which Accelerate looks for these models and optimizers, with the name in each."""
-    views = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
-    views.update(
-        {_OPTIMIZER_DIRECTORY.format(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)}
-    )
-    return views
+    of_models = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    of_optimizers = {
+        _OPTIMIZER_DIRECTORY.format(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)
+    }
+    return of_models | of_optimizers
 
 
 def write_small_files(accelerator: Accelerator, directory: Path, registered: list[Any], step: int) -> None:
@@ -130,12 +130,11 @@ def load(
 def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
         checkpointer.restore({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
+    owners = {f"of_{name}": model for name, model in training.models.items()}
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
-        owners = {f"of_{name}": model for name, model in training.models.items()}
-        checkpointer.restore(
-            {**owners, _STOCK_OPTIMIZER: optimizer}, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer
-        )
+        state = {**owners, _STOCK_OPTIMIZER: optimizer}
+        checkpointer.restore(state, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer)
 
 
 def _load_full_state(
@@ -150,12 +149,8 @@ def _load_full_state(
 
 
 def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
-    stored = [name for name in local.iterdir() if _CUSTOM.fullmatch(name.name)]
-    if len(stored) != len(registered):
-        raise CheckpointMismatch(
-            f"{path} has {len(stored)} objects given to register_for_checkpointing, this run has {len(registered)}. "
-            f"Register the same ones, in the same order."
-        )
+    count = sum(_CUSTOM.fullmatch(file.name) is not None for file in local.iterdir())
+    refuse_other_registered(str(path), count, registered)
     for number, value in enumerate(registered):
         name = f"custom_checkpoint_{number}.pkl"
         with damage_in(path / name):
@@ -246,7 +241,7 @@ class Project:
         if paths := self.paths():
             self.config.iteration = _number_of(paths[-1]) + 1
 
-    def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = retention.remove) -> None:
+    def rotate(self, event: SaveFinished, delete: Callable[[Where], None]) -> None:
         """Delete the oldest checkpoints beyond ``total_limit``. Called on rank 0 when the newest is committed.
         ``local_keep`` limits the checkpoints in the local tier."""
         if self.config.total_limit is not None and event.tier == "durable":
