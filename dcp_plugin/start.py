@@ -312,26 +312,20 @@ def resume_or_init(
         >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
         'resumed at step 1: loaded 3 items from ...run/step-1'
     """
-    StartOptions(resume, init_from, partial, strict)  # raises errors in the arguments before any other work
+    options = StartOptions(resume, init_from, partial, strict)  # raises errors in the arguments before any other work
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("give either a checkpointer or settings: a checkpointer has its own settings.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
-        options = StartOptions(resume, init_from, partial, strict, used.config.storage_options)
-        options = options.with_local(used, root)
+        options = replace(options, storage_options=used.config.storage_options).with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
             if resume != "never" and (launch := used.ranks.launch) is not None:
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
-        return options.start(
-            used,
-            modules_of(state),
-            find,
-            lambda path: _resume(used, state, path, strict),
-        )
+        return options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
     finally:
         if checkpointer is None:
             used.close()

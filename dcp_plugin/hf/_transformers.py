@@ -71,9 +71,8 @@ def build(
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
         else:  # no public constructor takes the dtype
             model = model_class._from_config(config, dtype=dtype, **kwargs)
-    for names, own_dtype in model._get_dtype_plan(
-        dtype
-    ).items():  # patterns of names of parameters that must stay float32
+    # The plan has patterns of the names of parameters that must stay float32.
+    for names, own_dtype in model._get_dtype_plan(dtype).items():
         pattern = re.compile(names.replace("*", ".*"))
         for name, parameter in model.named_parameters():
             if pattern.search(name) and parameter.is_floating_point():
@@ -99,15 +98,13 @@ def ignored(model: PreTrainedModel, missing: list[str], unexpected: list[str]) -
 
     The result leaves out keys that the model declares optional, and keys of its older versions.
     """
+    optional = model._keys_to_ignore_on_load_missing or ()
+    outdated = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
-    patterns = {
-        "missing": set(model._keys_to_ignore_on_load_missing or ()),
-        "unexpected": set(model._keys_to_ignore_on_load_unexpected or ()),
-    }
     for name, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         if any(buffer.endswith(name) for buffer in buffers):
-            patterns["unexpected"].add(pattern)
-    return _without(missing, patterns["missing"]), _without(unexpected, patterns["unexpected"])
+            outdated.add(pattern)
+    return _without(missing, optional), _without(unexpected, outdated)
 
 
 def _without(keys: list[str], patterns: Collection[str]) -> list[str]:

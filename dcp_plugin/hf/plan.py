@@ -145,7 +145,7 @@ def _adapters_in(folder: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Checkpoint that fills keys of the model."""
 
     path: Where
@@ -175,7 +175,7 @@ class ModelPlan:
     model: PreTrainedModel
     module: nn.Module
     """The model, or the PEFT model around it."""
-    sources: list[Source]
+    sources: list[WeightSource]
     missing: list[str]
     """Keys of the module that no source has."""
     generation_config: GenerationConfig | None
@@ -221,7 +221,7 @@ def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, s
         return _plan_with_adapters(settings, model, path, index, prefix, strict)
     keys = list(model.state_dict())
     match = _prefix(prefix, keys, index, path, type(model).__name__, model.base_model_prefix)
-    return _compare(settings, model, model, [(Source(path, match), index, keys)], strict)
+    return _compare(settings, model, model, [(WeightSource(path, match), index, keys)], strict)
 
 
 def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:
@@ -256,7 +256,7 @@ def _plan_with_adapters(
     adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
     adapter_prefix = _prefix(prefix, adapters, index, path, "the adapters")
     if any(adapter_prefix.stored(key) in index for key in state if key not in adapters):
-        complete = Source(path, ModelPrefix(adapter_prefix.there))
+        complete = WeightSource(path, ModelPrefix(adapter_prefix.there))
         return _compare(settings, model, module, [(complete, index, list(state))], strict)
     if settings.base is None:
         named = getattr(settings.adapter_config, "base_model_name_or_path", None)
@@ -269,8 +269,8 @@ def _plan_with_adapters(
         names = [name.removeprefix(_IN_PEFT) for name in keys.values()]
         base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
         wrapped = any(key != name for key, name in keys.items())
-        base = Source(reader.path, ModelPrefix(base_prefix.there, _IN_PEFT), wrapped)
-        parts = [(Source(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))]
+        base = WeightSource(reader.path, ModelPrefix(base_prefix.there, _IN_PEFT), wrapped)
+        parts = [(WeightSource(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))]
         return _compare(settings, model, module, parts, strict)
 
 
@@ -291,7 +291,7 @@ def _compare(
     settings: Settings,
     model: PreTrainedModel,
     module: nn.Module,
-    parts: list[tuple[Source, CheckpointIndex, list[str]]],
+    parts: list[tuple[WeightSource, CheckpointIndex, list[str]]],
     strict: bool,
 ) -> ModelPlan:
     """Compare each source with the keys that it has to fill."""
