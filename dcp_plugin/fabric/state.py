@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.integration.files import META, is_regular_file, load_torch_file
+from dcp_plugin.integration.files import META, is_of_stock_lightning, load_torch_file
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import (
@@ -50,6 +50,7 @@ from dcp_plugin.integration.stored import (
     among,
     keys_by_name,
     numbered,
+    optimizer_from_stored,
     plain,
 )
 from dcp_plugin.paths import Where
@@ -70,7 +71,6 @@ from dcp_plugin.state import (
     mark_parameters,
     mark_slots,
     module_of,
-    unflatten_optimizer,
 )
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 from dcp_plugin.tools.contents import info_of
@@ -91,7 +91,7 @@ def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, kind)}
 
 
-def as_asked(state: Mapping[str, Any]) -> dict[str, Any]:
+def inside_ddp_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with the modules whose state Fabric saves: for a DDP module the module inside."""
     return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
 
@@ -102,7 +102,7 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     Raises:
         CheckpointMismatch: The state uses a name that this package reserves.
     """
-    state = as_asked(state)
+    state = inside_ddp_of(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
     with_rng = adapter.attachment.config.rng
     taken = sorted(state.keys() & {NAMES, *([RNG] if with_rng else [])})
@@ -267,7 +267,7 @@ class Contents:
     """The first segments with tensors."""
     keys: dict[str, str]
     """The key of each value, by the user's name."""
-    ranks: dict[str, list[int]]
+    ranks: dict[str, set[int]]
     """The ranks that have state of their own below a name in ``extra``."""
     made_by_fabric: bool
     """True if Fabric saved the checkpoint without this package."""
@@ -284,13 +284,13 @@ class Contents:
             info, kinds = info_of(reader), reader.summary.kinds if reader.summary else {}
         keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, set[int]] = {}
         for key in keys.pop(EXTRA, []):
             for name in [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]:
                 rank = key[len(name) + 1 :].partition(".")[0]
-                below = ranks.setdefault(name, [])
-                if rank.isdecimal() and int(rank) not in below:
-                    below.append(int(rank))
+                below = ranks.setdefault(name, set())
+                if rank.isdecimal():
+                    below.add(int(rank))
         names: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
         if ranks.pop(NAMES, None) is not None:
             Checkpointer(solo=True).restore(names, path, files=files)
@@ -308,7 +308,7 @@ class Contents:
             sharded=[top for top in keys if top in with_tensors],
             keys={str(users.get(top, top)): top for top in keys} | {name: f"{EXTRA}.{name}" for name in ranks},
             ranks=ranks,
-            made_by_fabric=info.format != "dcp_plugin" and is_regular_file(path / META),
+            made_by_fabric=files is None and is_of_stock_lightning(path),
         )
 
 
@@ -343,7 +343,7 @@ def load(
             f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
             "restore: the full model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
-    objects = as_asked(state)
+    objects = inside_ddp_of(state)
     modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
     data = [name for name in state if name not in modules and name not in optimizers]
     contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, data))
@@ -361,7 +361,10 @@ def load(
     for name, place in places.items():
         if _is_replaced(state[name]):
             state[name] = target[place]
-    return {name: _nested(target[place], place in contents.optimizers) for name, place in remainder.items()}
+    return {
+        name: optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
+        for name, place in remainder.items()
+    }
 
 
 def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
@@ -396,7 +399,7 @@ def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents:
     if not has_position(value):
         return {place: None if _is_replaced(value) else value}
     rank, ranks = data_rank(adapter.strategy)
-    saved_on = contents.ranks.get(name, [])
+    saved_on = contents.ranks.get(name, set())
     warn = partial(_warn, adapter, contents)
     if len(saved_on) == ranks:
         return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, warn))}
@@ -430,20 +433,11 @@ def _remainder(adapter: FabricAdapter, contents: Contents, taken: Collection[str
 
 def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
     """Return the target of the random streams that this rank continues, by key."""
-    saved_on = frozenset(contents.ranks.get(RNG, []))
+    saved_on = frozenset(contents.ranks.get(RNG, set()))
     streams = SavedStreams(saved_on, adapter.rank, adapter.attachment.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
         _warn(adapter, contents, f"it has {streams.about_new_ranks}")
     return {} if streams.name is None else {f"{EXTRA}.{streams.name}": RandomStreams(load_state_dict=streams.restore)}
-
-
-def _nested(value: Any, is_optimizer: bool) -> Any:
-    """Return an optimizer's state dict in Fabric's nested layout; any other value, also an optimizer's own layout,
-    unchanged."""
-    has_flat_keys = isinstance(value, dict) and any(str(key).startswith(("state.", "param_groups.")) for key in value)
-    if not is_optimizer or not has_flat_keys:
-        return value
-    return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
 
 
 def _load_made_by_fabric(
@@ -477,7 +471,7 @@ def _load_raw(adapter: FabricAdapter, contents: Contents, value: nn.Module | Opt
         raise CheckpointMismatch(
             f"load_raw takes the only {kind} of a checkpoint, and {path} has {present}: use fabric.load."
         )
-    target = as_asked({names[0]: value})
+    target = inside_ddp_of({names[0]: value})
     try:
         trained = trained_modules(adapter, target, loose=names[0] in contents.of_no_module)
     except CheckpointMismatch as error:

@@ -234,11 +234,7 @@ class FabricAdapter(StrategyAdapter):
         filter: dict[str, Filter] | None = None,  # noqa: A002 - Fabric's name
     ) -> None:
         """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
-        if storage_options is not None:
-            raise TypeError(
-                "fabric.save takes no storage_options here: how a store is reached is a setting for all saves and "
-                "loads, attach(fabric, storage_options={...})."
-            )
+        packages.refuse_storage_options(storage_options, "attach(fabric, storage_options={...})")
         path, state = self._as_on_rank_0(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
         self.checkpointer.save(named_state(self, state, filter or {}), path, step)

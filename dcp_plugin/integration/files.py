@@ -89,7 +89,7 @@ def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
     return False
 
 
-def read_file(path: Where, name: str, files: SourceFiles | None = None) -> bytes:
+def read_file(path: Where, name: str, files: SourceFiles | None) -> bytes:
     """Return the bytes of a file of a checkpoint, empty if the checkpoint lacks the file. Arguments and errors are
     those of :func:`has_file`."""
     with damage_in(path):
@@ -100,6 +100,16 @@ def read_file(path: Where, name: str, files: SourceFiles | None = None) -> bytes
 def has_our_files(path: Where) -> bool:
     """Return whether a directory has files of a checkpoint of this package or of stock DCP, committed or not."""
     return has_traces(names_in(locate(path)))
+
+
+def is_of_stock_lightning(path: Where) -> bool:
+    """Return whether a sharded strategy of Lightning or Fabric alone saved the directory, also over a checkpoint of
+    ours.
+
+    Raises:
+        CheckpointCorrupt: The directory mixes the files of both.
+    """
+    return is_regular_file(path / META) and read_summary(path) is None
 
 
 def is_quarantined(path: Where) -> bool:
@@ -180,7 +190,7 @@ def local_copy(
         with damage_in(path):
             if files is not None:
                 _verify(files, path, wanted)
-                copy = _fetched(files, filter(_is_extra, files.all_names()), wanted, Path(root))
+                copy = _fetched(files, files.all_names(), wanted, Path(root))
             else:
                 copy = in_one_view(path, lambda _, opened: _fetched(opened, _names(opened, path), wanted, Path(root)))
         yield copy
@@ -194,8 +204,9 @@ def _is_packed(path: Path) -> bool:
 
 def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
     """Select for each file a node whose copy has the checksum of the save. Raises CheckpointCorrupt without any."""
-    for name, saved in open_files(path, files, complete=False).index.extra_files.items():
-        while wanted(name) and comparison_of(files, name) != saved:
+    saved = open_files(path, files, complete=False).index.extra_files
+    for name in filter(wanted, saved):
+        while comparison_of(files, name) != saved[name]:
             with files.open(name) as file:
                 file.peek(1)  # selects the node
                 if not files.mark_unreliable(file):
@@ -203,19 +214,20 @@ def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> N
 
 
 def _fetched(files: Readable, names: Iterable[str], wanted: Callable[[str], bool], root: Path) -> Path:
+    """Return a new directory with the extra files among ``names``, which frameworks and users have added."""
     copy = Path(tempfile.mkdtemp(dir=root))  # a second call follows if another save replaces the files
-    for name in filter(wanted, names):
+    for name in (name for name in names if _is_extra(name) and wanted(name)):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         with files.open(name) as source, open(copy / name, "wb") as target:
             shutil.copyfileobj(source, target, _AT_ONCE)
     return copy
 
 
-def _names(files: Readable, path: Where) -> list[str]:
-    """Return the names of the extra files that frameworks and users have added."""
+def _names(files: Readable, path: Where) -> set[str]:
+    """Return the names of all files of a checkpoint at its path."""
     medium = snapshot(path)
     folders = [path, path / f"{PACKED}{files.token}"] if isinstance(files, PackedFiles) else [path]
-    return sorted({name for folder in folders for name, _ in files_below(medium, folder) if _is_extra(name)})
+    return {name for folder in folders for name, _ in files_below(medium, folder)}
 
 
 def _is_extra(name: str) -> bool:

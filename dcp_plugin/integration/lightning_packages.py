@@ -190,6 +190,14 @@ def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def refuse_storage_options(storage_options: Any | None, setting: str) -> None:
+    """Refuse options of a single save, which Lightning and Fabric would give to fsspec."""
+    if storage_options is not None:
+        raise TypeError(
+            f"a save takes no storage_options: how a store is reached is a setting for all saves and loads, {setting}."
+        )
+
+
 class ResumableSampler(Sampler[int]):
     """Sampler that ``generator`` orders at each iteration; ``StatefulDataLoader`` saves its position."""
 

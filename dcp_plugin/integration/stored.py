@@ -27,7 +27,7 @@ from dcp_plugin.format.values import is_storable as is_storable
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import CalledLast
+from dcp_plugin.state import GROUPS, CalledLast, unflatten_optimizer
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
@@ -70,6 +70,15 @@ def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | Non
         name, _, below = key.partition(".")
         keys.setdefault(name, []).append(below)
     return keys
+
+
+def optimizer_from_stored(stored: Any) -> Any:
+    """Return the nested state dict of an optimizer. Its stored form is flat; nested, if stock Lightning has written it;
+    or a layout of the optimizer's own, which is returned unchanged."""
+    if isinstance(stored, dict) and any(str(key).startswith(("state.", f"{GROUPS}.")) for key in stored):
+        return unflatten_optimizer(stored)
+    has_no_state = isinstance(stored, dict) and stored.keys() == {GROUPS}  # SGD, as stock Lightning stores it
+    return {"state": {}, **stored} if has_no_state else stored
 
 
 def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:

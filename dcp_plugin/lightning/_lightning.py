@@ -384,7 +384,7 @@ def restore_groups(trainer: Any, checkpoint: dict[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
 
 
-def groups_are_restored(trainer: Any, groups_made: list[int]) -> None:
+def unfreeze_restored_groups(trainer: Any, groups_made: list[int]) -> None:
     """Unfreeze the parameters in the restored groups of ``BaseFinetuning``, and have it add them to no later fit.
 
     The callback's ``setup`` has frozen all modules, even those that it had unfrozen before the checkpoint was made.

@@ -115,9 +115,9 @@ class PostCommit:
             make()
             return
         self._changes.append(_FileChange(self._number, deletes, make, in_training))
-        self.published()
+        self.make_changes()
 
-    def published(self) -> None:
+    def make_changes(self) -> None:
         """Make the changes that wait for the newest save, if it is published."""
         if self._newest is not None and self._newest.finished is not None:
             self._published(self._number, self._newest.finished)
@@ -157,7 +157,7 @@ class PostCommit:
         """Return whether a save to ``path`` is in flight."""
         return self._newest is not None and not self._newest.done() and self._newest.path == as_path(path)
 
-    def in_training(self, action: Callable[[SaveFinished], object]) -> None:
+    def run_in_training(self, action: Callable[[SaveFinished], object]) -> None:
         """Run an action that only the training's thread may run (loggers) in :meth:`settle`."""
         newest = self._newest
         if newest is not None and newest.finished is not None:
@@ -169,10 +169,6 @@ class PostCommit:
         """Run the actions that are due, in the training's thread."""
         while self._due:
             self._due.popleft()()
-
-
-def _in_words(gigabytes: float) -> str:
-    return size(gigabytes * 1e9)
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,7 @@ class _WhenPublished:
             copy.__dict__.update(at_save)
             self.notify(copy)
 
-        self.post_commit.in_training(notify)
+        self.post_commit.run_in_training(notify)
 
 
 class DCPCheckpointIO(Saver):
@@ -236,7 +232,7 @@ class DCPCheckpointIO(Saver):
         **overrides: Any,
     ) -> None:
         StartOptions(init_from=init_from, partial=partial)  # raises if the options contradict each other
-        _be_a_plugin_for_all()
+        _register_as_plugin()
         other_options = ("weights_only", "init_from", "partial")
         super().__init__(CheckpointConfig.merge(config, other_options, **overrides).that_waits("ModelCheckpoint"))
         self.weights_only = weights_only
@@ -298,7 +294,7 @@ class DCPCheckpointIO(Saver):
             metrics=metrics,
         )
         self.post_commit.follow(handle)
-        self.post_commit.in_training(self._report)
+        self.post_commit.run_in_training(self._report)
         if self.others is None or self.others.may_write_after_save_in(self.saving_hook):
             handle.wait_staged()
         return handle
@@ -316,22 +312,22 @@ class DCPCheckpointIO(Saver):
         if event.rank != 0:
             return
         summary = summary_if_readable(event.path)
-        gigabytes, linked = event.bytes / 1e9, 0.0  # the checkpoint was deleted meanwhile: the share of this rank
+        total, linked = event.bytes, 0  # the checkpoint was deleted meanwhile: the share of this rank
         if summary is not None:
-            gigabytes, linked = summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9
-        per_second = max(0.0, gigabytes - linked) / event.seconds if event.seconds else 0.0
-        unchanged = f", {_in_words(linked)} of it linked," if linked else ""
+            total, linked = summary.payload_bytes, int(summary.reused.get("bytes", 0))
+        per_second = max(0, total - linked) / event.seconds if event.seconds else 0.0
+        unchanged = f", {size(linked)} of it linked," if linked else ""
         tier = "" if event.tier == "durable" else " in local_dir"
         rank_zero_info(
-            f"Saved {event.path}{tier}: {_in_words(gigabytes)}{unchanged} in {event.seconds:.2f} s "
-            f"({_in_words(per_second)}/s). The training waited {event.blocked_seconds:.2f} s."
+            f"Saved {event.path}{tier}: {size(total)}{unchanged} in {event.seconds:.2f} s "
+            f"({size(per_second)}/s). The training waited {event.blocked_seconds:.2f} s."
         )
         if self.on_saved is not None:
             figures = {
                 "checkpoint/blocked_seconds": event.blocked_seconds,
                 "checkpoint/seconds": event.seconds,
-                "checkpoint/gigabytes": gigabytes,
-                "checkpoint/gb_per_second": per_second,
+                "checkpoint/gigabytes": total / 1e9,
+                "checkpoint/gb_per_second": per_second / 1e9,
             }
             proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
             self.on_saved(figures | (proposed.figures() if proposed is not None else {}))
@@ -390,7 +386,7 @@ class DCPCheckpointIO(Saver):
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary from this process alone."""
-        refuse_storage_options(storage_options)
+        lightning_packages.refuse_storage_options(storage_options, "DCPCheckpointIO(storage_options={...})")
         self._warn_if_not_promoted()
         state = layout.to_state(layout.beside_ours(checkpoint), self.config.allow_pickle)
         self._alone().save(state, path, kinds=layout.kinds_of(state))
@@ -435,7 +431,7 @@ class DCPCheckpointIO(Saver):
             self.wait()
             if self._checkpointer is not None and self.config.has_local_tier:
                 self._checkpointer.bring_newest()
-                self.post_commit.published()
+                self.post_commit.make_changes()
                 self.post_commit.settle()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
@@ -469,15 +465,7 @@ class DCPCheckpointIO(Saver):
         )
 
 
-def refuse_storage_options(storage_options: Any | None) -> None:
-    if storage_options is not None:
-        raise TypeError(
-            "DCPCheckpointIO takes no storage_options with a save: how a store is reached is a setting for all saves "
-            "and loads, DCPCheckpointIO(storage_options={...})."
-        )
-
-
-def _be_a_plugin_for_all() -> None:
+def _register_as_plugin() -> None:
     """Register the class as a ``CheckpointIO`` of the imported packages, or else of all installed packages. Have
     Lightning's errors name the function that opens a directory."""
     imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
@@ -487,4 +475,4 @@ def _be_a_plugin_for_all() -> None:
 
 
 if any(package.fabric_imported for package in lightning_packages.PACKAGES):  # LightningCLI asks before it makes one
-    _be_a_plugin_for_all()
+    _register_as_plugin()

@@ -50,7 +50,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
-from dcp_plugin.integration.files import META, is_regular_file, load_torch_file, read_summary
+from dcp_plugin.integration.files import META, load_torch_file
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.integration.stored import (
     EXTRA,
@@ -63,6 +63,7 @@ from dcp_plugin.integration.stored import (
     holds_sharded,
     is_storable,
     numbered,
+    optimizer_from_stored,
     plain,
 )
 from dcp_plugin.lightning import _lightning
@@ -83,7 +84,6 @@ from dcp_plugin.state import (
     mark_parameters,
     mark_slots,
     parameter_names,
-    unflatten_optimizer,
     unwrapped_optimizer,
     without_sampler,
 )
@@ -110,21 +110,21 @@ OPTIMIZER = "optimizer"
 """Prefix of the optimizers' names: ``optimizer_0``, ``optimizer_1``, …, even for a single optimizer."""
 
 
-def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
+def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> dict[str, Any]:
     """Return the named state of a dictionary of Lightning's, or of any other dictionary (all its items are then extra).
 
     Args:
         allow_pickle: Keys (globs) of hyper-parameters to store although only executing code restores them.
     """
-    extra = made_storable(checkpoint, allow_pickle)
+    extra = _with_storable_parameters(checkpoint, allow_pickle)
     state: dict[str, Any] = {}
     if extra.get("state_dict"):  # a module without state is omitted, as in a save of the module itself
         state[MODEL] = extra.pop("state_dict")
     optimizers = extra.get("optimizer_states")
-    if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
+    if optimizers and all(isinstance(nested, OwnLayout) or is_keyed_by_name(nested) for nested in optimizers):
         del extra["optimizer_states"]
         # Lightning stores an empty state for a module without optimizer.
-        flat = [flatten_optimizer(state) or {} for state in optimizers]
+        flat = [flatten_optimizer(nested) or {} for nested in optimizers]
         state.update(zip(numbered(OPTIM, len(optimizers)), flat, strict=True))
     return {**state, EXTRA: extra}
 
@@ -150,20 +150,12 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
 def from_state(state: dict[str, Any]) -> Checkpoint:
     """Return the dictionary of a state: the inverse of :func:`to_state`."""
     checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
-    made_again(checkpoint)
+    restore_configurations(checkpoint)
     if MODEL in state:
         checkpoint["state_dict"] = state[MODEL]
     if optimizers := among(OPTIM, state):
-        checkpoint["optimizer_states"] = [optimizer_of(state[name]) for name in optimizers]
+        checkpoint["optimizer_states"] = [optimizer_from_stored(state[name]) for name in optimizers]
     return checkpoint
-
-
-def optimizer_of(stored: Any) -> Any:
-    """Return the nested state of an optimizer from its stored form: flat, nested if stock Lightning has written it, or
-    in a layout of the optimizer's own, which stays."""
-    if isinstance(stored, dict) and any(key.startswith(("state.", f"{GROUPS}.")) for key in stored):
-        return unflatten_optimizer(stored)
-    return {"state": {}, **stored} if isinstance(stored, dict) and GROUPS in stored else stored
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:
@@ -172,26 +164,26 @@ def is_keyed_by_name(optimizer_state: Any) -> bool:
     return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
 
 
-def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
+def _with_storable_parameters(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
     """Return a checkpoint with its hyper-parameters in their stored form; warn of those that are left out."""
-    made = dict(checkpoint)
+    stored = dict(checkpoint)
     left_out: list[str] = []
     allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
     for key, kind in KEYS.items():
-        if key in made:
-            if classes := _how_made(made[key]):
-                made[TYPES] = {**made.get(TYPES, {}), key: classes}
+        if key in stored:
+            if classes := _classes_in(stored[key]):
+                stored[TYPES] = {**stored.get(TYPES, {}), key: classes}
             unstorable: list[str] = []
-            made[key] = _storable_part(key, plain(made[key]), allowed, unstorable)
+            stored[key] = _storable_part(key, plain(stored[key]), allowed, unstorable)
             left_out += sorted(unstorable)
-        if isinstance(of_class := made.get(kind), type):  # loading a class would execute its module
-            made[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
+        if isinstance(of_class := stored.get(kind), type):  # loading a class would execute its module
+            stored[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     if left_out:
         _warn_left_out(tuple(left_out))
-    return made
+    return stored
 
 
-def made_again(checkpoint: Checkpoint) -> None:
+def restore_configurations(checkpoint: Checkpoint) -> None:
     """Have OmegaConf make its configurations from the stored hyper-parameters, in place. Values that OmegaConf refuses
     stay plain, with a warning: a resume does not need them."""
     types = checkpoint.pop(TYPES, None)
@@ -200,24 +192,24 @@ def made_again(checkpoint: Checkpoint) -> None:
     for key, kind in KEYS.items():
         if key in checkpoint and key in types:
             try:
-                checkpoint[key] = _make(checkpoint[key], types[key])
+                checkpoint[key] = _with_classes(checkpoint[key], types[key])
                 if "is" in types[key]:
                     checkpoint[kind] = type(checkpoint[key])
             except Exception as error:  # a checkpoint of any author may have any values here
                 rank_zero_warn(f"OmegaConf cannot make the {key} of the checkpoint again, which stay plain: {error!r}")
 
 
-def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
+def unresolved(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
     """Return the unresolved items of a ``DictConfig``, and a function that makes a configuration of such items; None
     for any other value."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return None
-    how = {**_how_made(value), "root": None, "keys": []}
-    return omegaconf.OmegaConf.to_container(value), lambda items: _make(items, how)
+    classes = {**_classes_in(value), "root": None, "keys": []}
+    return omegaconf.OmegaConf.to_container(value), lambda items: _with_classes(items, classes)
 
 
-def _how_made(value: Any) -> dict[str, Any]:
+def _classes_in(value: Any) -> dict[str, Any]:
     """Return the classes of OmegaConf in a value; an empty mapping if it has none.
 
     For a configuration the result is ``{"is": class, "flags": …, "root": …, "keys": …}``: interpolations may refer to
@@ -231,7 +223,7 @@ def _how_made(value: Any) -> dict[str, Any]:
             root, keys, plain_root = value, [], None
         flags = {"struct": bool(omegaconf.OmegaConf.is_struct(root)), "readonly": omegaconf.OmegaConf.is_readonly(root)}
         return {"is": type(value).__name__, "flags": flags, "root": plain_root, "keys": keys}
-    inside = {key: how for key, item in _items(value) if (how := _how_made(item))}
+    inside = {key: classes for key, item in _items(value) if (classes := _classes_in(item))}
     return {"in": inside} if inside else {}
 
 
@@ -239,25 +231,26 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
 
 
-def _make(value: Any, how: dict[str, Any]) -> Any:
-    if "is" not in how:
-        inside = how["in"]
-        made = {key: _make(item, inside[key]) if key in inside else item for key, item in _items(value)}
-        return made if isinstance(value, dict) else type(value)(made.values())
+def _with_classes(value: Any, classes: dict[str, Any]) -> Any:
+    """Return the configurations of a plain value: the inverse of :func:`_classes_in`."""
+    if "is" not in classes:
+        inside = classes["in"]
+        items = {key: _with_classes(item, inside[key]) if key in inside else item for key, item in _items(value)}
+        return items if isinstance(value, dict) else type(value)(items.values())
     omegaconf = importlib.import_module("omegaconf")
-    source = value if how["root"] is None else how["root"]
-    if how["is"] not in ("DictConfig", "ListConfig") or not isinstance(source, (dict, list, type(None))):
-        raise TypeError(f"a {how['is']} of a {type(source).__name__}")
-    kind = how["is"] if source is None else "ListConfig" if isinstance(source, list) else "DictConfig"
+    source = value if classes["root"] is None else classes["root"]
+    if classes["is"] not in ("DictConfig", "ListConfig") or not isinstance(source, (dict, list, type(None))):
+        raise TypeError(f"a {classes['is']} of a {type(source).__name__}")
+    kind = classes["is"] if source is None else "ListConfig" if isinstance(source, list) else "DictConfig"
     config = root = getattr(omegaconf, kind)(source)
-    for key in how["keys"]:
+    for key in classes["keys"]:
         if omegaconf.OmegaConf.is_interpolation(config, key):
             raise TypeError(f"{key} is an interpolation")
         config = config[key]
-    if type(config).__name__ != how["is"]:
-        raise TypeError(f"a {how['is']} of a {type(config).__name__}")
-    omegaconf.OmegaConf.set_struct(root, how["flags"]["struct"] or None)
-    omegaconf.OmegaConf.set_readonly(root, how["flags"]["readonly"] or None)
+    if type(config).__name__ != classes["is"]:
+        raise TypeError(f"a {classes['is']} of a {type(config).__name__}")
+    omegaconf.OmegaConf.set_struct(root, classes["flags"]["struct"] or None)
+    omegaconf.OmegaConf.set_readonly(root, classes["flags"]["readonly"] or None)
     return config
 
 
@@ -315,15 +308,6 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
         if key != OF_HOOKS:
             checkpoint.pop(key, None)
     return put_back(checkpoint)
-
-
-def is_directory_of_lightning(path: Where) -> bool:
-    """Return whether a sharded strategy of stock Lightning saved the directory, also over a checkpoint of ours.
-
-    Raises:
-        CheckpointCorrupt: The directory mixes the files of both.
-    """
-    return is_regular_file(path / META) and read_summary(path) is None
 
 
 def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
@@ -437,17 +421,20 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
         checkpoint: Lightning's dictionary.
         state: Its stored form, see :func:`to_state`.
     """
-    groups = _add_groups(checkpoint, state)
     model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
+    aliases: dict[str, tuple[str, KeyPath]] = {}
+    if model not in (None, MODEL):
+        aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
+    for number, name in enumerate(among(OPTIM, state)):
+        nested, stock_name = checkpoint["optimizer_states"][number], f"{OPTIMIZER}_{number}"
+        if isinstance(nested, OwnLayout) or group_list(nested)[0].keys() & state[name].keys():
+            continue  # in the second case a parameter has the name "0"
+        state[name] = {**state[name], GROUPS: nested[GROUPS]}
+        if model is not None:
+            for key, path in flatten_tree(nested)[1].items():
+                aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
     if model is None:
         return None
-    aliases: dict[str, tuple[str, KeyPath]] = {}
-    if model != MODEL:
-        aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
-    for number, (name, nested) in groups.items():
-        stock_name = f"{OPTIMIZER}_{number}"
-        for key, path in flatten_tree(nested)[1].items():
-            aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
     meta = _meta(state[EXTRA]) if strategy.is_global_zero else None
     return aliases, functools.partial(_write_meta, meta)
 
@@ -459,21 +446,6 @@ def _write_meta(meta: Checkpoint | None, directory: Path) -> None:
         return
     with suppress(UnsafeCheckpoint):
         (directory / META).write_bytes(encode(meta, allow_pickle=True))
-
-
-def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tuple[str, Nested]]:
-    """Add the groups of the optimizers to ``state``. Return the names and states of these optimizers by number."""
-    added: dict[int, tuple[str, Nested]] = {}
-    optimizers = checkpoint.get("optimizer_states", ())
-    if not optimizers or not all(isinstance(each, OwnLayout) or is_keyed_by_name(each) for each in optimizers):
-        return added
-    for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
-        if isinstance(nested, OwnLayout):
-            continue
-        if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may have the name "0"
-            state[name] = {**state[name], GROUPS: nested[GROUPS]}
-            added[number] = name, nested
-    return added
 
 
 def _meta(extra: Checkpoint) -> Checkpoint:

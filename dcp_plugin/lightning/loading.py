@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
-from dcp_plugin.integration.files import META, is_regular_file
+from dcp_plugin.integration.files import META, is_of_stock_lightning, is_regular_file
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name
+from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name, optimizer_from_stored
 from dcp_plugin.lightning import _lightning, layout
-from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
+from dcp_plugin.lightning.layout import Checkpoint, restore_configurations
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import LoadReport
@@ -68,8 +68,8 @@ class Loaded:
     """The loaded values of the model, to detect replacements by hooks; None before the model is loaded."""
     optimizer_names: list[str] = field(default_factory=list)
     """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
-    optimizers: list[dict[str, Any]] | None = None
-    """The flat state of each optimizer; None before the optimizers are loaded."""
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    """The flat state of each optimizer; empty before the optimizers are loaded."""
     report: LoadReport | None = None
     """The report of the load without the optimizers; None for a file of Lightning's."""
     of_lightning: bool = False
@@ -80,7 +80,7 @@ class Loaded:
         """Return the contents of a file of Lightning's; the model is loaded after the hooks."""
         live, saved = gather_module(model), checkpoint["state_dict"]
         state_dict = {key if key in live else without_wrappers(key): value for key, value in saved.items()}
-        return cls(path, {**checkpoint, "state_dict": state_dict}, model=None, optimizers=[])
+        return cls(path, {**checkpoint, "state_dict": state_dict}, model=None)
 
 
 def load(
@@ -108,7 +108,7 @@ def load(
     unapplied = Unapplied(model)
     keys, of_lightning = checkpointer.ranks.from_zero(
         f"read {path}",
-        lambda: (keys_by_name(path, files), files is None and layout.is_directory_of_lightning(path)),
+        lambda: (keys_by_name(path, files), files is None and is_of_stock_lightning(path)),
     )
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
@@ -118,7 +118,7 @@ def load(
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
     report = checkpointer.restore(state, path, strict=strict and not hooked)
-    made_again(checkpoint)
+    restore_configurations(checkpoint)
     loaded = None
     if not hooked:
         missing = set(report.missing)
@@ -155,7 +155,7 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
     exist. Collective."""
     state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
     checkpointer.restore(state, loaded.path)
-    return [layout.optimizer_of(tree) for tree in state.values()]
+    return [optimizer_from_stored(tree) for tree in state.values()]
 
 
 def _allocate_like_parameters(
@@ -216,7 +216,7 @@ def apply_optimizers(
 ) -> None:
     """Apply the ``states`` to the optimizers after the hooks."""
     _refuse_other_number(loaded.path, states, optimizers)
-    for optimizer, state, applied in zip_longest(optimizers, states, loaded.optimizers or ()):
+    for optimizer, state, applied in zip_longest(optimizers, states, loaded.optimizers):
         if not state:  # Lightning's state of a module without optimizer
             continue
         if isinstance(applied, OwnLayout):
@@ -354,7 +354,7 @@ def read_full(
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
     checkpointer.restore(state, path)
     checkpoint = layout.from_state(state)
-    if layout.is_directory_of_lightning(path):
+    if is_of_stock_lightning(path):
         return {**layout.read(path / META, weights_only), **checkpoint}
     return layout.without_own_state(checkpoint)
 
@@ -378,10 +378,10 @@ def _take_hyper_parameters(
     if hparams_file is not None:
         checkpoint[key] = _lightning.hyper_parameters_in(package, hparams_file)
     saved = checkpoint.get(key, {})
-    if unresolved := made_of(saved):  # reading its items would resolve them
-        saved, remake = unresolved
+    if unresolved := layout.unresolved(saved):  # reading its items would resolve them
+        saved, with_items = unresolved
         is_argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
-        checkpoint[kind] = remake if is_argument else None
+        checkpoint[kind] = with_items if is_argument else None
     checkpoint[key] = {**saved, **arguments}
     if str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
         checkpoint[kind] = importlib.import_module("omegaconf").OmegaConf.create
@@ -400,10 +400,10 @@ def name_ours_in_errors() -> None:
     """Have Lightning's own ``load_from_checkpoint``, in each imported package, name ours when it cannot open a
     directory."""
     for package in PACKAGES:
-        _lightning.add_notes_to_reading(package, _what_opens)
+        _lightning.add_notes_to_reading(package, _note_for)
 
 
-def _what_opens(path: Any, error: Exception) -> str:
+def _note_for(path: Any, error: Exception) -> str:
     """Return a note for an error of Lightning's own method; an empty string for an error with another cause.
 
     For a URL the note is general, since a message is not worth a request. For a directory some file systems of fsspec

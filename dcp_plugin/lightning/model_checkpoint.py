@@ -63,10 +63,10 @@ def promote_callbacks(trainer: Any) -> None:
     if (io := plugin_of(trainer)) is not None:
         _lightning.replace_choice_of_checkpoint(trainer, CheckpointChoice(io))
     with suppress(ValueError):  # only a fit needs the directories, and its setup raises
-        tidy_dirpaths(trainer)
+        normalise_dirpaths(trainer)
 
 
-def tidy_dirpaths(trainer: Any) -> None:
+def normalise_dirpaths(trainer: Any) -> None:
     """Normalise the directories of the trainer's callbacks: a ``file://`` URL becomes a local path.
 
     Raises:

@@ -59,8 +59,6 @@ class Resume:
     """This rank's state from a checkpoint, to be restored when the training reaches the point of the checkpoint."""
 
     streams: SavedStreams
-    rng: dict[str, Any] | None
-    """The random state of the rank ``streams.source`` in the checkpoint; None if it has none."""
     positions: list[tuple[Any, str | None]]
     """The saved states that no stateful loader has received yet, in order, with the properties (:func:`made_by`) of the
     saved loaders, if the checkpoint has them."""
@@ -86,13 +84,13 @@ class Resume:
             _lightning.complete_epoch(fit_loop)
         rank, data_ranks = data_rank(trainer)
         positions = loader_states.get(str(rank), []) if len(loader_states) == data_ranks else []
-        saved_on = frozenset(int(saved) for saved in rng_states if saved.isdecimal())
-        streams = SavedStreams(saved_on, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+        names, device = [f"{RNG}.{saved}" for saved in rng_states], trainer.strategy.root_device
+        streams = SavedStreams.among(names, trainer.global_rank, trainer.world_size, device)
+        streams.loaded.update(rng_states.get(str(streams.source), {}))
         if streams.about_new_ranks:
             rank_zero_info(f"The checkpoint has {streams.about_new_ranks}.")
         return cls(
             streams=streams,
-            rng=rng_states.get(str(streams.source)),
             positions=list(zip(positions, checkpoint.pop(MADE_BY, [None] * len(positions)), strict=False)),
             saved_on=len(loader_states),
             moment=moment,
@@ -128,8 +126,7 @@ class Resume:
         if moment.after_last_batch:
             for loader, position in self.placed:
                 _take_position(loader, position)
-        if self.rng is not None:
-            self._restore_streams(self.rng, trainer)
+        self._restore_streams(trainer)
         if moment.before_validation:
             _lightning.skip_due_validation(trainer)
         if moment.before_plateau_schedules:
@@ -139,10 +136,11 @@ class Resume:
         if moment.between_epochs:
             _lightning.end_restart(trainer)
 
-    def _restore_streams(self, state: dict[str, Any], trainer: Trainer) -> None:
-        self.streams.restore(state)
+    def _restore_streams(self, trainer: Trainer) -> None:
+        self.streams.restore()
         if not self.streams.is_new_rank:
-            for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
+            of_loaders = self.streams.loaded.get("loaders", ())
+            for loader, saved in zip(_lightning.train_dataloaders(trainer), of_loaders, strict=False):
                 for generator, generator_state in zip(_generators(loader), saved, strict=False):
                     generator.set_state(generator_state)
 

@@ -22,10 +22,10 @@ from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, loading, resume
-from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
+from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
-from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpaths
+from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_callbacks
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.sources import SourceFiles
@@ -91,8 +91,8 @@ class LightningAdapter(StrategyAdapter):
     def setup(self, trainer: Trainer) -> None:
         ranks = self.checkpointer.ranks  # forms the group now: later, some ranks may not call
         promote_callbacks(trainer)
-        if trainer.state.fn == "fit":
-            tidy_dirpaths(trainer)
+        if self.fitting:
+            normalise_dirpaths(trainer)
         self._all_came = None
         self.stock.setup(trainer)
         self._set_up = True
@@ -132,7 +132,7 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
-        refuse_storage_options(storage_options)
+        packages.refuse_storage_options(storage_options, "DCPCheckpointIO(storage_options={...})")
         strategy, io = self.strategy, self.io
         path = io.where(strategy.broadcast(filepath))
         checkpoint = layout.beside_ours(checkpoint)
@@ -242,9 +242,9 @@ class LightningAdapter(StrategyAdapter):
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
             return
-        if loaded.optimizers is None and loaded.optimizer_names:
+        if loaded.optimizer_names and not loaded.optimizers:
             self._load_optimizers(loaded)
-        _lightning.groups_are_restored(self.trainer, self._groups_made)
+        _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             loading.apply_optimizers(self.model, optimizers, loaded, states, self.module.strict_loading)
 

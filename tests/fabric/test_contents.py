@@ -293,6 +293,18 @@ class _Numbered(torch.optim.SGD):
 
 
 @on_ranks(1)
+def test_groups_of_equal_settings_are_groups_in_the_remainder(tmp_path: Path) -> None:
+    import dcp_plugin as dcp
+    from tests.fabric import training as t
+
+    net = t.Net()
+    optimizer = torch.optim.AdamW([{"params": net.body.parameters()}, {"params": net.head.parameters()}])
+    dcp.save({"model": net, "optim": optimizer}, tmp_path / "saved")
+    groups = _attached("single").load(tmp_path / "saved")["optim"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [4, 2]
+
+
+@on_ranks(1)
 def test_the_remainder_has_an_optimizer_in_its_own_layout(tmp_path: Path) -> None:
     fabric = _attached("single")
     model = torch.nn.Linear(2, 2)

@@ -230,7 +230,7 @@ def test_a_save_draws_no_random_numbers(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_what_callbacks_have_no_public_names_for() -> None:
-    """What callbacks have no public names for, see replace_link and groups_are_restored."""
+    """What callbacks have no public names for, see replace_link and unfreeze_restored_groups."""
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
     assert isinstance(inspect.getattr_static(ModelCheckpoint, "_link_checkpoint"), staticmethod)

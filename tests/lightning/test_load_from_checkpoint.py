@@ -298,11 +298,11 @@ def test_hyper_parameters_of_types_that_do_not_fit_stay_plain(
     """They come from the checkpoint, which may be from anybody."""
     from lightning_utilities.core.rank_zero import rank_zero_only
 
-    from dcp_plugin.lightning.layout import TYPES, made_again
+    from dcp_plugin.lightning.layout import TYPES, restore_configurations
 
     how = {"root": None, "keys": [], "flags": {"struct": False, "readonly": False}, **how} if type(how) is dict else how
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # Lightning sets it, which is not imported here
     checkpoint = {"hyper_parameters": value, TYPES: {"hyper_parameters": how}}
     with pytest.warns(UserWarning, match="stay plain"):
-        made_again(checkpoint)
+        restore_configurations(checkpoint)
     assert checkpoint == {"hyper_parameters": value}
