@@ -66,11 +66,10 @@ from dcp_plugin.state import (
     gather_optimizer,
     inside_ddp,
     is_of_no_module,
-    joint_module,
     loose_module,
     mark_parameters,
     mark_slots,
-    module_of,
+    trained_module,
 )
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 from dcp_plugin.tools.contents import info_of
@@ -146,15 +145,14 @@ def _trained(
     adapter: FabricAdapter, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool
 ) -> nn.Module:
     modules = of_kind(nn.Module, state)
+    named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
+    named.update({f"set_up_{number}": module for number, module in enumerate(adapter.modules.values())})
     try:
-        return module_of(name, optimizer, {**modules, **adapter.modules})
+        return trained_module(name, optimizer, named, state)
     except CheckpointMismatch:
-        named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
-        named.update({f"set_up_{number}": module for number, module in enumerate(adapter.modules.values())})
-        joint = joint_module(name, optimizer, named, state)
-        if joint is None and (adapter.keeps_shards or not loose):
+        if adapter.keeps_shards or not loose:
             raise
-        return loose_module(optimizer) if joint is None else joint
+        return loose_module(optimizer)
 
 
 def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:

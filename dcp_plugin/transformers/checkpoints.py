@@ -190,18 +190,12 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The path has no complete checkpoint.
     """
     path = as_path(path, config.storage_options)
-    state = state_of(path) if files is None else None
-    if files is None and state is None:
-        with damage_in(path):
-            kind = kind_of(path)
-        if not kind:
-            raise CheckpointNotFound(f"{path}: nothing is there")
-        path = local_path(path, "what transformers has saved without this package", _COPY_IT)
-        if reason := _incomplete_reason(path):
-            raise CheckpointIncomplete(f"{path}: {reason}")
-        return Found(path)
-    if state is not None and not state.committed:
-        raise CheckpointIncomplete(f"{path}: {state.reason}")
+    if files is None:
+        state = state_of(path)
+        if state is None:
+            return _examine_stock(path)
+        if not state.committed:
+            raise CheckpointIncomplete(f"{path}: {state.reason}")
     info = inspect_files(path, files)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
     wanted = (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}")
@@ -215,6 +209,17 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
         )
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
     return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))
+
+
+def _examine_stock(path: Where) -> Found:
+    with damage_in(path):
+        kind = kind_of(path)
+    if not kind:
+        raise CheckpointNotFound(f"{path}: nothing is there")
+    directory = local_path(path, "what transformers has saved without this package", _COPY_IT)
+    if reason := _incomplete_reason(directory):
+        raise CheckpointIncomplete(f"{directory}: {reason}")
+    return Found(directory)
 
 
 def logged_now(state: TrainerState) -> dict[str, float]:
