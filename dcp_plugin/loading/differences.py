@@ -54,7 +54,6 @@ class Differences:
         self._of_submodule = self._partial.of is not None
         self._strict, self._mode, self._warn = matching.strict, matching.mode, matching.warn
         self._keys, self._absent, self._optimizers = matching.keys, matching.absent, matching.optimizers
-        self._union = Union()
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # stored keys that a proposed rename would take, so they are not unexpected
@@ -173,13 +172,12 @@ class Differences:
     def _judge_patterns(self) -> None:
         """Add a problem for each pattern that matches no key and for each prefix that the checkpoint does not have."""
         problems, keys = self._match.problems, self._keys
-        idle = self.idle() if self._union.idle is None else self._union.idle
-        globs = [glob for glob in self._partial.idle(keys) if glob in idle]
+        globs = [glob for glob in self._partial.idle(keys) if glob in self._union.idle]
         problems += about_globs(globs, keys, self._index)
         problems += [
             f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, keys)}"
             for here in self._rename.idle(keys)
-            if here in idle
+            if here in self._union.idle
         ]
         for here, source in self._rename.prefixes:
             unmatched = [

@@ -25,10 +25,10 @@ from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import LoadMode, Matching
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
+from dcp_plugin.ranks import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
+from dcp_plugin.state.adapters import ModuleAdapter, Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
@@ -165,7 +165,9 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            return self._open(selection)
+            many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
+            paths = str(self._path), str(self._reader.path)
+            return _Request(*paths, self._reader.save, repr(selection), many_hosts, socket.gethostname())
 
         def compare(requests: list[_Request]) -> tuple[str, float]:
             return self._difference(requests), self._least_hosts(requests)
@@ -183,23 +185,14 @@ class Loading:
 
     def forecast(self, state: Mapping[str, Any]) -> Match:
         """Return the match of :meth:`run` for this process alone. Nothing is allocated, read or changed."""
-        from dcp_plugin.loading.union import Union
-
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = self._located(adapters)
         with self._reader:
-            context = _Begun(adapters, selection, self._least_hosts([self._open(selection)]))
-        matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode)
-        matching.run(adapters)
-        matching.differences.judge(Union())
-        return self._plan(context, matching.match).match
-
-    def _open(self, selection: PartialLoad | None) -> _Request:
-        """Open the checkpoint on this rank and return the rank's request."""
-        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-        save = self._reader.save
-        paths = str(self._path), str(self._reader.path)
-        return _Request(*paths, save, repr(selection), many_hosts, socket.gethostname())
+            matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode)
+        step = f"compare {self._path} with the state"
+        union = self._ask_all(step, lambda: matching.run(adapters), lambda asked: matching.differences.answer(asked))
+        matching.judge(union)
+        return self._plan(adapters, matching.match).match
 
     def _least_hosts(self, requests: list[_Request]) -> float:
         """Return the number of hosts that must want the same bytes before ranks share the reading."""
@@ -246,10 +239,9 @@ class Loading:
 
         def match() -> list[str] | None:
             for adapter in context.adapters:
-                if adapter.kind == "module" and adapter.module is not None:
+                if isinstance(adapter, ModuleAdapter):
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
-            matching.run(context.adapters)
-            return matching.questions
+            return matching.run(context.adapters)
 
         union = self._ask_all(step, match, lambda asked: matching.differences.answer(asked))
         fitted = Attempt.of(lambda: self._judge_and_plan(context, matching, union, allocated))
@@ -262,15 +254,22 @@ class Loading:
     def _ask_all(
         self, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
     ) -> Union | None:
-        """Run ``work`` on every rank, and have all ranks answer its questions; None if no rank has any. Collective."""
-        questions = work() if self._ranks.size == 1 else []
-        if questions is None:
-            return None
-        from dcp_plugin.loading.union import Union, ask_all  # a process alone rarely has questions
+        """Run ``work`` on every rank, and have all ranks answer the questions of all ranks. Collective.
 
-        if self._ranks.size > 1:
-            return ask_all(self._ranks, step, work, answer)
-        return Union.of(questions, [answer(questions)])
+        Args:
+            work: Returns the keys that this rank asks about, possibly none; None if the rank does not need the union.
+            answer: Answers the questions of all ranks.
+
+        Returns:
+            The union, equal on every rank; None if no rank needs it.
+        """
+        packed = self._ranks.combine(step, lambda: _packed(work()), _joined)
+        if packed is None:
+            return None
+        from dcp_plugin.loading.union import Union  # most loads find equal keys
+
+        asked = unpack(packed)
+        return self._ranks.combine(step, lambda: answer(asked), lambda answers: Union.of(asked, answers))
 
     def _judge_and_plan(
         self, context: _Begun, matching: Matching, union: Union | None, allocated: list[str]
@@ -281,10 +280,7 @@ class Loading:
             CheckpointMismatch: The checkpoint does not fit the state. The message names all misfits.
         """
         match = matching.match
-        if union is None:
-            matching.judge_dtypes()
-        else:
-            matching.differences.judge(union)
+        matching.judge(union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         unset = [key for key in allocated if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if unset:
@@ -292,13 +288,13 @@ class Loading:
                 f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        fitted = self._plan(context, match)
+        fitted = self._plan(context.adapters, match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
         return fitted
 
-    def _plan(self, context: _Begun, match: Match) -> _Fitted:
+    def _plan(self, adapters: list[StateAdapter], match: Match) -> _Fitted:
         """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
         targets: dict[str, Any] = dict(match.targets)
         planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
@@ -307,10 +303,10 @@ class Loading:
         try:
             plan = planner.plan_apart()
         except CheckpointMismatch:
-            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(context, match, len(planner.misfits))]
+            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(adapters, match, len(planner.misfits))]
         return _Fitted(match, plan, planner, targets)
 
-    def _about_shapes(self, context: _Begun, match: Match, misfits: int) -> list[str]:
+    def _about_shapes(self, adapters: list[StateAdapter], match: Match, misfits: int) -> list[str]:
         """Return a line of advice if a few parts of modules have another shape and there are no other problems."""
         index = self._reader.index
         shapes = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
@@ -318,8 +314,8 @@ class Loading:
         if match.problems or len(other) != misfits or 2 * len(other) > len(match.targets):
             return []
         modules = {
-            adapter.name: [o.name for o in context.adapters if o.kind == "optimizer" and o.module is adapter.module]
-            for adapter in context.adapters
+            adapter.name: [o.name for o in adapters if o.kind == "optimizer" and o.module is adapter.module]
+            for adapter in adapters
             if adapter.kind == "module"
         }
         from dcp_plugin.loading.suggestions import about_shapes  # the load has failed; nothing is overwritten
@@ -445,6 +441,16 @@ class Loading:
                     match.warnings.append(f"{self._path}: {line}.")
         if problems:
             raise CheckpointMismatch(misfit(self._path, problems))
+
+
+def _packed(asked: list[str] | None) -> bytes | None:
+    return None if asked is None else pack(asked)
+
+
+def _joined(questions: list[bytes | None]) -> bytes | None:
+    """Return the questions of all ranks without duplicates; None if no rank needs the union."""
+    different = {packed for packed in questions if packed is not None}
+    return pack(sorted({key for packed in different for key in unpack(packed)})) if different else None
 
 
 def _unexpected(incompatible: Mapping[str, Incompatible]) -> list[str]:

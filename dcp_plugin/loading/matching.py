@@ -33,6 +33,7 @@ from dcp_plugin.types import KeyPath, LocalChunk, ShardedValue, Wanted
 if TYPE_CHECKING:
     from dcp_plugin.loading.differences import Differences
     from dcp_plugin.loading.renames import Renames
+    from dcp_plugin.loading.union import Union
     from dcp_plugin.partial import PartialLoad
 
 
@@ -159,8 +160,14 @@ class Matching:
         self.match = Match({}, {}, {}, {}, LoadReport(path))
         """The result of :meth:`run`; :class:`~dcp_plugin.loading.differences.Differences` adds to it."""
 
-    def run(self, adapters: list[StateAdapter]) -> None:
-        """Match this rank's objects. Collective if a module contains FSDP1."""
+    def run(self, adapters: list[StateAdapter]) -> list[str] | None:
+        """Match this rank's objects. Collective if a module contains FSDP1.
+
+        Returns:
+            Questions for all ranks: stored keys that only count as unexpected if no other rank takes them. An empty
+            list means that other findings of this rank depend on the keys of other ranks; None means that no finding
+            does.
+        """
         self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
         overlapping = _overlapping(adapters)
         if self.partial is not None or overlapping:
@@ -176,6 +183,22 @@ class Matching:
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self.key_maps[adapter.name] = key_map
+        wants = self.match.wanted.values()
+        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
+        if not differs and not self.absent and (self.partial is None or not self.differences.idle()):
+            return None
+        return self.differences.questions()
+
+    def judge(self, union: Union | None) -> None:
+        """Add the problems and warnings to the match.
+
+        Args:
+            union: The answers of all ranks to the questions of all ranks; None if no rank has asked.
+        """
+        if union is None:
+            self.judge_dtypes()
+        else:
+            self.differences.judge(union)
 
     def _rules(self, overlapping: Mapping[str, frozenset[str]]) -> Renames:
         from dcp_plugin.loading.renames import Renames  # most loads find equal names
@@ -190,16 +213,6 @@ class Matching:
         from dcp_plugin.loading.differences import Differences  # most loads find equal keys
 
         return Differences(self)
-
-    @property
-    def questions(self) -> list[str] | None:
-        """Stored keys that only count as unexpected if no other rank takes them. An empty list means that other
-        findings of this rank depend on the keys of other ranks; None means that no finding does."""
-        wants = self.match.wanted.values()
-        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
-        if not differs and not self.absent and (self.partial is None or not self.differences.idle()):
-            return None
-        return self.differences.questions()
 
     def _is_plain(self, adapter: ValueAdapter) -> bool:
         """Return whether a value is a tensor, the checkpoint has a tensor under its name, and no partial load changes

@@ -25,7 +25,7 @@ from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import KeyMap, path_below
 from dcp_plugin.partial import PATTERN, PartialLoad
-from dcp_plugin.state.adapters import StateAdapter
+from dcp_plugin.state.adapters import ModuleAdapter, StateAdapter
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath
 
@@ -320,10 +320,9 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
         raise TypeError(f"partial must be a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
-    modules = [adapter for adapter in adapters if adapter.kind == "module" and adapter.module is not None]
+    modules = [adapter for adapter in adapters if isinstance(adapter, ModuleAdapter)]
     for candidate in unwrapped(partial.of.module):
         for adapter in modules:
-            assert adapter.module is not None
             for name, child in adapter.module.named_modules(remove_duplicate=False):
                 if child is candidate:
                     inner = CleanNames(adapter.module)(name)
@@ -332,7 +331,6 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
     labels = [
         f"{adapter.name!r}, a {type(unwrapped(adapter.module)[-1]).__name__}{_inside(adapter.module)}"
         for adapter in modules
-        if adapter.module
     ]
     raise CheckpointMismatch(
         f"PartialLoad.submodule: this {kind} is in no module of the state, which has "

@@ -7,10 +7,10 @@ small collective. Otherwise all ranks get the questions of all ranks, and each r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from dcp_plugin.ranks import Ranks, pack, unpack
+from dcp_plugin.ranks import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Union:
-    """The combined answers of all ranks. The defaults apply if no rank has a question, or if there is only one rank."""
+    """The combined answers of all ranks."""
 
-    taken: frozenset[str] = frozenset()
+    taken: frozenset[str]
     """Keys of the questions that at least one rank takes."""
-    owned: frozenset[str] = frozenset()
+    owned: frozenset[str]
     """Keys of the questions that at least one rank takes for a shard, a module or an optimizer."""
-    idle: frozenset[str] | None = None
-    """Globs and renames that match no key on any rank; None if this rank's own are to be used."""
-    ranks_differ: bool = False
+    idle: frozenset[str]
+    """Globs and renames that match no key on any rank."""
+    ranks_differ: bool
     """True if ranks take different keys."""
 
     @classmethod
@@ -54,34 +54,3 @@ class Union:
             frozenset.intersection(*(answer.idle for answer in answers)),
             len({answer.digest for answer in answers}) > 1,
         )
-
-
-def ask_all(
-    ranks: Ranks, step: str, work: Callable[[], list[str] | None], answer: Callable[[list[str]], Answer]
-) -> Union | None:
-    """Run ``work`` on each of several ranks, and have all ranks answer its questions. Collective.
-
-    Args:
-        work: Returns the keys that this rank asks about, possibly none; None if the rank does not need the union.
-        answer: Answers the questions of all ranks.
-
-    Returns:
-        The union, equal on every rank; None if no rank needs it.
-    """
-    packed = ranks.combine(step, lambda: _packed(work()), _joined)
-    if packed is None:
-        return None
-    asked = unpack(packed)
-    return ranks.combine(step, lambda: answer(asked), lambda answers: Union.of(asked, answers))
-
-
-def _packed(asked: list[str] | None) -> bytes | None:
-    return None if asked is None else pack(asked)
-
-
-def _joined(questions: list[bytes | None]) -> bytes | None:
-    """Return the questions of all ranks without duplicates; None if no rank needs the union."""
-    different = {packed for packed in questions if packed is not None}
-    if not different:
-        return None
-    return pack(sorted({key for packed in different for key in unpack(packed)}))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import dcp_plugin as dcp
 from dcp_plugin.format.derived_index import index_of
 from dcp_plugin.format.index import Location, StoredValue
+from dcp_plugin.loading.forecast import plan_load
 from dcp_plugin.loading.renames import Rename, RenamedKeys, prefixes_of
 from dcp_plugin.partial import PartialLoad
 from tests.compare import assert_same, same_bytes
@@ -199,6 +200,15 @@ def test_several_targets_may_take_the_same_stored_key(pretrained: Any) -> None:
     dcp.load({"model": twins}, path, PartialLoad(rename={"model.one.": "model.", "model.two.": "model."}))
     for twin in twins.values():
         assert_same(twin.state_dict(), model.state_dict())
+
+
+def test_a_forecast_knows_that_another_object_takes_a_key(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))}, tmp_path / "ck")
+    state = {"model": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 1)}
+    partial = PartialLoad(rename={"head.": "model.1."})
+    planned = plan_load(state, tmp_path / "ck", partial)
+    assert (planned.error, planned.report.unexpected) == ("", [])
+    assert [item.key for item in planned.items] == dcp.load(state, tmp_path / "ck", partial).loaded
 
 
 def test_a_part_of_what_was_saved_is_loaded_into_a_bare_module_under_any_name(pretrained: Any) -> None:
