@@ -213,7 +213,7 @@ class Checkpointer:
                 checkpoints or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        return _load(self, state, path, partial, strict, LoadMode.FILL)
+        return self._load(state, path, partial, strict, LoadMode.FILL)
 
     def restore(
         self,
@@ -232,7 +232,41 @@ class Checkpointer:
         Arguments and errors are those of :meth:`load`. ``files`` are the files of :meth:`shown` if this rank restores
         alone.
         """
-        return _load(self, state, path, partial, strict, LoadMode.RESTORE, files)
+        return self._load(state, path, partial, strict, LoadMode.RESTORE, files)
+
+    def _load(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        partial: PartialLoad | None,
+        strict: bool,
+        mode: LoadMode,
+        shown: SourceFiles | None = None,
+    ) -> LoadReport:
+        with self._queue.call(f"load {path}"), together(Call.load(path)):
+            ranks = self._writer.idle_ranks()
+            wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
+            location = as_path(path, self.config.storage_options)
+            if ranks.launch is not None:
+                from dcp_plugin.runs import launches  # only processes without a process group need it
+
+                launches.refuse_another_rank(location, ranks.launch)
+            opening = self._open_in_source(location, ranks) if shown is None else nullcontext(shown)
+            with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
+                loading = Loading(ranks, self.config, location, partial, strict, files, mode)
+                report = loading.run(state)
+            self._saving.loaded(state, report, loading.opened, ranks)
+            summary = loading.opened.summary
+            self.save_timing.loaded(location, summary.training if summary is not None else {})
+            return report
+
+    def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
+        """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
+
+        Without ``local_dir`` the source has no files, and the load opens those at the path.
+        """
+        self._queue.wait_recoverable()
+        return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
 
     @contextmanager
     def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
@@ -254,7 +288,7 @@ class Checkpointer:
             location = as_path(path, self.config.storage_options)
             if not self._writer.is_attached:
                 self._source.settle(location.parent, ranks)
-            with _open_in_source(self, location, ranks) as files:
+            with self._open_in_source(location, ranks) as files:
                 if files is None or files.is_at_path:
                     yield None
                     return
@@ -426,41 +460,3 @@ class Checkpointer:
                 self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()
-
-
-def _load(
-    checkpointer: Checkpointer,
-    state: Mapping[str, Any],
-    path: PathLike,
-    partial: PartialLoad | None,
-    strict: bool,
-    mode: LoadMode,
-    shown: SourceFiles | None = None,
-) -> LoadReport:
-    with checkpointer._queue.call(f"load {path}"), together(Call.load(path)):
-        ranks = checkpointer._writer.idle_ranks()
-        wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
-        location = as_path(path, checkpointer.config.storage_options)
-        if ranks.launch is not None:
-            from dcp_plugin.runs import launches  # only processes without a process group need it
-
-            launches.refuse_another_rank(location, ranks.launch)
-        opening = _open_in_source(checkpointer, location, ranks) if shown is None else nullcontext(shown)
-        with collector_paused(), quarantine_damaged(ranks, location, mode is LoadMode.RESTORE), opening as files:
-            loading = Loading(ranks, checkpointer.config, location, partial, strict, files, mode)
-            report = loading.run(state)
-        checkpointer._saving.loaded(state, report, loading.opened, ranks)
-        summary = loading.opened.summary
-        checkpointer.save_timing.loaded(location, summary.training if summary is not None else {})
-        return report
-
-
-def _open_in_source(
-    checkpointer: Checkpointer, path: Where, ranks: Ranks
-) -> AbstractContextManager[SourceFiles | None]:
-    """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
-
-    Without ``local_dir`` the source has no files, and the load opens those at the path.
-    """
-    checkpointer._queue.wait_recoverable()
-    return checkpointer._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
