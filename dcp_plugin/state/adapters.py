@@ -25,7 +25,6 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.format.keys import (
-    Walks,
     flatten,
     has_keys_below,
     is_empty_mapping,
@@ -35,7 +34,6 @@ from dcp_plugin.format.keys import (
     step_of,
     unflatten,
     walked_as_stored,
-    walked_by_us,
     with_types_of,
 )
 from dcp_plugin.records import Box
@@ -495,13 +493,22 @@ class TreeAdapter(StateAdapter):
         return self.entry is None and not _is_state_dict(self._value)
 
     @abstractmethod
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]: ...
+    def content(self) -> Any:
+        """Return the data that the object has now."""
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        return flatten_tree(self.content())
 
     def names(self) -> list[str]:
         return list(self.gather()[0])
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        current, current_paths = self.gather(walked_as_stored(stored))
+        return self.want_for(self.content(), stored, paths)
+
+    def want_for(self, content: Any, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        """Return the result of :meth:`want`, given the data to replace."""
+        self._replaced = content
+        current, current_paths = flatten_tree(content, walked_as_stored(stored))
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
         self._order = list(current)
         wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
@@ -571,21 +578,15 @@ def _is_open(value: Any) -> bool:
     return value is None or (isinstance(value, (Mapping, list)) and not value)
 
 
-def _flatten_mapping(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten a mapping. A mapping that is not walked is one value, stored under the bare name."""
-    return flatten(tree, walks) if walks("", tree) else ({"": tree}, {"": ()})
-
-
 class StatefulAdapter(TreeAdapter):
     kind = "stateful"
     may_grow = True
 
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        self._current = self._value.state_dict()
-        return _flatten_mapping(self._current, walks)
+    def content(self) -> Any:
+        return self._value.state_dict()
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
+        self._value.load_state_dict(with_types_of(self._replaced, self.tree(filled)))
 
 
 class PositionAdapter(StatefulAdapter):
@@ -601,13 +602,7 @@ class PositionAdapter(StatefulAdapter):
         return []
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        return super().want(stored, paths) if stored else Wanted(missing=[""])
-
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        if walks is walked_by_us:
-            return super().gather(walks)
-        self._current: dict[str, Any] = {}
-        return _flatten_mapping(self._current, walks)
+        return self.want_for({}, stored, paths) if stored else Wanted(missing=[""])
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         super().take(filled, read, strict)
@@ -616,8 +611,8 @@ class PositionAdapter(StatefulAdapter):
 
 
 class MappingAdapter(TreeAdapter):
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return _flatten_mapping(self._value, walks)
+    def content(self) -> Any:
+        return self._value
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """Return the missing keys: all keys of a mapping are wanted, since the user has named them.
@@ -673,7 +668,10 @@ def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
 
 
 class ValueAdapter(TreeAdapter):
-    """Adapter of a single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
+    """Adapter of a single tensor, filled in place, or a single plain value, replaced in the mapping that holds it.
+
+    ``self._value`` is that mapping.
+    """
 
     def __init__(self, name: str, owner: Any, key: Any, entry: RankEntry | None = None) -> None:
         super().__init__(name, owner, entry)
@@ -688,8 +686,8 @@ class ValueAdapter(TreeAdapter):
         """True if the value is certainly one leaf, under the bare name."""
         return type(self.value) in _LEAVES
 
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return flatten_tree(self.value, walks)
+    def content(self) -> Any:
+        return self.value
 
     @property
     def is_tensor(self) -> bool:

@@ -152,9 +152,9 @@ def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any
 
 
 def flatten_tree(tree: Any, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Return the leaves of a mapping or list by key, and their paths. An empty one is a value, under the key ``""``."""
-    leaves, paths = flatten({"it": tree}, lambda key, value: walks(key[3:], value))
-    return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
+    """Return the leaves of a mapping or list by key, and their paths. Anything that is not walked, as an empty mapping,
+    is one value, under the key ``""``."""
+    return flatten(tree, walks) if walks("", tree) else ({"": tree}, {"": ()})
 
 
 def _nested(
