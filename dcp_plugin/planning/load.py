@@ -79,7 +79,7 @@ class ShardedLoadPlanner(LoadPlanner):
         leaves = {key: leaf for key, leaf in leaves.items() if key in stored or not is_empty_mapping(leaf)}
         self._targets = self._described(leaves)
         self._stored = {key: _Stored.of_metadata(stored[key]) for key in leaves if key in stored}
-        self._there, self._index = list(self._stored), None
+        self._present, self._index = list(self._stored), None
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the targets. Tensors on the meta device are replaced in the caller's state by tensors with memory,
@@ -114,7 +114,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._index = index
         self._keys = slots = index.slots
         self._stored = {}
-        self._there = [key for key in targets if names[key] in slots]
+        self._present = [key for key in targets if names[key] in slots]
 
     def create_local_plan(self) -> stock.LoadPlan:
         """Return the reads of this rank.
@@ -122,7 +122,8 @@ class ShardedLoadPlanner(LoadPlanner):
         Raises:
             CheckpointMismatch: Targets have another shape or kind or, if strict, are missing. The message names them.
         """
-        return stock.LoadPlan(self._reads_of(self._there, None))
+        fitting = self._fitting(self._present)
+        return stock.LoadPlan([item for key, stored in fitting.items() for item in self._items_of(key, stored)])
 
     def plan_apart(self) -> LoadPlan:
         """Return the reads of this rank, with a WholeChunk in place of the items for a small chunk that is read as
@@ -133,13 +134,23 @@ class ShardedLoadPlanner(LoadPlanner):
         Raises:
             CheckpointMismatch: See :meth:`create_local_plan`.
         """
-        apart = self._wanted_as_stored()
-        chunks = list(apart.values())
-        return LoadPlan(self._reads_of([key for key in self._there if key not in apart], chunks), chunks)
+        complete = self._wanted_as_stored()
+        items, chunks = list[ReadItem](), list(complete.values())
+        for key, stored in self._fitting([key for key in self._present if key not in complete]).items():
+            if (chunk := self._same_chunk(key, stored)) is not None:
+                chunks.append(chunk)
+            else:
+                items.extend(self._items_of(key, stored))
+        return LoadPlan(items, chunks)
 
-    def _reads_of(self, keys: Iterable[str], apart: list[WholeChunk] | None) -> list[ReadItem]:
-        stored_keys = set(self._there)
-        self.missing = [key for key in self._targets if key not in stored_keys]
+    def _fitting(self, keys: Iterable[str]) -> dict[str, _Stored]:
+        """Return the entries of targets. Record the targets that are missing, and those that do not fit.
+
+        Raises:
+            CheckpointMismatch: See :meth:`create_local_plan`.
+        """
+        present = set(self._present)
+        self.missing = [key for key in self._targets if key not in present]
         stored_under = {key: self._stored_for(key) for key in keys}
         problems = (_misfit(key, self._targets[key], each, self._scales_of(key)) for key, each in stored_under.items())
         self.misfits = list(filter(None, problems))
@@ -147,19 +158,16 @@ class ShardedLoadPlanner(LoadPlanner):
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
-        items: list[ReadItem] = []
-        for key, stored in stored_under.items():
-            target, name = self._targets[key], self._names.get(key, key)
-            if not isinstance(target, ShardedValue):
-                indices = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
-                items.append(ReadItem(LoadItemType.BYTE_IO, *indices))
-                continue
-            same = None if apart is None else self._same_chunk(name, target, stored)
-            if apart is None or same is None:
-                items.extend(_reads(key, name, target, stored))
-            else:
-                apart.append(same)
-        return items
+        return stored_under
+
+    def _items_of(self, key: str, stored: _Stored) -> Iterator[ReadItem]:
+        """Yield the reads that fill a target."""
+        target, name = self._targets[key], self._names.get(key, key)
+        if isinstance(target, ShardedValue):
+            yield from _reads(key, name, target, stored)
+        else:
+            indices = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
+            yield ReadItem(LoadItemType.BYTE_IO, *indices)
 
     def _stored_for(self, key: str) -> _Stored:
         if self._index is None:
@@ -171,7 +179,7 @@ class ShardedLoadPlanner(LoadPlanner):
         each tensor once."""
         index, chunks = self._index, dict[str, WholeChunk]()
         assert index is not None
-        keys = [key for key in self._there if isinstance(self._targets[key], ShardedValue)]
+        keys = [key for key in self._present if isinstance(self._targets[key], ShardedValue)]
         names = [self._names[key] for key in keys]
         slots = np.array([index.slots[name] for name in names], np.int64)
         table = index.table
@@ -189,10 +197,12 @@ class ShardedLoadPlanner(LoadPlanner):
                     chunks[key] = WholeChunk(name, row, chunk.tensor)
         return chunks
 
-    def _same_chunk(self, name: str, target: ShardedValue, stored: _Stored) -> WholeChunk | None:
+    def _same_chunk(self, key: str, stored: _Stored) -> WholeChunk | None:
         """Return the stored chunk with the box of the target's only chunk if it is small and can be read as stored."""
-        index = self._index
-        if index is None or len(target.chunks) != 1 or target.dtype != stored.dtype or name in index.strides:
+        index, target, name = self._index, self._targets[key], self._names[key]
+        assert index is not None
+        is_single = isinstance(target, ShardedValue) and len(target.chunks) == 1
+        if not is_single or target.dtype != stored.dtype or name in index.strides:
             return None
         number = stored.number_of(target.chunks[0])
         if number is None:

@@ -25,9 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format import values
@@ -56,22 +54,18 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     changed: list[str] = []
     same: dict[int, EncodedValue] = {}  # the same objects repeat for every parameter of an optimizer's group
     for key, leaf in leaves.items():
-        if type(leaf) in EXACTLY_TENSORS:
+        is_plain_tensor = type(leaf) in EXACTLY_TENSORS  # most leaves are plain tensors or values, found by fast tests
+        if not is_plain_tensor and id(leaf) in same:
+            flat[key] = same[id(leaf)]
+        elif not is_plain_tensor and values.is_plain(leaf):
+            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
+        elif is_plain_tensor or is_tensor(leaf):
             try:
                 flat[key] = sharded_value(leaf)
             except CheckpointMismatch as error:
                 misfits.append(f"{key} is {error}")
-        elif id(leaf) in same:
-            flat[key] = same[id(leaf)]
-        elif values.is_plain(leaf):
-            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
         elif isinstance(leaf, (ShardedValue, EncodedValue)):
             flat[key] = leaf
-        elif is_tensor(leaf):
-            try:
-                flat[key] = sharded_value(leaf)
-            except CheckpointMismatch as error:
-                misfits.append(f"{key} is {error}")
         else:
             if holds_sharded(leaf):
                 raise CheckpointMismatch(
@@ -144,7 +138,7 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     """Return the part of a chunk inside a box. For the complete chunk this is its tensor, since not every class can
     narrow."""
 
-    def narrow(view: torch.Tensor) -> torch.Tensor:
+    def cut(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
             if size < view.shape[dim]:
                 view = view.narrow(dim, at - origin, size)
@@ -152,7 +146,7 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
 
     if tuple(box.sizes) == chunk.sizes:
         return chunk.tensor
-    return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
+    return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
 
 
 DIGEST = 12  # bytes: four of these, pickled, stay below 64

@@ -83,7 +83,7 @@ class BroadcastRead:
         planner: Resolves items to targets.
         least: Number of hosts that must want the same bytes, see :func:`least_hosts`.
         host: Name of this rank's host.
-        where: Name of the checkpoint in messages.
+        label: Name of the checkpoint in messages.
     """
 
     def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, label: str) -> None:

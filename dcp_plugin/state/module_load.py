@@ -226,8 +226,9 @@ class ModuleLoad:
         self._copies: dict[str, dict[str, str]] = defaultdict(dict)
         self._keys_below: dict[str, list[str]] = defaultdict(list)
         self._names_below: dict[str, list[str]] = defaultdict(list)
-        if self._fsdp1 and self._apply:
-            return  # one call loads all of FSDP1
+        if self._fsdp1 and self._apply:  # one call loads everything
+            self._keys_below[""], self._names_below[""] = list(self.state.values), list(self._filled)
+            return
         own = own_tensors(self._module)
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
@@ -271,10 +272,7 @@ class ModuleLoad:
 
     def _values_below(self, below: str) -> dict[str, Any]:
         """Read all state below a clean prefix, by clean FQN."""
-        keys, names = self._keys_below[below], self._names_below[below]
-        if self._fsdp1 and self._apply:
-            keys, names = list(self.state.values), list(self._filled)
-        filled = self._read_now(names)
+        keys, filled = self._keys_below[below], self._read_now(self._names_below[below])
         ordered = {key: value for key in keys if (value := self._assembled(key, filled)) is not _NOTHING}
         inside = {*ordered, *(name for key in ordered if key in self._free for name in self._parts[key])}
         ordered |= {name: value for name, value in filled.items() if name not in inside}

@@ -120,8 +120,6 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-Named = Sequence[tuple[str, nn.Module]]
-
 T = TypeVar("T")
 
 _cached: ContextVar[dict[tuple[str, int], tuple[nn.Module, Any]] | None] = ContextVar("dcp_cached", default=None)
@@ -143,7 +141,7 @@ def _once(question: str, module: nn.Module, find: Callable[[], T]) -> T:
     return result
 
 
-def named_modules(module: nn.Module) -> Named:
+def named_modules(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
     """Return ``module.named_modules()``, from the cache inside :func:`module_cache`."""
     return _once("modules", module, lambda: tuple(module.named_modules()))
 
