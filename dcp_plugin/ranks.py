@@ -215,9 +215,10 @@ class RankGroups:
 
     def front(self) -> Ranks:
         """Return the group in which the calling thread may communicate while saves are in flight. Collective."""
-        main = self.known if self.known is not None and self._needs_aside else self.main()
         if self._solo or not self._needs_aside:
-            return main
+            return self.main()
+        if self.known is None:
+            self.main()  # first, since it compares the configurations
         if self._aside is None or not self._aside.usable:
             self._aside = Ranks.of_default_group(self._timeout)
         return self._aside

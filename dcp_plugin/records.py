@@ -103,12 +103,10 @@ class LiveState:
 
 
 @dataclass(frozen=True)
-class GatheredState:
-    """This rank's part of the state, in live memory that training may change."""
+class StateDetails:
+    """Details of this rank's part of the state, besides its values."""
 
-    leaves: Mapping[str, Any]
-    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
-    paths: dict[str, KeyPath]
+    paths: Mapping[str, KeyPath]
     """Path of each key in the nested state."""
     kinds: Mapping[str, str]
     """Name in the state -> ``"module"`` or ``"optimizer"``, for the summary."""
@@ -122,6 +120,15 @@ class GatheredState:
 
 
 @dataclass(frozen=True)
+class GatheredState:
+    """This rank's part of the state, in live memory that training may change."""
+
+    leaves: Mapping[str, Any]
+    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
+    details: StateDetails
+
+
+@dataclass(frozen=True)
 class StagedState:
     """This rank's part of the state as it will be written.
 
@@ -131,14 +138,9 @@ class StagedState:
 
     state: Flat
     """Key -> chunks of a tensor in memory, or the bytes of a value."""
-    paths: dict[str, KeyPath]
-    kinds: Mapping[str, str]
-    optimizers: Mapping[str, str]
-    shards: Shards
+    details: StateDetails
     layouts: list[str]
     """Distributions of the tensors, in words, for the summary."""
-    metrics: dict[str, float]
-    shared: frozenset[str]
     copy_seconds: float = 0.0
     """Duration of the copy to host memory."""
     left_out: Mapping[str, str] = field(default_factory=dict)

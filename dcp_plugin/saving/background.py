@@ -21,11 +21,12 @@ from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import GatheredState, LiveState, SaveRequest, StagedState
 from dcp_plugin.runs import launches, retention  # noqa: F401
 from dcp_plugin.saving import cheapest_interval, progress  # noqa: F401
-from dcp_plugin.saving.job import SavePipeline, as_staged
+from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import CallingThread
 from dcp_plugin.staging.guard import Guard, take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.state.adapters import layouts_of
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.state.step_stable import StepStableMemory, live_objects
 from dcp_plugin.tensors.host_memory import collector_paused
@@ -87,7 +88,8 @@ class HostCopy:
             began = time.monotonic()
             gathered, snapshot = in_progress
             try:
-                return as_staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
+                state, layouts = snapshot.finish(), layouts_of(gathered.leaves)
+                return StagedState(state, gathered.details, layouts, self._seconds + time.monotonic() - began)
             finally:
                 if snapshot.changed:
                     self._pipeline.is_lazy = False

@@ -37,6 +37,7 @@ from dcp_plugin.records import (
     SaveRequest,
     Spent,
     StagedState,
+    StateDetails,
     WrittenPart,
 )
 from dcp_plugin.runs import figures
@@ -59,21 +60,6 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.base import KeySelection
 
 logger = logging.getLogger("dcp_plugin")
-
-
-def as_staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
-    """Return the staged state, given the bytes of the gathered one."""
-    return StagedState(
-        state,
-        paths=gathered.paths,
-        kinds=gathered.kinds,
-        optimizers=gathered.optimizers,
-        shards=gathered.shards,
-        layouts=layouts_of(gathered.leaves),
-        metrics=gathered.metrics,
-        shared=gathered.shared,
-        copy_seconds=copy_seconds,
-    )
 
 
 class SavePipeline:
@@ -147,7 +133,7 @@ class SavePipeline:
         compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
         shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
         metrics = plain_metrics(live.metrics)
-        return GatheredState(kept, paths, {**live.kinds, **kinds}, classes, shards, metrics, shared)
+        return GatheredState(kept, StateDetails(paths, {**live.kinds, **kinds}, classes, shards, metrics, shared))
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
         """Return tensors as the chunks on this rank, and other values as bytes."""
@@ -155,7 +141,7 @@ class SavePipeline:
 
     def stage_in_place(self, gathered: GatheredState) -> StagedState:
         """Return the staged state without a copy, for a save whose caller waits until it is written."""
-        return as_staged(gathered, self.encode(gathered.leaves), 0.0)
+        return StagedState(self.encode(gathered.leaves), gathered.details, layouts_of(gathered.leaves))
 
     def run(
         self,
@@ -206,7 +192,7 @@ class SavePipeline:
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
             degraded=degraded,
-            record=_record(publication, staged.get().metrics, published_parts) if published_parts else None,
+            record=_record(publication, staged.get().details.metrics, published_parts) if published_parts else None,
         )
         self.emit(event)
         return event
@@ -239,10 +225,10 @@ class SavePipeline:
         """
 
         def describe() -> tuple[Flat, LocalInventory]:
-            gathered = staged.get()
-            state, paths = gathered.state, dict(gathered.paths)
+            state, details = staged.get().state, staged.get().details
+            paths = dict(details.paths)
             if self._local is not None:
-                state = self._local.with_rank_keys(state, paths, gathered.shards, ranks.rank, gathered.shared)
+                state = self._local.with_rank_keys(state, paths, details.shards, ranks.rank, details.shared)
             return state, LocalInventory.of_state(state, paths)
 
         def claim() -> bytes:
@@ -318,12 +304,12 @@ class SavePipeline:
             world_size=world_size,
             views=request.views,
             aliases=request.aliases,
-            kinds=staged.kinds,
-            optimizers=staged.optimizers,
+            kinds=staged.details.kinds,
+            optimizers=staged.details.optimizers,
             layouts=staged.layouts,
             exclude=self._config.exclude,
             base=staged.base,
-            metrics=staged.metrics,
+            metrics=staged.details.metrics,
             training=request.training,
         )
 
