@@ -22,11 +22,11 @@ from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.media import medium_of, unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.ranks import Attempt, RankGroups, Ranks
+from dcp_plugin.ranks import RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported, wait_until_copied
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported, wait_until_staged
 from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
@@ -245,7 +245,7 @@ class Checkpointer:
     ) -> LoadReport:
         with self._queue.call(f"load {path}"), together(Call.load(path)):
             ranks = self._writer.idle_ranks()
-            wait_until_copied()  # another checkpointer may be copying memory that this load overwrites
+            wait_until_staged()  # another checkpointer may be copying memory that this load overwrites
             location = as_path(path, self.config.storage_options)
             if ranks.launch is not None:
                 from dcp_plugin.runs import launches  # only processes without a process group need it
@@ -352,7 +352,8 @@ class Checkpointer:
             ended = self._queue.wait_for_all_but(0)
             self._writer.free_modules()
             self.save_timing.paused(time.monotonic() - began, saving=False)
-            Attempt(None, first_unreported(ended)).get()
+            if (error := first_unreported(ended)) is not None:
+                raise error
 
     def wait_until_kept(self) -> None:
         """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete

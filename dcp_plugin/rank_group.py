@@ -86,8 +86,7 @@ class RankGroup(Ranks):
 
     @property
     def usable(self) -> bool:
-        exists = dist.is_available() and dist.is_initialized()
-        return self._group is not None and exists and dist.group.WORLD is self._world
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._world
 
     def close(self) -> None:
         if self.usable:
@@ -251,7 +250,7 @@ class RankGroup(Ranks):
         messages = [memoryview(data), *(buffer.numpy().data for buffer in buffers[1:])]
         return [pickle.loads(message) if len(message) else None for message in messages]
 
-    def _collective(self, step: str, call: Callable[[], T]) -> T:
+    def _collective(self, step: str, exchange: Callable[[], T]) -> T:
         """Run collectives of the group. A failure closes the group.
 
         Use only collectives whose name in c10d has at most 15 characters (``broadcast_``, ``scatter_``). If two worker
@@ -264,7 +263,7 @@ class RankGroup(Ranks):
         if self._group is None:
             raise RankFailure(f"rank {self.rank} cannot {step}: an earlier failure has closed the group of ranks.")
         try:
-            return call()
+            return exchange()
         except Exception as error:
             self.close()
             raise _lost(self.rank, step, self._timeout, error) from error

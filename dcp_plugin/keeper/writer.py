@@ -152,7 +152,7 @@ class KeeperWriter:
         later = not copy.complete
         if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
             try:
-                later = ranks.combine(f"stage {handle.path}", lambda: copy.has_begun() and later, any)
+                later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
             except BaseException:
                 copy.release()
                 raise

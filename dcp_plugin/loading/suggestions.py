@@ -200,7 +200,7 @@ def about_front(here: str, keys: Collection[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else _such_as(keys)
 
 
-def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str] = ()) -> list[Fit]:
+def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str]) -> list[Fit]:
     """Return the renames that find the most targets: one, or two that are equally good.
 
     A candidate is a pair of prefixes, of a target and a free key with a common tail. A sample of the targets judges

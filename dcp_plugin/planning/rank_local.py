@@ -47,7 +47,7 @@ class RankLocal:
         self._shared: dict[str, bytes] = {}
 
     def with_rank_keys(
-        self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int, shared: Collection[str] = ()
+        self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int, shared: Collection[str]
     ) -> Flat:
         """Return the state with rank-specific keys for the entries that differed at an earlier comparison. Change
         ``paths`` likewise.

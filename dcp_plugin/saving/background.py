@@ -53,10 +53,10 @@ class HostCopy:
         """True if :meth:`finish` has no tensors to copy."""
         return self._guard is None
 
-    def has_begun(self) -> bool:
-        """Return True, or raise the error of :meth:`begin` on this rank."""
+    def needs_finish(self) -> bool:
+        """Return whether :meth:`finish` has tensors to copy. Raise the error of :meth:`begin` on this rank."""
         self._begun.get()
-        return True
+        return not self.complete
 
     def begin(self, live: LiveState, pool: Attempt[HostPool]) -> None:
         """Gather the state, and copy the tensors that may change at any time.

@@ -47,7 +47,7 @@ _Hashes = tuple[tuple[Shape, Shape, bytes], ...]  # offsets, sizes and hash of e
 
 
 @dataclass(frozen=True)
-class Source:
+class KnownCheckpoint:
     """Checkpoint that was loaded, or named."""
 
     path: Where
@@ -66,7 +66,7 @@ class LeftOut:
 class _Origin:
     """Origin of the values of a parameter, and their hashes on this rank."""
 
-    source: Source
+    source: KnownCheckpoint
     key: str  # in the source
     hashes: _Hashes | None  # None if a conversion rounded them, so that the source has other values
 
@@ -75,7 +75,7 @@ class _Origin:
 class _Frozen:
     """Report of one rank about a frozen parameter."""
 
-    source: Source | None  # None if the origin is unknown
+    source: KnownCheckpoint | None  # None if the origin is unknown
     key: str  # in the source
     same: bool  # whether the parameter is still equal to the source
     nbytes: int  # on this rank: the source with the most bytes becomes the base
@@ -91,7 +91,7 @@ class KeySelection:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._origins: dict[str, _Origin] = {}
-        self._named: Source | None = None  # the named base, after it was read
+        self._named: KnownCheckpoint | None = None  # the named base, after it was read
         self._globs_checked = not config.exclude
         self._matched: set[int] = set()
         self._warned: set[str] = set()
@@ -104,7 +104,7 @@ class KeySelection:
             names: The loaded keys, and their keys in the checkpoint.
         """
         base = opened.base or opened
-        source = Source(resolved(base.path), base.fingerprint)  # a link may later be redirected
+        source = KnownCheckpoint(resolved(base.path), base.fingerprint)  # a link may later be redirected
         left_out = opened.index.left_out
         tensors: dict[str, ShardedValue] = {}
         names = {**names, **_tied_to(names, state)}
@@ -136,7 +136,7 @@ class KeySelection:
                 reports[key] = _Frozen(origin.source, origin.key, origin.hashes == now[key], nbytes)
         return reports
 
-    def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> Source:
+    def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> KnownCheckpoint:
         """Read a named base, unless it was loaded, to find out which parameters it has."""
         threads, verify = self._config.io_threads, self._config.verify_on_load
         with ShardedReader(base, io_threads=threads, verify=verify, complete=False) as reader:
@@ -144,7 +144,7 @@ class KeySelection:
                 raise CheckpointMismatch(
                     f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."
                 )
-            source = Source(resolved(reader.path), reader.fingerprint)
+            source = KnownCheckpoint(resolved(reader.path), reader.fingerprint)
             if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
                 return source
             names = _names_in(frozen, reader)
@@ -223,12 +223,12 @@ class KeySelection:
                 f"exclude={globs!r} matches no key of the state; its keys look like {', '.join(near) or 'nothing'}"
             )
 
-    def _base_of(self, frozen: list[tuple[str, _Frozen]], path: Where) -> Source | None:
+    def _base_of(self, frozen: list[tuple[str, _Frozen]], path: Where) -> KnownCheckpoint | None:
         """Return the named base, or the checkpoint with most bytes of the frozen parameters; None if none is frozen."""
         if not frozen:
             return None
         nbytes = Counter[str]()
-        sources: dict[str, Source] = {}
+        sources: dict[str, KnownCheckpoint] = {}
         for _, parameter in frozen:
             if parameter.source is not None:
                 nbytes[parameter.source.fingerprint] += parameter.nbytes * parameter.same
@@ -248,7 +248,7 @@ class KeySelection:
             )
         return base
 
-    def _is_lost(self, base: Source) -> bool:
+    def _is_lost(self, base: KnownCheckpoint) -> bool:
         """Return whether the base has been deleted, moved or overwritten since it was read.
 
         Then a save without the frozen parameters could never be loaded.

@@ -100,7 +100,8 @@ class SaveHandle:
             raise self._local_error
 
     def wait_turn(self) -> None:
-        """Wait until this save runs no more collectives, so that the next save may run its own."""
+        """Wait until the save is handed over to a keeper, or has ended. Then it runs no more collectives, and the next
+        save may run its own."""
         self._handed_over.wait()
 
     def recoverable(self) -> bool:
@@ -486,7 +487,7 @@ def first_unreported(ended: list[SaveHandle]) -> Exception | None:
 _unattended: set[SaveQueue] = set()  # queues with saves that no caller has waited for
 
 
-def wait_until_copied() -> None:
+def wait_until_staged() -> None:
     """Wait until no save in flight in this process copies the memory of a state. Called before parameters change."""
     for queue in tuple(_unattended):
         for handle in queue.handles:

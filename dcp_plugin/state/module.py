@@ -249,11 +249,14 @@ def gather_fsdp1_optimizer(
     clean = CleanNames(module)
     if not _any_rank_has_state(module, optimizer.state if own is None else own["state"]):
         return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
-    asked = None if own is None else {"state": dict(own["state"]), "param_groups": own["param_groups"]}
     sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
         try:
-            local = unpatched(optimizer, "state_dict")() if asked is None else asked
+            local = (
+                unpatched(optimizer, "state_dict")()
+                if own is None
+                else {"state": dict(own["state"]), "param_groups": own["param_groups"]}
+            )
             gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer, local)
         except RuntimeError as error:
             if "is not in the optimizer state" not in str(error):
@@ -286,7 +289,7 @@ def _in_module_order(module: nn.Module, names: list[str]) -> list[str]:
 
 
 def apply_fsdp1_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], extras: Mapping[str, Any] | None = None
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], extras: Mapping[str, Any]
 ) -> None:
     """Load what :func:`gather_fsdp1_optimizer` returned, or the same for another layout, into any optimizer.
 
@@ -296,7 +299,7 @@ def apply_fsdp1_optimizer(
         extras: Entries that the optimizer's own ``load_state_dict`` takes in addition to ``state`` and
             ``param_groups``.
     """
-    with _quiet(), _loading_too(optimizer, extras or {}):  # not strict: parameters without a gradient have no state
+    with _quiet(), _loading_too(optimizer, extras):  # not strict: parameters without a gradient have no state
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = parameter_names(module)
     for parameter in list(optimizer.state):

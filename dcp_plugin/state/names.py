@@ -98,26 +98,26 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 def parameter_names(module: nn.Module) -> dict[int, list[str]]:
     """Return the clean FQNs of every parameter by ``id``: those in a flat parameter of FSDP1, else its first name."""
     clean = CleanNames(module)
-    names: dict[int, list[str]] = {}
-    for prefix, child in named_modules(module):
-        for name, parameter in own_parameters(child):
-            if id(parameter) not in names:
-                inner = getattr(parameter, "_fqns", (name,))  # relative to the module of the flat parameter
-                names[id(parameter)] = [clean(f"{prefix}.{fqn}" if prefix else fqn) for fqn in inner]
-    return names
+    return {
+        id(parameter): [clean(prefix + inner) for inner in getattr(parameter, "_fqns", (name,))]
+        for prefix, name, parameter in _each_parameter(module)
+    }
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter by clean FQN, a tied parameter by its first name."""
     clean = CleanNames(module)
-    named: dict[str, nn.Parameter] = {}
+    return {clean(prefix + name): parameter for prefix, name, parameter in _each_parameter(module)}
+
+
+def _each_parameter(module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield each parameter once: the prefix of the first submodule that has it, its name there, and the parameter."""
     seen: set[int] = set()
     for prefix, child in named_modules(module):
         for name, parameter in own_parameters(child):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                named[clean(f"{prefix}.{name}" if prefix else name)] = parameter
-    return named
+                yield f"{prefix}." if prefix else "", name, parameter
 
 
 T = TypeVar("T")

@@ -80,13 +80,13 @@ def load_into(
         paths: The path of each key, also relative; without the paths, no group list is recognised.
     """
     reshard(module)
-    own = own_state_dict(optimizer)
+    own, paths = own_state_dict(optimizer), paths or {}
     if not isinstance(own, OwnLayout):
         return OptimizerLoad(module, optimizer, stored, paths, own)
     has_groups = any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer)
     if has_groups and flatten_tree(own, walked_as_stored(stored))[0].keys().isdisjoint(stored):
-        return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before this package stored own layouts
-    return OwnLayoutLoad(module, optimizer, own, stored, paths or {})
+        return OptimizerLoad(module, optimizer, stored, paths, own=None)  # saved before this package stored own layouts
+    return OwnLayoutLoad(module, optimizer, own, stored, paths)
 
 
 def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:
@@ -113,8 +113,8 @@ class OptimizerLoad:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         stored: Mapping[str, Entry],
-        paths: Mapping[str, KeyPath] | None = None,
-        own: Mapping[str, Any] | None = None,
+        paths: Mapping[str, KeyPath],
+        own: Mapping[str, Any] | None,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
@@ -125,7 +125,7 @@ class OptimizerLoad:
             else OptimizerState.of(module, optimizer, own)
         )
         self._beside: dict[str, Entry] = {}
-        self._paths = dict(paths or {})
+        self._paths = paths
         # State with the shape of a parameter is sharded like it.
         self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
