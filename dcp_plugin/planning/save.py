@@ -107,33 +107,6 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
     raise CheckpointMismatch(f"{key}: this rank holds no chunk of shape {tuple(box.sizes)} at {tuple(box.offsets)}")
 
 
-def _new_items(share: Share, state: Flat) -> list[NewItem]:
-    """Return the items of a rank's share. No DCP objects are made: for small tensors, these would cost more time than
-    the writing."""
-    held: list[NewItem] = []
-    for key, value in state.items():
-        if isinstance(value, EncodedValue):
-            held.append(NewItem(key, value.data))
-            continue
-        for offsets, sizes, tensor in value.chunks:
-            if 0 not in sizes or 0 in value.shape:  # the rule of LocalInventory, so that the numbers agree
-                held.append(NewItem(key, tensor, offsets, sizes))
-    items = [held[number] for number in share.chunk.tolist()]
-    for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
-        key, data, begin, extent = items[at]
-        box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
-        part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
-        items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
-    stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
-    for at, (key, data, *box) in enumerate(items) if stored_whole else ():
-        if key in stored_whole and is_stored_whole(data):
-            try:
-                items[at] = NewItem(key, WholeItem.of(data), *box)
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(f"{key} is {error}") from error
-    return items
-
-
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
     """Return the part of a chunk inside a box. For the complete chunk this is its tensor, since not every class can
     narrow."""
@@ -178,10 +151,34 @@ class RankPlan:
     def items(self, state: Flat) -> list[NewItem]:
         """Return the items that this rank writes.
 
+        No DCP objects are made: for small tensors, these would cost more time than the writing.
+
         Args:
             state: The state that the inventory describes.
         """
-        return _new_items(self.share, state)
+        held: list[NewItem] = []
+        for key, value in state.items():
+            if isinstance(value, EncodedValue):
+                held.append(NewItem(key, value.data))
+                continue
+            for offsets, sizes, tensor in value.chunks:
+                if 0 not in sizes or 0 in value.shape:  # the rule of LocalInventory, so that the numbers agree
+                    held.append(NewItem(key, tensor, offsets, sizes))
+        share = self.share
+        items = [held[number] for number in share.chunk.tolist()]
+        for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
+            key, data, begin, extent = items[at]
+            box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
+            part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
+            items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
+        stored_whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
+        for at, (key, data, *box) in enumerate(items) if stored_whole else ():
+            if key in stored_whole and is_stored_whole(data):
+                try:
+                    items[at] = NewItem(key, WholeItem.of(data), *box)
+                except CheckpointMismatch as error:
+                    raise CheckpointMismatch(f"{key} is {error}") from error
+        return items
 
 
 @dataclass(frozen=True)
