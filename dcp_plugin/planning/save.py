@@ -228,6 +228,7 @@ class PlanExchange:
         differ = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in decoded), digest_size=DIGEST).digest()
         first: dict[bytes, int] = {}
+        # For each rank, the first rank with the same description, which sends it.
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(decoded)]
         is_remembered = self._last is not None and all(claim.plan == digest for claim in decoded)
         return PlanAnswer(digest, None if is_remembered else list(first.values()), differ)

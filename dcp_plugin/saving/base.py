@@ -93,8 +93,8 @@ class KeySelection:
         self._origins: dict[str, _Origin] = {}
         self._named: KnownCheckpoint | None = None  # the named base, after it was read
         self._globs_checked = not config.exclude
-        self._matched: set[int] = set()
-        self._warned: set[str] = set()
+        self._matched: set[int] = set()  # numbers of the globs in ``exclude`` that have matched a key on this rank
+        self._warned: set[str] = set()  # warnings that were logged
 
     def loaded(self, state: Flat, names: Mapping[str, str], opened: OpenCheckpoint) -> None:
         """Remember the loaded checkpoint.

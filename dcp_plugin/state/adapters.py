@@ -179,14 +179,13 @@ def adapters_of(
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
-    named_objects: list[NamedObject] = [(name, state, name, value, None) for name, value in state.items()]
-    if not is_data:
-        named_objects = list(_named_objects(state, place))
+    of_data: Iterable[NamedObject] = ((name, state, name, value, None) for name, value in state.items())
+    named_objects = list(of_data if is_data else _named_objects(state, place))
     names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     objects = [(name, value) for name, _, _, value, _ in named_objects if type(value) not in _LEAVES]
-    of_modules = {
+    of_modules = {  # those of the state itself first, in which optimizers look for their parameters
         name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
     }
     modules = {name: value if isinstance(value, nn.Module) else value.module for name, value in of_modules.items()}

@@ -100,6 +100,7 @@ class ModuleLoad:
         elif not self._fsdp1:  # FSDP1 is loaded through load_state_dict
             self._hooked = set(_prefixes(module, takes_state_dict, topmost=True))
         values, clean = self.state.values, self.state.clean_prefix
+        # The keys of values that are no tensors, and of extra state. The checkpoint may have each as a tree of leaves.
         self._free = {k for k, value in values.items() if not is_tensor(value) or k.rpartition(".")[2] == _EXTRA_STATE}
         self._below = set(map(clean, self._hooked))
         """Clean prefixes of the submodules to which a state dict is handed over."""
@@ -109,15 +110,17 @@ class ModuleLoad:
             if isinstance(value, (DTensor, ShardedTensor))
             for parent in _parents(key)
         }
+        # The prefixes in ``_below`` whose code also gets stored keys that the module lacks, and judges missing ones.
         # Hooks in a sharded submodule get the module's own keys, sharded as they are. Other stored keys stay unread,
         # since their distribution is unknown.
         self._judging = {below for below in self._below if not apply or below not in sharded}
+        # The prefixes of submodules with hooks after the load, which may take keys off the list of missing ones.
         forgiving = _prefixes(module, has_post_load_hooks, topmost=False) if apply and not self._fsdp1 else ()
         self._forgiving = set(map(clean, forgiving))
-        self._apart = self._tied_to_hooked()
+        self._apart = self._tied_to_hooked()  # keys that are read into separate memory, although no hook sees them
         self._paths: Mapping[str, KeyPath] = {}
-        self._parts: dict[str, list[str]] = {}
-        self._tied: dict[str, str] = {}
+        self._parts: dict[str, list[str]] = {}  # key in ``_free`` -> the stored names of its leaves
+        self._tied: dict[str, str] = {}  # tied weight -> its other name, under which the checkpoint has it
         self._wanted: set[str] = set()
         self._undecided: set[str] = set()
         self.unapplied: dict[str, Any] = {}

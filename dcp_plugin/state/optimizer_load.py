@@ -124,18 +124,19 @@ class OptimizerLoad:
             if self._fsdp1
             else OptimizerState.of(module, optimizer, own)
         )
-        self._beside: dict[str, Entry] = {}
+        self._beside: dict[str, Entry] = {}  # state of no parameter, by stored key
         self._paths = paths
         # State with the shape of a parameter is sharded like it.
         self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
-        self._here = {fqn for names in self._groups for fqn in names}
-        self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
+        self._here = {fqn for names in self._groups for fqn in names}  # the parameters of the optimizer
+        self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored slots, by FQN and slot
         self._parts: dict[str, KeyPath] = {}
         """Steps to each part of a slot that is stored in parts: the key of the slot, and the steps below it."""
-        self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
-        self._group_list: dict[str, Entry] = {}
+        self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)  # stored hyper-parameters, by FQN and field
+        self._group_list: dict[str, Entry] = {}  # param groups that are stored as a list, if ``_hyper`` is empty
         self._has_other_layout = False
+        # State of single ranks, by FQN and slot: the rank and the part of the parameter, and the stored key.
         self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
         self.wanted = Wanted()
         self._sort_entries(stored, own is not None)
