@@ -117,8 +117,8 @@ class BackgroundThread(CallingThread):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         super().__init__(config, pipeline, queue, groups)
-        self._may_go_on = int(config.when_busy == "queue")
-        self.pools = [HostPool() for _ in range(1 + self._may_go_on)]
+        self._allowed_in_flight = int(config.when_busy == "queue")
+        self.pools = [HostPool() for _ in range(1 + self._allowed_in_flight)]
         self._saves = 0
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:

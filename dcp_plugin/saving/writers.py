@@ -91,7 +91,8 @@ def writer_of(config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue
 
 
 def is_rank_zero_busy(writer: Writer, groups: RankGroups, path: Where) -> bool:
-    """Return whether rank 0 is busy with an earlier save, so that no rank saves to ``path``. Collective."""
+    """Return whether rank 0 is busy with an earlier save, so that no rank saves to ``path``. Rank 0 logs a
+    warning then. Collective."""
     front = groups.front()
     busy = front.from_zero("see whether a save is in flight", lambda: not writer.is_free())
     if busy and front.rank == 0:
@@ -104,7 +105,7 @@ class CallingThread(Writer):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
-        self._may_go_on = 0
+        self._allowed_in_flight = 0
         """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
@@ -157,7 +158,7 @@ class CallingThread(Writer):
         ranks raise if any rank has not. A group that a save in flight has just lost stays: other ranks may not have
         noticed yet, and making a new group is a collective. The next call that waits for that save makes it.
         """
-        ended = self._queue.wait_for_all_but(self._may_go_on if begins_save else 0)
+        ended = self._queue.wait_for_all_but(self._allowed_in_flight if begins_save else 0)
         self.free_modules()
         unreported = first_unreported(ended)
         last_group = self._groups.known
