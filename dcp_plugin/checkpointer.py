@@ -70,7 +70,6 @@ class Checkpointer:
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
-        self._solo = solo
         talks = self.config.when_busy != "wait" or self.config.save_interval is not None
         aside = self.config.async_save and talks
         self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
@@ -435,7 +434,7 @@ class Checkpointer:
         earlier failure has closed their group.
         """
         ranks = self._groups.known
-        return self._solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
+        return self._groups.solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def close(self) -> None:
         """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.

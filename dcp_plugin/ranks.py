@@ -189,7 +189,7 @@ class RankGroups:
     """
 
     def __init__(self, settings: Callable[[], dict[str, Any]], timeout: float, solo: bool, aside: bool) -> None:
-        self._settings, self._timeout, self._solo, self._needs_aside = settings, timeout, solo, aside
+        self._settings, self._timeout, self.solo, self._needs_aside = settings, timeout, solo, aside
         self.known: Ranks | None = None  # the group of saves; None before the first use
         self._aside: Ranks | None = None
 
@@ -201,7 +201,7 @@ class RankGroups:
     def main(self) -> Ranks:
         """Return the group of saves. It is made at the first use, and again after a failure or with a new default
         group. Collective."""
-        if self._solo:
+        if self.solo:
             return Ranks()
         if self.known is None or not self.known.usable:
             ranks = Ranks.of_default_group(self._timeout)
@@ -215,7 +215,7 @@ class RankGroups:
 
     def front(self) -> Ranks:
         """Return the group in which the calling thread may communicate while saves are in flight. Collective."""
-        if self._solo or not self._needs_aside:
+        if self.solo or not self._needs_aside:
             return self.main()
         if self.known is None:
             self.main()  # first, since it compares the configurations
