@@ -133,7 +133,8 @@ def is_storable(value: Any) -> bool:
     return True
 
 
-_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+"""Types of values that cannot change and contain nothing. An optimizer has a dozen of these values per parameter."""
 
 
 def is_plain(value: Any, results: dict[int, bool] | None = None) -> bool:
@@ -144,7 +145,7 @@ def is_plain(value: Any, results: dict[int, bool] | None = None) -> bool:
     """
     kind = type(value)
     if kind is not tuple and kind is not list:
-        return kind in _PLAIN
+        return kind in PLAIN
     results = {} if results is None else results
     if id(value) not in results:
         results[id(value)] = False  # for a list that contains itself

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
+from dcp_plugin.format.values import PLAIN
 from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.tensors._torch import DTensor, version_of
 from dcp_plugin.tensors.host_memory import address_of, bytes_at, is_plain_memory
@@ -83,7 +84,7 @@ class Snapshot:
         memory_of_leaf: dict[str, tuple[torch.Tensor, ...]] = {}
         with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
             for key, leaf in leaves.items():
-                if type(leaf) in _CONSTANT or (type(leaf) is tuple and _CONSTANT.issuperset(map(type, leaf))):
+                if type(leaf) in PLAIN or (type(leaf) is tuple and PLAIN.issuperset(map(type, leaf))):
                     self._constant[key] = leaf
                 elif memory := _memory_on_this_rank(leaf):
                     memory_of_leaf[key] = memory
@@ -235,10 +236,6 @@ def _is_memory(tensor: torch.Tensor) -> bool:
     except CheckpointMismatch:
         return False
     return True
-
-
-_CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
-"""Types of values that cannot change. An optimizer has a dozen of these values for every parameter."""
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:

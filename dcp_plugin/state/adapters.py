@@ -141,7 +141,7 @@ class StateAdapter(ABC):
         """
 
 
-_LEAVES = frozenset({*EXACTLY_TENSORS, bool, int, float, str, bytes, type(None)})
+_LEAVES = values.PLAIN | {*EXACTLY_TENSORS}
 """Classes of most values. They have no state and contain no objects, so no other check is needed."""
 
 
