@@ -54,12 +54,11 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     changed: list[str] = []
     same: dict[int, EncodedValue] = {}  # the same objects repeat for every parameter of an optimizer's group
     for key, leaf in leaves.items():
-        is_plain_tensor = type(leaf) in EXACTLY_TENSORS  # most leaves are plain tensors or values, found by fast tests
-        if not is_plain_tensor and id(leaf) in same:
+        if id(leaf) in same:
             flat[key] = same[id(leaf)]
-        elif not is_plain_tensor and values.is_plain(leaf):
+        elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
             flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
-        elif is_plain_tensor or is_tensor(leaf):
+        elif is_tensor(leaf):
             try:
                 flat[key] = sharded_value(leaf)
             except CheckpointMismatch as error:

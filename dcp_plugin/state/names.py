@@ -113,11 +113,12 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 def _each_parameter(module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Yield each parameter once: the prefix of the first submodule that has it, its name there, and the parameter."""
     seen: set[int] = set()
-    for prefix, child in named_modules(module):
+    for path, child in named_modules(module):
+        prefix = f"{path}." if path else ""
         for name, parameter in own_parameters(child):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield f"{prefix}." if prefix else "", name, parameter
+                yield prefix, name, parameter
 
 
 T = TypeVar("T")
