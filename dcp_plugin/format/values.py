@@ -133,8 +133,8 @@ def is_storable(value: Any) -> bool:
     return True
 
 
+# Types of values that cannot change and contain nothing. An optimizer has a dozen of these values for every parameter.
 PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
-"""Types of values that cannot change and contain nothing. An optimizer has a dozen of these values per parameter."""
 
 
 def is_plain(value: Any, results: dict[int, bool] | None = None) -> bool:
