@@ -253,7 +253,7 @@ class DCPCheckpointIO(Saver):
         self.saving_hook = ""
         """Name of the hook in which a ``ModelCheckpoint`` or similar callback is saving."""
         self.monitor: str | None = None
-        """Metric by which this callback keeps the best checkpoints. It may need any of its checkpoints later."""
+        """Metric by which the saving callback keeps the best checkpoints. It may need any of its checkpoints later."""
         in_existence.add(self)
 
     def __repr__(self) -> str:

@@ -60,6 +60,7 @@ class LightningAdapter(StrategyAdapter):
 
     @property
     def io(self) -> DCPCheckpointIO:
+        """The trainer's plugin, set up for saves on all ranks."""
         io = _lightning.unwrapped(self.strategy.checkpoint_io)
         if not isinstance(io, DCPCheckpointIO):  # the user made the strategy's class, without the plugin
             io = self.strategy.checkpoint_io = DCPCheckpointIO()
