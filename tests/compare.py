@@ -41,9 +41,25 @@ def full_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: full(value) for key, value in state.items()}
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name the leaves of nested dicts by the path to them."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a flat state, without the other values."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
 def same_bytes(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _bytes(one) == _bytes(other)
+        return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
     return type(one) is type(other) and bool(one == other)
 
 
@@ -74,5 +90,6 @@ def assert_saved(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     assert_same(found, state)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, in the order of its elements."""
     return bytes(tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

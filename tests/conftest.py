@@ -39,8 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sampling.mark_the_rest_long(items)
     for item in items:
         item.add_marker(pytest.mark.timeout(2 * HANG))
-        if isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names:
+        if isinstance(item, pytest.Function) and _launches(item):
             item.add_marker("ranks")
+
+
+def _launches(test: pytest.Function) -> bool:
+    """Whether a test or one of its fixtures names :mod:`tests.launch`."""
+    definitions = test._fixtureinfo.name2fixturedefs.values()
+    functions = [test.function, *(fixture.func for fixtures in definitions for fixture in fixtures)]
+    return any("launch" in function.__code__.co_names for function in functions if hasattr(function, "__code__"))
 
 
 def pytest_collection_finish() -> None:

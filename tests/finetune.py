@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from dcp_plugin import events
+from tests import layouts
 from tests.layouts import wrap
 
 WIDTH = 256
@@ -34,12 +36,7 @@ def build(layout: str = "plain", seed: int = 0, layers: int = 8) -> tuple[nn.Mod
     return model, torch.optim.SGD(trained, lr=0.01)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+train = partial(layouts.train, inputs=(4, WIDTH))
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 from dcp_plugin.format.summary import with_hash
 
 
-def change_summary(checkpoint: Path, **changed: Any) -> None:
-    """Have ``dcp_plugin.json`` say something else, with the hash that fits."""
+def change_summary(checkpoint: Path, without: tuple[str, ...] = (), **changed: Any) -> None:
+    """Have ``dcp_plugin.json`` say something else, or nothing of some names, with the hash that fits."""
     said = json.loads((checkpoint / "dcp_plugin.json").read_text())
-    del said["sha256"]
+    for name in ("sha256", *without):
+        del said[name]
     (checkpoint / "dcp_plugin.json").write_bytes(with_hash({**said, **changed}))

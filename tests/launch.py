@@ -9,7 +9,13 @@ A test whose whole body runs on every rank is marked::
     def test_both_ranks_see_the_same(tmp_path: Path) -> None:
         ...
 
-A test that does more than that, as one that saves on two ranks and loads on four, calls :func:`run` itself.
+A test that does more than that, as one that saves on two ranks and loads on four, calls :func:`run` itself, or has a
+fixture that does. Where ranks are killed, both are told which.
+
+Other launchers are for what is no test on ranks: :mod:`tests.programs` starts a script, or a program that has to end as
+a process does; :mod:`tests.hosts` starts ranks and programs on hosts that have an address, memory and a disk of their
+own, and takes these away; :mod:`tests.users` calls a function as another user. :mod:`tests.object_server` is the one
+server of buckets.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,7 +73,7 @@ preload("tests.layouts")
 
 
 def on_ranks(
-    *world_sizes: int, of: Callable[..., int] | None = None
+    *world_sizes: int, of: Callable[..., int] | None = None, killed: Sequence[int] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body runs on every rank of a new process group. It fails with the traceback of each failing rank.
 
@@ -78,6 +84,7 @@ def on_ranks(
         world_sizes: The number of ranks. For several the test runs once with each, and has to have a parameter
             ``world_size``. For none, this parameter says how many.
         of: Gives the number of ranks by parameters of the test that it names, instead of ``world_sizes``.
+        killed: The ranks that SIGKILL ends in the body.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +97,7 @@ def on_ranks(
                 world_size = of(**{name: arguments[name] for name in wanted})
             else:
                 world_size = world_sizes[0] if len(world_sizes) == 1 else arguments["world_size"]
-            run(_Body(test, arguments), world_size)
+            run(_Body(test, arguments), world_size, killed=killed)
 
         test = pytest.mark.ranks(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
@@ -118,14 +125,18 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run(function: Callable[..., Any], world_size: int, *args: Any, killed: Sequence[int] = ()) -> list[Any]:
     """``function(*args)`` on every rank of a new process group; the results in the order of ranks.
 
+    Args:
+        killed: The ranks that SIGKILL ends meanwhile. Their result is None.
+
     Raises:
-        AssertionError: A rank raised, died, or did not end in time; with its traceback.
+        AssertionError: A rank raised, died unless it is in ``killed``, or did not end in time; with its traceback.
     """
     outcomes = outcomes_of(function, world_size, *args)
-    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.traceback or outcome.exit_code != 0}
+    right = {rank: -signal.SIGKILL if rank in killed else 0 for rank in range(world_size)}
+    failed = {rank: o for rank, o in enumerate(outcomes) if o.traceback or o.exit_code != right[rank]}
     if failed:
         told = [f"rank {r}, exit code {o.exit_code}:\n{o.traceback or '(no traceback)'}" for r, o in failed.items()]
         raise AssertionError("\n".join(told))
@@ -176,6 +187,15 @@ def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any) -> l
             process.join()
         outcomes.append(Outcome(result, said, process.exitcode))
     return outcomes
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return what each rank gives. Collective."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def free_port() -> int:

@@ -61,16 +61,22 @@ def build(layout: str, seed: int = 0, net: Callable[[], nn.Module] = Net) -> tup
 
 
 def wrap(layout: str, module: nn.Module, unit: str = "block") -> nn.Module:
-    """A module in a layout. Its submodule ``unit`` is a unit of its own for FSDP."""
+    """A module in a layout. Its submodule ``unit`` is a unit of its own for FSDP; without a name, all of it is one."""
     return _WRAP[layout.partition("@")[0]](module, unit)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 1,
+    seed: int = 0,
+    inputs: tuple[int, ...] = (8, 6),
+) -> list[float]:
     """Train on the same data on every rank, whatever the world size; the losses."""
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
-        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+        loss = model(torch.randn(inputs, generator=generator)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,17 +135,20 @@ def _copy_boxes(
 
 def _fsdp1(module: nn.Module, unit: str, **options: Any) -> nn.Module:
     options = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
-    setattr(module, unit, FullyShardedDataParallel(getattr(module, unit), **options))
+    if unit:
+        setattr(module, unit, FullyShardedDataParallel(getattr(module, unit), **options))
     return FullyShardedDataParallel(module, **options)
 
 
-def _fsdp1_hsdp(module: nn.Module, unit: str) -> nn.Module:
-    return _fsdp1(module, unit, device_mesh=_mesh_of_two_replicas(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+def _fsdp1_hsdp(module: nn.Module, unit: str, **options: Any) -> nn.Module:
+    options |= {"device_mesh": _mesh_of_two_replicas(), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    return _fsdp1(module, unit, **options)
 
 
 def _fsdp2(module: nn.Module, unit: str, mesh: Any = None) -> nn.Module:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(getattr(module, unit), mesh=mesh)
+    if unit:
+        fully_shard(getattr(module, unit), mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
 
@@ -169,6 +178,7 @@ _WRAP: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "fsdp1": _fsdp1,
     "fsdp1_flat": lambda module, unit: _fsdp1(module, unit, use_orig_params=False),
     "fsdp1_hsdp": _fsdp1_hsdp,
+    "fsdp1_flat_hsdp": lambda module, unit: _fsdp1_hsdp(module, unit, use_orig_params=False),
     "fsdp2": _fsdp2,
     "fsdp2_hsdp": _hsdp,
     "hsdp": _hsdp,

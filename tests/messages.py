@@ -1,8 +1,13 @@
-"""Messages of the log on a rank, where pytest's ``caplog`` is not."""
+"""Messages of errors, of the log and of warnings, also on a rank, where pytest's ``caplog`` is not."""
 
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
 
 
 def logged(name: str = "dcp_plugin") -> list[str]:
@@ -12,3 +17,22 @@ def logged(name: str = "dcp_plugin") -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)
     return messages
+
+
+def refusal(kind: type[Exception], call: Callable[[], object], *words: str) -> str:
+    """Return the message of the error of this class that a call has to raise, which has all these words."""
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    return message
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """A list that has the messages of all warnings of the block when it has ended."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught]

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin
+from tests.layouts import wrap
 
 STEPS = 3
 PACKAGES = {
@@ -143,11 +142,7 @@ def build(package: str, name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def made(package: str, name: str, layout: str, seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
-    model: nn.Module = LargeNet() if package in ("torchao", "bitsandbytes") else Net()
-    if layout == "ddp":
-        model = DistributedDataParallel(model)
-    elif layout == "fsdp2":
-        model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = wrap(layout, LargeNet() if package in ("torchao", "bitsandbytes") else Net(), unit="")
     return model, build(package, name, model)
 
 

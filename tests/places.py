@@ -23,6 +23,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir() if one.name != WORKSPACE or not is_tidy(folder))
 
 
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file of a folder, by name."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
 def is_tidy(folder: Path) -> bool:
     """Whether saves have left nothing in the workspace of a folder but figures."""
     workspace = folder / WORKSPACE

@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import types
 import weakref
@@ -56,7 +57,10 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = HANG,
 ) -> subprocess.CompletedProcess[str]:
-    """``python *arguments`` to its end: ``"-c", code``, ``"-m", module`` or a file, and what follows."""
+    """``python *arguments`` to its end: ``"-c", code``, ``"-m", module`` or a file, and what follows.
+
+    The code may be indented as the test is.
+    """
     program = Program(*arguments, imported=imported, cwd=cwd, env=env)
     out, err = program.communicate(timeout)
     return subprocess.CompletedProcess(program.args, program.returncode, out, err)
@@ -80,6 +84,8 @@ class Program:
         stderr: int | None = None,
     ) -> None:
         self.args = [str(argument) for argument in arguments]
+        if self.args[0] == "-c":
+            self.args[1] = textwrap.dedent(self.args[1])
         self.returncode = 0
         environment = dict(os.environ if env is None else env)
         if self.args[:2] == ["-m", "torch.distributed.run"]:

@@ -23,7 +23,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,11 +43,6 @@ def seed() -> str:
 def number(name: str, below: int) -> int:
     """Return a number from 0 that follows from the seed and this name."""
     return zlib.crc32(f"{seed()}/{name}".encode()) % below
-
-
-def sampled(names: Iterable[str], one_of: int) -> list[Any]:
-    """Return the names as values of ``parametrize``: those that the sample of this seed lacks are marked long."""
-    return [name if is_sampled(name, one_of) else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def is_sampled(name: str, one_of: int) -> bool:

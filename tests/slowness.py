@@ -55,15 +55,20 @@ def slow_writes(before_each: Callable[[], Any]) -> Iterator[None]:
 
 
 class Gate:
-    """For :func:`slow_writes`: holds them back while it is closed."""
+    """For :func:`slow_writes` and :func:`slow_copies`: holds them back while it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = True) -> None:
         self._open = threading.Event()
-        self._open.set()
         self.close, self.open = self._open.clear, self._open.set
+        if is_open:
+            self.open()
 
     def __call__(self) -> None:
         assert self._open.wait(HANG)
+
+    def open_soon(self) -> None:
+        """Open it while the caller waits for what it holds back."""
+        threading.Timer(0.2, self.open).start()
 
 
 class RankGate:

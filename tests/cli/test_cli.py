@@ -11,18 +11,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.loading.forecast import plan_load
 from dcp_plugin.paths import Where
 from tests import programs
+from tests.commands import invoke, json_of
+from tests.damage import flip_byte
 from tests.loading.test_partial import FineTune
 from tests.object_server import Bucket
 
@@ -37,10 +36,6 @@ def huge() -> nn.Module:
 
 def _on_one_line(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
-
-
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +53,7 @@ def test_a_plan_shows_what_a_load_takes_and_reads_no_tensor(path: Path, tmp_path
         os.truncate(data, size)
     with pytest.raises(dcp.CheckpointCorrupt):
         dcp.load({"model": FineTune().pretrain}, path)
-    result = _run("load-plan", path, *INTO, *BACKBONE)
+    result = invoke("load-plan", path, *INTO, *BACKBONE)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     row = next(line for line in lines if "model.pretrain.inp.weight" in line)
@@ -69,11 +64,9 @@ def test_a_plan_shows_what_a_load_takes_and_reads_no_tensor(path: Path, tmp_path
 
 
 def test_a_plan_is_a_document_of_its_schema(path: Path) -> None:
-    schema = json.loads((Path(__file__).parents[2] / "docs/schemas/load-plan.json").read_text())
-    result = _run("load-plan", path, *INTO, *BACKBONE, "--json")
-    jsonschema.validate(plan := json.loads(result.stdout), schema)
+    plan = json_of("load-plan", path, *INTO, *BACKBONE)
     assert len(plan["plan"]["items"]) == 9
-    failed = _run("load-plan", path.parent / "nothing", *INTO, "--json")
+    failed = invoke("load-plan", path.parent / "nothing", *INTO, "--json")
     assert failed.exit_code == 3 and json.loads(failed.stdout)["error"]["type"] == "CheckpointNotFound"
 
 
@@ -81,7 +74,7 @@ def test_a_plan_fails_as_the_load_would(path: Path) -> None:
     partial = dcp.PartialLoad("model.pretrain.*", rename={"model.pretrain.": "modl."})
     with pytest.raises(dcp.CheckpointMismatch) as caught:
         dcp.load({"model": FineTune()}, path, partial)
-    result = _run("load-plan", path, *INTO, "--include", "model.pretrain.*", "--rename", "model.pretrain.=modl.")
+    result = invoke("load-plan", path, *INTO, "--include", "model.pretrain.*", "--rename", "model.pretrain.=modl.")
     assert result.exit_code == 1
     assert result.stderr.strip() == str(caught.value)
     assert "missing: model.pretrain.inp.weight" in result.stdout
@@ -89,7 +82,7 @@ def test_a_plan_fails_as_the_load_would(path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["error", "warn", "ignore"])
 def test_a_plan_names_what_is_missing_once(path: Path, policy: str) -> None:
-    result = _run("load-plan", path, *INTO, *BACKBONE, "--include", "model.head.*", "--missing", policy)
+    result = invoke("load-plan", path, *INTO, *BACKBONE, "--include", "model.head.*", "--missing", policy)
     assert result.exit_code == (1 if policy == "error" else 0)
     for key in ("model.head.weight", "model.head.bias"):
         assert result.output.count(key) == 1, result.output
@@ -97,7 +90,7 @@ def test_a_plan_names_what_is_missing_once(path: Path, policy: str) -> None:
 
 def test_a_plan_needs_no_memory(tmp_path: Path) -> None:
     dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "ck")
-    result = _run("load-plan", tmp_path / "ck", "--into", "tests.cli.test_cli:huge", "--unexpected", "ignore")
+    result = invoke("load-plan", tmp_path / "ck", "--into", "tests.cli.test_cli:huge", "--unexpected", "ignore")
     assert result.exit_code == 1 and "has shape (1048576, 4194304) here and (2, 2) in the checkpoint" in result.stderr
     with torch.device("meta"):
         model = huge()
@@ -107,17 +100,17 @@ def test_a_plan_needs_no_memory(tmp_path: Path) -> None:
 
 def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path: Path) -> None:
     dcp.save({"net": FineTune()}, tmp_path / "ck")
-    result = _run("load-plan", path, "--into", tmp_path / "ck", "--name", "net", "--include", "net.pretrain.*",
+    result = invoke("load-plan", path, "--into", tmp_path / "ck", "--name", "net", "--include", "net.pretrain.*",
                   "--rename", "net.pretrain.=model.")  # fmt: skip
     assert result.exit_code == 0 and "9 items" in result.stdout, result.output
     save_file({"inp.bias": torch.zeros(10, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
     arguments = ("load-plan", path, "--into", tmp_path / "x.safetensors", "--unexpected", "ignore")
-    result = _run(*arguments)
+    result = invoke(*arguments)
     assert result.exit_code == 1 and "cast=True converts" in result.stderr
-    result = _run(*arguments, "--cast")
+    result = invoke(*arguments, "--cast")
     assert result.exit_code == 0 and "float32 -> bfloat16" in result.stdout
     save_file({"inp.bias": torch.zeros(10, dtype=torch.uint16)}, tmp_path / "x.safetensors")
-    assert "float32 -> uint16" in _run(*arguments, "--cast").stdout
+    assert "float32 -> uint16" in invoke(*arguments, "--cast").stdout
 
 
 @pytest.mark.parametrize(
@@ -137,37 +130,34 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
     ],
 )
 def test_wrong_arguments_are_told(path: Path, arguments: tuple[str, ...], said: str) -> None:
-    result = _run("load-plan", path, *arguments)
+    result = invoke("load-plan", path, *arguments)
     assert result.exit_code in (2, 3)
     assert said in _on_one_line(result.output)
 
 
 def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
-    assert "step 7" in _run("inspect", path).stdout and "model.inp.weight" in _run("inspect", path, "--all").stdout
-    assert "value" not in _run("inspect", path, "--all").stdout.rpartition("\n/")[0]
-    assert "value" in _run("inspect", path, "--all", "--values").stdout.rpartition("\n/")[0]
-    listed = _run("list", path.parent)
+    assert "step 7" in invoke("inspect", path).stdout and "model.inp.weight" in invoke("inspect", path, "--all").stdout
+    assert "value" not in invoke("inspect", path, "--all").stdout.rpartition("\n/")[0]
+    assert "value" in invoke("inspect", path, "--all", "--values").stdout.rpartition("\n/")[0]
+    listed = invoke("list", path.parent)
     assert str(path.parent) in listed.stdout and path.name in listed.stdout and "whole" in listed.stdout
-    result = _run("verify", path)
+    result = invoke("verify", path)
     assert result.exit_code == 0 and "intact" in result.stdout
     dcp.save({"model": nn.Linear(4, 4)}, tmp_path / "ck")
-    damaged = next((tmp_path / "ck").glob("*.distcp"))
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    result = _run("verify", tmp_path / "ck")
+    flip_byte(next((tmp_path / "ck").glob("*.distcp")))
+    result = invoke("verify", tmp_path / "ck")
     assert result.exit_code == 1 and "DAMAGED" in result.stdout
-    result = _run("inspect", tmp_path)
+    result = invoke("inspect", tmp_path)
     assert result.exit_code == 3 and str(tmp_path) in result.stderr and "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "list", "load-plan"])
 def test_a_url_that_cannot_be_asked_is_told_without_what_was_typed(command: str) -> None:
     more = INTO if command == "load-plan" else ()
-    result = _run(command, "hdfs://bucket/ck", *more)
+    result = invoke(command, "hdfs://bucket/ck", *more)
     assert result.exit_code == 2 and "hdfs://bucket/ck is a URL of an unknown kind" in _on_one_line(result.stderr)
     for option in ("client_options.timeout=the-secret", "secret_acces_key=the-secret"):
-        result = _run(command, "s3://bucket/ck", *more, "--storage-option", option)
+        result = invoke(command, "s3://bucket/ck", *more, "--storage-option", option)
         assert result.exit_code == 2 and "s3://bucket cannot be reached with" in _on_one_line(result.stderr)
         assert "the-secret" not in result.output
 
@@ -177,23 +167,23 @@ def test_every_command_takes_a_url(place: Where, bucket: Bucket, monkeypatch: py
     dcp.save({"model": FineTune().pretrain, "n": 1}, place / "ck", step=7)
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     options = ("--storage-option", f"endpoint={bucket.server.url}")
-    assert "model.inp.weight" in _run("inspect", place / "ck", "--all", *options).stdout
-    listed = _run("list", place, *options).stdout
+    assert "model.inp.weight" in invoke("inspect", place / "ck", "--all", *options).stdout
+    listed = invoke("list", place, *options).stdout
     assert str(place) in listed and "ck" in listed and "whole" in listed
-    assert "intact" in _run("verify", place / "ck", *options).stdout
-    assert "9 items" in _run("load-plan", place / "ck", *INTO, *BACKBONE, *options).stdout
-    assert "9 items" in _run("load-plan", place / "ck", "--into", place / "ck", *options).stdout
-    nothing = _run("list", place / "nowhere", *options)
+    assert "intact" in invoke("verify", place / "ck", *options).stdout
+    assert "9 items" in invoke("load-plan", place / "ck", *INTO, *BACKBONE, *options).stdout
+    assert "9 items" in invoke("load-plan", place / "ck", "--into", place / "ck", *options).stdout
+    nothing = invoke("list", place / "nowhere", *options)
     assert nothing.exit_code == 3 and nothing.stderr == f"{place / 'nowhere'}: nothing is there.\n"
 
 
 @pytest.mark.parametrize(("name", "said"), [("nowhere", "nothing is there"), ("file", "is a file")])
 def test_a_list_of_what_is_no_directory_fails(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").touch()
-    result = _run("list", tmp_path / name)
+    result = invoke("list", tmp_path / name)
     assert result.exit_code == 3 and not result.stdout
     assert result.stderr.startswith(str(tmp_path / name)) and said in result.stderr
-    result = _run("list", tmp_path)
+    result = invoke("list", tmp_path)
     assert (result.exit_code, result.stdout.strip()) == (0, f"{tmp_path}: no checkpoint is there, or below.")
 
 

@@ -10,35 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.paths import Where
 from dcp_plugin.tools.contents import statistics
+from tests.commands import invoke, json_of
 from tests.damage import flip
+from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS
 from tests.places import delete_file, stock_writer
-from tests.runs.test_lifecycle import LIGHTNING, OPTIMIZER
-
-SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-
-
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def _json(*arguments: object, status: int = 0) -> Any:
-    result = _run(*arguments, "--json")
-    assert result.exit_code == status, result.output
-    document = json.loads(result.stdout)
-    jsonschema.validate(document, json.loads((SCHEMAS / f"{arguments[0]}.json").read_text()))
-    return document
 
 
 def _text(result: Result, *changing: tuple[str, str]) -> list[str]:
@@ -53,22 +38,18 @@ SIZES = (r"\d+(\.\d)? (B|KiB|MiB)\b", "SIZE")
 AGES = (r" \d+ (s|min)\b", " AGE")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
-        self.head = nn.Linear(4, 8, bias=False)
+def _net() -> nn.ModuleDict:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+    return nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": layers, "head": nn.Linear(4, 8, bias=False)})
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) -> None:
     for step in (1, 2, 3):
         dcp.save({"n": step}, place / "a" / f"step-{step}", step=step, metrics={"loss": 1 / step})
     delete_file(place / "a" / "step-3" / ".metadata")
     there: Any = place / "b" / "ck" if isinstance(place, Path) else str(place / "b" / "ck")  # as users name it to stock
     stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(there))
-    lines = _text(_run("ls", place), SIZES, AGES)
+    lines = _text(invoke("ls", place), SIZES, AGES)
     assert lines[0] == f"{place / 'a'}: 3 checkpoint(s), SIZE"
     assert lines[1] == "checkpoint  step  age  size  own  ranks  layout  state  metrics"
     rows = sorted(line.lstrip("* ") for line in lines[2:5])
@@ -81,7 +62,7 @@ def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) ->
     assert any(line.startswith("step-3: its save was never committed") for line in lines)
     assert any(line.startswith("*") and line.endswith("foreign: stock DCP") for line in lines)
     assert lines[-1] == "* is what an automatic resume of its run loads."
-    runs = _json("list", place)["runs"]
+    runs = json_of("list", place)["runs"]
     assert [(run["folder"], run["resumes"]) for run in runs] == [
         (str(place / "a"), str(place / "a" / "step-2")), (str(place / "b"), str(place / "b" / "ck"))
     ]  # fmt: skip
@@ -91,23 +72,23 @@ def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) ->
 def test_a_list_shows_a_few_metrics_and_its_document_all(tmp_path: Path) -> None:
     metrics = {f"m{number}": number for number in range(10)}
     dcp.save({"n": 1}, tmp_path / "step-1", step=1, metrics=metrics)
-    assert _text(_run("ls", tmp_path))[2].endswith("whole  m0 0, m1 1, m2 2, and 7 more")
-    (run,) = _json("list", tmp_path)["runs"]
+    assert _text(invoke("ls", tmp_path))[2].endswith("whole  m0 0, m1 1, m2 2, and 7 more")
+    (run,) = json_of("list", tmp_path)["runs"]
     assert run["checkpoints"][0]["metrics"] == metrics
 
 
 def test_a_list_shows_the_age_of_a_checkpoint_in_its_largest_unit(tmp_path: Path) -> None:
     for step, age in ((1, 4 * 86_400), (2, 5 * 3600), (3, 120)):
-        torch.save(LIGHTNING, tmp_path / f"step-{step}.ckpt")
+        torch.save(LIGHTNING_WEIGHTS, tmp_path / f"step-{step}.ckpt")
         now = (tmp_path / f"step-{step}.ckpt").stat().st_mtime
         os.utime(tmp_path / f"step-{step}.ckpt", (now - age, now - age))
-    rows = [line for line in _text(_run("ls", tmp_path)) if "foreign" in line]
+    rows = [line for line in _text(invoke("ls", tmp_path)) if "foreign" in line]
     assert [re.search(r"\d+ (d|h|min|s)\b", row)[0] for row in rows] == ["4 d", "5 h", "2 min"]  # type: ignore[index]
 
 
 def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
-    dcp.save({"model": Net(), "epoch": 3}, tmp_path / "ck", step=7)
-    lines = _text(_run("inspect", tmp_path / "ck"))
+    dcp.save({"model": _net(), "epoch": 3}, tmp_path / "ck", step=7)
+    lines = _text(invoke("inspect", tmp_path / "ck"))
     assert lines[:-2] == [
         "size  tensors  key",
         "592 B  14  model",
@@ -120,23 +101,23 @@ def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
         "0 B  0  epoch  1 value(s)",
     ]
     assert lines[-2].startswith(f"{tmp_path / 'ck'}: dcp_plugin checkpoint, step 7")
-    assert len(_text(_run("inspect", tmp_path / "ck", "--depth", 1))) == 5
-    assert "model.layers.2.1.bias" in _run("inspect", tmp_path / "ck", "--all").stdout
-    document = _json("inspect", tmp_path / "ck")["checkpoint"]
+    assert len(_text(invoke("inspect", tmp_path / "ck", "--depth", 1))) == 5
+    assert "model.layers.2.1.bias" in invoke("inspect", tmp_path / "ck", "--all").stdout
+    document = json_of("inspect", tmp_path / "ck")["checkpoint"]
     assert (document["step"], len(document["tensors"]), document["values"]) == (7, 14, ["epoch"])
 
 
 def test_inspect_tells_where_the_bytes_of_a_key_are(place: Where) -> None:
-    dcp.save({"model": Net(), "epoch": 3}, place / "ck")
-    found = _json("inspect", place / "ck", "--key", "model.layers.*.0.weight", "--key", "epoch")["chunks"]
+    dcp.save({"model": _net(), "epoch": 3}, place / "ck")
+    found = json_of("inspect", place / "ck", "--key", "model.layers.*.0.weight", "--key", "epoch")["chunks"]
     assert [(one["key"], one["sizes"]) for one in found] == [
         *((f"model.layers.{number}.0.weight", [4, 4]) for number in range(3)), ("epoch", [])
     ]  # fmt: skip
     assert all(re.fullmatch("[0-9a-f]{8}", one["crc32"]) and one["length"] > 64 for one in found)
-    lines = _text(_run("inspect", place / "ck", "--key", "model.head.weight"))
+    lines = _text(invoke("inspect", place / "ck", "--key", "model.head.weight"))
     assert lines[0] == "key  box  file  offset  bytes  crc32"
     assert lines[1].startswith("model.head.weight  [0:8, 0:4]  __0_0")
-    assert _json("inspect", place / "ck", "--key", "nothing*", status=3)["error"]["type"] == "CheckpointMismatch"
+    assert json_of("inspect", place / "ck", "--key", "nothing*", status=3)["error"]["type"] == "CheckpointMismatch"
 
 
 KINDS = (
@@ -161,28 +142,27 @@ def test_statistics_of_every_dtype(place: Where) -> None:
     broken = found["broken"]
     assert (broken.low, broken.high, broken.mean, broken.norm, broken.nans, broken.infs) == (-3, 1, -1, 10**0.5, 2, 2)
     assert (found["nothing"].low, found["nothing"].mean, found["nothing"].nans) == (None, None, 0)
-    printed = _text(_run("inspect", place / "ck", "--stats", "--include", "broken"))
+    printed = _text(invoke("inspect", place / "ck", "--stats", "--include", "broken"))
     assert printed == [
         "key  shape  dtype  min  max  mean  norm  NaN  Inf",
         "broken  6  float32  -3  1  -1  3.162  2  2",
         f"{place / 'ck'}: 1 tensors, 1 of them with NaN or Inf",
     ]
-    assert _json("inspect", place / "ck", "--stats")["stats"][0]["key"] == "float64"
+    assert json_of("inspect", place / "ck", "--stats")["stats"][0]["key"] == "float64"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_inspect_and_verify_what_others_saved(tmp_path: Path) -> None:
     weights = {"layers.0.w": torch.ones(4), "layers.1.w": torch.ones(4)}
     stock.save(weights, checkpoint_id=tmp_path / "stock")
     save_file(weights, tmp_path / "x.safetensors")
-    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, tmp_path / "x.ckpt")
+    torch.save(LIGHTNING, tmp_path / "x.ckpt")
     for name in ("stock", "x.safetensors", "x.ckpt"):
-        assert _run("inspect", tmp_path / name).exit_code == 0
-        assert _json("inspect", tmp_path / name)["checkpoint"]["tensors"]
-        assert all(one["high"] is not None for one in _json("inspect", tmp_path / name, "--stats")["stats"])
-        (said,) = _json("verify", tmp_path / name)["checkpoints"]
+        assert invoke("inspect", tmp_path / name).exit_code == 0
+        assert json_of("inspect", tmp_path / name)["checkpoint"]["tensors"]
+        assert all(one["high"] is not None for one in json_of("inspect", tmp_path / name, "--stats")["stats"])
+        (said,) = json_of("verify", tmp_path / name)["checkpoints"]
         assert said["ok"] and said["unverified"]
-        assert "have no checksum: they can be read" in _run("verify", tmp_path / name).stdout
+        assert "have no checksum: they can be read" in invoke("verify", tmp_path / name).stdout
 
 
 STEERING = "\x1b[2J\x7f\x9b31m\u202etxt\u2066"
@@ -208,11 +188,11 @@ def test_no_command_prints_a_control_character_of_a_name(tmp_path: Path, caplog:
     commands.append(("verify", second))
     for command in commands:
         for more in ((), ("--json",)):
-            result = _run(*command, *more)
+            result = invoke(*command, *more)
             assert result.exit_code in (0, 1, 3), (command, result.output)
             assert not set("\x1b\x7f\x9b\u202e\u2066") & set(result.output), (command, result.output)
     dcp.latest(run)
-    assert _json("inspect", first)["checkpoint"]["tensors"][0]["key"] == f"w{STEERING}"
+    assert json_of("inspect", first)["checkpoint"]["tensors"][0]["key"] == f"w{STEERING}"
     with pytest.raises(dcp.CheckpointMismatch, match=re.escape(ESCAPED)):
         dcp.load({STEERING: torch.ones(1)}, first)
     (second / ".metadata").write_bytes(b"")
@@ -236,7 +216,7 @@ def test_a_newline_in_a_name_adds_no_line_to_an_output_or_an_error(tmp_path: Pat
     flip(second, f"w{FORGED}")
     commands.append(("verify", second))
     for command in commands:
-        output = _run(*command).output
+        output = invoke(*command).output
         assert not any(line.strip().startswith("forged") for line in output.splitlines()), (command, output)
     with pytest.raises(dcp.CheckpointMismatch) as raised:
         dcp.load({f"w{FORGED}": torch.ones(3), f"x{FORGED}": torch.ones(1), "y\n  forged": torch.ones(1)}, first)
@@ -259,14 +239,14 @@ def test_a_sparse_table_of_contents_is_damage_that_no_command_reads(tmp_path: Pa
 
 @pytest.mark.parametrize("command", [("list",), ("prune", "--keep-last", "1")])
 def test_a_place_where_nothing_is_has_an_error_as_json(tmp_path: Path, command: tuple[str, ...]) -> None:
-    result = _run(*command, tmp_path / "nope", "--json")
+    result = invoke(*command, tmp_path / "nope", "--json")
     assert result.exit_code == 3 and "nothing is there" in result.stderr
     assert json.loads(result.stdout)["error"]["type"] == "FileNotFoundError"
 
 
 def test_a_report_that_cannot_be_written_names_the_page(tmp_path: Path) -> None:
     dcp.save({"n": 1}, tmp_path / "step-1", step=1)
-    result = _run("report", tmp_path, "--out", tmp_path / "nope" / "x.html")
+    result = invoke("report", tmp_path, "--out", tmp_path / "nope" / "x.html")
     assert result.exit_code == 3 and f"'{tmp_path}/nope/x.html'" in result.stderr
 
 
@@ -286,11 +266,11 @@ def test_verify_of_a_run_verifies_every_checkpoint_in_it(run_with_exported_model
     report = dcp.verify(run)
     assert not report.ok and report.path == run and all("checkpoint-1" in line for line in report.errors)
     assert report.items == 6 and sorted(report.unverified) == ["model.bias", "model.weight"]
-    result = _run("verify", run)
+    result = invoke("verify", run)
     assert result.exit_code == 1 and f"{run}: DAMAGED" in result.output
     shutil.rmtree(run / "checkpoint-1")
     (run / "model.safetensors").unlink()
-    assert dcp.verify(run).items == 2 and _run("verify", run).exit_code == 0
+    assert dcp.verify(run).items == 2 and invoke("verify", run).exit_code == 0
     (run / "checkpoint-2" / ".metadata").unlink()
     assert "checkpoint-2" in dcp.verify(run).errors[0]
 
@@ -338,15 +318,15 @@ def test_verify_takes_several_and_tells_the_damaged_from_what_cannot_be_read(tmp
     flip(tmp_path / "flipped", "w")
     os.truncate(next((tmp_path / "cut").glob("*.distcp")), 100)
     paths = [tmp_path / name for name in ("good", "flipped", "cut")]
-    result = _run("verify", *paths)
+    result = invoke("verify", *paths)
     assert result.exit_code == 1 and "iB/s" in result.stdout
     lines = result.stdout.splitlines()
     assert "intact" in lines[0] and "DAMAGED, 1 item(s)" in lines[1] and "w in __0_0" in lines[2]
     assert f"{paths[2]}: DAMAGED" in lines[3] and "truncated" in lines[3]
-    found = _json("verify", *paths, status=1)["checkpoints"]
+    found = json_of("verify", *paths, status=1)["checkpoints"]
     assert [one["ok"] for one in found] == [True, False, False]
     assert found[2]["error"]["type"] == "CheckpointCorrupt"
-    result = _run("verify", paths[0], tmp_path / "nowhere", paths[1])
+    result = invoke("verify", paths[0], tmp_path / "nowhere", paths[1])
     assert result.exit_code == 3 and "nowhere: cannot be verified" in result.stderr
     assert "flipped: DAMAGED" in result.stdout, "the others are verified all the same"
 
@@ -355,7 +335,7 @@ def test_prune_shows_then_deletes(place: Where) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
         dcp.save({"n": step}, place / f"step-{step}", step=step, metrics={"loss": loss})
     options = (place, "--keep-last", 1, "--best", "loss")
-    shown = _text(_run("prune", *options, "--dry-run"), SIZES)
+    shown = _text(invoke("prune", *options, "--dry-run"), SIZES)
     assert shown[:5] == [
         "path  step  size  why",
         f"{place / 'step-1'}  1  SIZE  would go",
@@ -365,7 +345,7 @@ def test_prune_shows_then_deletes(place: Where) -> None:
     ]
     assert shown[5].startswith(f"{place}: would delete 2 of 4 checkpoint(s), freeing ")
     assert len(dcp.list_checkpoints(place)) == 4
-    document = _json("prune", *options)
+    document = json_of("prune", *options)
     assert [one["path"] for one in document["checkpoints"] if one["deleted"]] == [
         str(place / "step-1"), str(place / "step-3")
     ]  # fmt: skip
@@ -395,7 +375,7 @@ def test_bad_input_is_one_clear_line_and_deletes_nothing(
     monkeypatch.chdir(tmp_path)
     dcp.save({"n": 1}, "ck", metrics={"loss": 1.0})
     Path("file").write_text("neither a checkpoint nor anything that is known")
-    result = _run(*arguments)
+    result = invoke(*arguments)
     assert result.exit_code == status, result.output
     assert said in " ".join(result.stderr.replace("│", " ").split()) and "Traceback" not in result.output
     assert dcp.verify("ck").ok
@@ -406,6 +386,6 @@ def test_what_cannot_be_deleted_ends_with_3(tmp_path: Path) -> None:
         dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
     shutil.rmtree(tmp_path / ".dcp_plugin")
     (tmp_path / ".dcp_plugin").write_text("in the way of what is to be deleted")
-    result = _run("prune", tmp_path, "--keep-last", 1)
+    result = invoke("prune", tmp_path, "--keep-last", 1)
     assert result.exit_code == 3 and "FAILED" in result.stdout and "1 could not be deleted" in result.stdout
     assert dcp.verify(tmp_path / "step-1").ok

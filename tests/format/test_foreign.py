@@ -16,18 +16,15 @@ import torch.distributed.checkpoint as stock
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import dcp_plugin as dcp
 from dcp_plugin.state import gather_module
-from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
-from tests.launch import on_ranks
+from tests.launch import gathered, on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
+from tests.objects import WithExtra
 
 State = dict[str, torch.Tensor]
-Keys = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -79,10 +76,8 @@ def _training(state: State, path: Path) -> None:
     torch.save({"model": state, "optimizer": optimizer.state_dict(), "epoch": 3, "args": {"lr": 0.1}}, path)
 
 
-def _stock(state: State, path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save({"model": state}, checkpoint_id=path, no_dist=True)
+def _stock(state: dict[str, Any], path: Path) -> None:
+    stock.save(state, checkpoint_id=path)
 
 
 SOURCES: dict[str, tuple[str, Callable[[State, Path], Any]]] = {
@@ -98,7 +93,7 @@ SOURCES: dict[str, tuple[str, Callable[[State, Path], Any]]] = {
     "torch_directory": ("torch.save", _in_directory("pytorch_model.bin", torch.save)),
     "torch_sharded": ("torch.save", _sharded_bin),
     "torch_of_ddp": ("torch.save", lambda state, path: torch.save({f"module.{k}": v for k, v in state.items()}, path)),
-    "stock": ("stock", _stock),
+    "stock": ("stock", lambda state, path: _stock({"model": state}, path)),
 }
 
 
@@ -110,7 +105,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _wanted() -> Keys:
+def _wanted() -> State:
     return dict(Net(1).state_dict())
 
 
@@ -129,22 +124,16 @@ def _nbytes() -> int:
     return sum(tensor.nbytes for tensor in _wanted().values())
 
 
-def _load_sharded(root: Path, layout: str) -> list[tuple[str, int]]:
-    read = []
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
+@on_ranks(2)
+def test_ranks_read_only_their_rows_of_every_source(sources: Path, layout: str) -> None:
     warnings.filterwarnings("ignore", message=".*for model", category=UserWarning)
     for name in SOURCES:
         model = wrap(layout, Net(2))
-        read.append((name, dcp.load({"model": model}, root / name).bytes_read))
+        report = dcp.load({"model": model}, sources / name)
         assert_same(_wanted(), full_state(gather_module(model)))
-    return read
-
-
-@pytest.mark.one_of
-@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
-def test_ranks_read_only_their_rows_of_every_source(sources: Path, layout: str) -> None:
-    of_ranks = launch.run(_load_sharded, 2, sources, layout)
-    for (case, first), (_, second) in zip(*of_ranks, strict=True):
-        assert first + second <= 1.02 * _nbytes(), case
+        assert sum(gathered(report.bytes_read)) <= 1.02 * _nbytes(), name
 
 
 @pytest.mark.parametrize("name", ["safetensors", "torch_training.pt"])
@@ -166,13 +155,9 @@ def test_values_and_optimizers_beside_the_model_are_there(sources: Path) -> None
     assert {tensor.key.partition(".")[0] for tensor in info.tensors} == {"model", "optimizer"}
 
 
-def _save_stock(state: dict[str, Any], path: Path) -> None:
-    stock.save(state, checkpoint_id=path)
-
-
 @pytest.mark.one_of
 @on_ranks(1, 2)
-@pytest.mark.parametrize("save", [torch.save, _save_stock, dcp.save], ids=["torch.save", "stock", "ours"])
+@pytest.mark.parametrize("save", [torch.save, _stock, dcp.save], ids=["torch.save", "stock", "ours"])
 def test_a_numbered_optimizer_is_loaded_by_the_order_of_its_parameters(
     tmp_path: Path, world_size: int, save: Callable[..., Any]
 ) -> None:
@@ -195,7 +180,7 @@ def test_a_numbered_optimizer_is_loaded_by_the_order_of_its_parameters(
 def test_numbers_do_not_fit_joined_parameters(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
     plain, trained = build("plain")
-    _save_stock({"model": plain.state_dict(), "optim": trained.state_dict()}, tmp_path / "ck")
+    _stock({"model": plain.state_dict(), "optim": trained.state_dict()}, tmp_path / "ck")
     model, optimizer = build("fsdp1_flat", seed=1)
     with pytest.raises(dcp.CheckpointMismatch, match="FSDP1 has joined parameters here"):
         dcp.load({"model": model, "optim": optimizer}, tmp_path / "ck")
@@ -252,39 +237,16 @@ def test_several_state_dicts_keep_their_names(tmp_path: Path) -> None:
     assert _keys(tmp_path / "deep") == ["model.w", "rate"]
 
 
-class Scaled(nn.Linear):
-    def __init__(self, scale: float) -> None:
-        super().__init__(2, 2)
-        self.scale = {"scale": torch.tensor(scale), "history": [torch.full((3,), scale)]}
-
-    def get_extra_state(self) -> Any:
-        return self.scale
-
-    def set_extra_state(self, state: Any) -> None:
-        self.scale = state
-
-
 def test_the_extra_state_of_a_module_arrives_with_its_tensors(tmp_path: Path) -> None:
-    saved, model = Scaled(0.5), Scaled(1.0)
+    saved, model = (
+        WithExtra({"scale": torch.tensor(scale), "history": [torch.full((3,), scale)]}) for scale in (0.5, 1.0)
+    )
     torch.save({"net": {f"inner.{key}": value for key, value in saved.state_dict().items()}}, tmp_path / "file")
     dcp.load({"model": nn.ModuleDict({"inner": model})}, tmp_path / "file")
     assert_same(
-        {"w": saved.weight.detach(), "s": saved.scale["scale"]}, {"w": model.weight.detach(), "s": model.scale["scale"]}
+        {"w": saved.weight.detach(), "s": saved.extra["scale"]}, {"w": model.weight.detach(), "s": model.extra["scale"]}
     )
-    assert same_bytes(saved.scale["history"][0], model.scale["history"][0])
-
-
-class Stateful(nn.Module):
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
+    assert same_bytes(saved.extra["history"][0], model.extra["history"][0])
 
 
 def test_tensors_of_an_extra_state_have_their_class_layout_and_shared_memory(tmp_path: Path) -> None:
@@ -293,10 +255,10 @@ def test_tensors_of_an_extra_state_have_their_class_layout_and_shared_memory(tmp
         "sparse": torch.eye(3).to_sparse(), "parameter": nn.Parameter(ones), "conj": torch.tensor([1 + 1j]).conj(),
         "a": ones, "part": ones[1:, ::2], "empty": torch.empty(0, 3), "size": torch.Size([2]), "tuple": (ones, [ones]),
     }  # fmt: skip
-    torch.save(Stateful(state).state_dict(), tmp_path / "file")
-    module = Stateful(None)
+    torch.save(WithExtra(state).state_dict(), tmp_path / "file")
+    module = WithExtra(None)
     dcp.load({"model": module}, tmp_path / "file")
-    found, expected = module.state, torch.load(tmp_path / "file", weights_only=True)["_extra_state"]
+    found, expected = module.extra, torch.load(tmp_path / "file", weights_only=True)["_extra_state"]
     assert same_bytes(found["sparse"].to_dense(), torch.eye(3))
     assert type(found["parameter"]) is nn.Parameter
     for key in ("parameter", "conj", "a", "part", "empty"):
@@ -363,28 +325,29 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def _load_tied(root: Path) -> None:
-    for path in sorted(root.iterdir()):
-        for layout in ("plain", "fsdp2", "fsdp1", "flat"):
-            model: Any = Tied(2)
-            if layout == "fsdp2":
-                fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-            elif layout != "plain":
-                options = {"device_id": torch.device("cpu"), "use_orig_params": layout == "fsdp1"}
-                model = FullyShardedDataParallel(model, **options)
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """Files of a model with tied weights, each without one of their names."""
+    for left_out in ("head.weight", "embedding.weight"):
+        save_file({k: v for k, v in Tied(1).state_dict().items() if k != left_out}, tmp_path / left_out)
+    return tmp_path
+
+
+@on_ranks(2)
+def test_a_tied_weight_that_is_stored_under_one_of_its_names_is_not_missing(tied: Path) -> None:
+    for path in sorted(tied.iterdir()):
+        for layout in ("plain", "fsdp2", "fsdp1", "fsdp1_flat"):
+            model = wrap(layout, Tied(2), unit="")
             report = dcp.load({"model": model}, path)
             assert len(report.loaded) == 3 and not report.missing
             assert_same(Tied(1).state_dict(), full_state(gather_module(model)))
 
 
-def test_a_tied_weight_that_is_stored_under_one_of_its_names_is_not_missing(tmp_path: Path) -> None:
-    for left_out in ("head.weight", "embedding.weight"):
-        save_file({k: v for k, v in Tied(1).state_dict().items() if k != left_out}, tmp_path / left_out)
-    launch.run(_load_tied, 2, tmp_path)
+def test_a_weight_that_was_tied_and_is_no_longer_is_missing(tied: Path) -> None:
     untied = Tied(2)
     untied.head.weight = nn.Parameter(torch.zeros(9, 4))
     with pytest.raises(dcp.CheckpointMismatch, match=r"model\.head\.weight is not in the checkpoint"):
-        dcp.load({"model": untied}, tmp_path / "head.weight")
+        dcp.load({"model": untied}, tied / "head.weight")
 
 
 def test_models_of_transformers_are_loaded_from_what_they_save(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -63,31 +62,24 @@ def test_an_item_is_the_file_that_torch_would_write(dtype: torch.dtype, shape: t
     assert same_bytes(torch.load(io.BytesIO(item), weights_only=True), tensor)
 
 
-def _odd_tensors() -> dict[str, torch.Tensor]:
+def test_every_kind_of_tensor_comes_back_byte_for_byte_through_us_and_through_stock(tmp_path: Path) -> None:
     base = torch.randn(40, 30)
-    special = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
-    return {
+    state = {
         "transposed": base.t(),
         "slice of a larger storage": base[3:7, 5:9],
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "expanded": torch.arange(3).expand(4, 3),
         "conjugated": torch.randn(5, dtype=torch.complex64).conj(),
-        "special values": special,
+        "special values": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
         "several blocks": torch.randn((5 << 20) // 4 + 11),
         **{f"{dtype} {shape}": _tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES},
     }
-
-
-def test_every_kind_of_tensor_comes_back_byte_for_byte_through_us_and_through_stock(tmp_path: Path) -> None:
-    state = _odd_tensors()
     dcp.save({"t": state}, tmp_path / "ck")
     ours = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
     dcp.load({"t": ours}, tmp_path / "ck")
     assert_same(state, ours)
     theirs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.load({"t": theirs}, checkpoint_id=tmp_path / "ck")
+    stock.load({"t": theirs}, checkpoint_id=tmp_path / "ck")
     assert_same(state, theirs)
     assert dcp.inspect(tmp_path / "ck").nbytes < sum(t.numel() * t.element_size() for t in state.values()) + 1
 
@@ -143,11 +135,9 @@ def test_equal_values_and_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert one.chunks[0].location.offset == other.chunks[0].location.offset
     assert len({index[key].location.offset for key in index if key.startswith("lr.")}) == 1  # type: ignore[union-attr]
     assert dcp.inspect(tmp_path / "ck").nbytes < 64 * 64 * 4 + 4096
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        target = {"model": {key: torch.zeros(64, 64) for key in ("embed.weight", "head.weight")}}
-        stock.load(target, checkpoint_id=tmp_path / "ck")
-        dcp_to_torch_save(tmp_path / "ck", tmp_path / "whole.pt")
+    target = {"model": {key: torch.zeros(64, 64) for key in ("embed.weight", "head.weight")}}
+    stock.load(target, checkpoint_id=tmp_path / "ck")
+    dcp_to_torch_save(tmp_path / "ck", tmp_path / "whole.pt")
     assert_same(target["model"], model.state_dict())
     assert_same(torch.load(tmp_path / "whole.pt")["model"], model.state_dict())
 
@@ -167,30 +157,26 @@ def test_the_summary_is_for_people(tmp_path: Path) -> None:
 @pytest.mark.parametrize("driver", ["our writer and planner", "our writer", "our planner"])
 def test_stock_save_and_load_take_our_classes(tmp_path: Path, driver: str) -> None:
     state = {"model": torch.nn.Linear(5, 3).state_dict(), "n": [1, 2]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if driver == "our planner":
-            stock.save(state, checkpoint_id=tmp_path / "ck", planner=dcp.ShardedSavePlanner())
-        else:
-            planner = dcp.ShardedSavePlanner() if "planner" in driver else None
-            stock.save(state, storage_writer=dcp.ShardedWriter(tmp_path / "ck"), planner=planner)
-        for reader, load_planner in (
-            (dcp.ShardedReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
-            (dcp.ShardedReader(tmp_path / "ck"), None),
-            (stock.FileSystemReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
-        ):
-            target = {"model": {"weight": torch.zeros(3, 5), "bias": torch.zeros(3)}, "n": None}
-            stock.load(target, storage_reader=reader, planner=load_planner)
-            assert_same(target["model"], state["model"])
-            assert target["n"] == [1, 2]
+    if driver == "our planner":
+        stock.save(state, checkpoint_id=tmp_path / "ck", planner=dcp.ShardedSavePlanner())
+    else:
+        planner = dcp.ShardedSavePlanner() if "planner" in driver else None
+        stock.save(state, storage_writer=dcp.ShardedWriter(tmp_path / "ck"), planner=planner)
+    for reader, load_planner in (
+        (dcp.ShardedReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
+        (dcp.ShardedReader(tmp_path / "ck"), None),
+        (stock.FileSystemReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
+    ):
+        target = {"model": {"weight": torch.zeros(3, 5), "bias": torch.zeros(3)}, "n": None}
+        stock.load(target, storage_reader=reader, planner=load_planner)
+        assert_same(target["model"], state["model"])
+        assert target["n"] == [1, 2]
     assert dcp.verify(tmp_path / "ck").ok
 
 
 def test_a_checkpoint_by_stock_torch_loads_through_us(tmp_path: Path) -> None:
     model = torch.nn.Linear(5, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save({"model": model.state_dict(), "n": {"deep": [1, 2]}}, checkpoint_id=tmp_path / "ck")
+    stock.save({"model": model.state_dict(), "n": {"deep": [1, 2]}}, checkpoint_id=tmp_path / "ck")
     other, state = torch.nn.Linear(5, 3), {"n": {}}
     report = dcp.load({"model": other, **state}, tmp_path / "ck")
     assert_same(other.state_dict(), model.state_dict())
@@ -233,7 +219,6 @@ class _Remote:
         return io.BytesIO(self._objects[name])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_format_needs_no_file_system(tmp_path: Path) -> None:
     state = {"w": torch.arange(12.0).reshape(3, 4), "n": torch.ones(2, dtype=torch.int16)}
     dcp.save(state, tmp_path / "ours", step=3)

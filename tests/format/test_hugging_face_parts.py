@@ -99,7 +99,6 @@ def test_what_is_wrong_with_parts_is_said(saved: Path, tmp_path: Path) -> None:
         dcp.inspect(_changed(saved, tmp_path / "nothing noted"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_that_have_scales_are_not_cast_without_them(tmp_path: Path) -> None:
     """As DeepSeek's are stored. Stock has a reader of its own for them; its others cast."""
     quantized = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import struct
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from dcp_plugin.format.pickles.follow import check_pickle
 from dcp_plugin.format.pickles.rebuild import _MAKERS
 from dcp_plugin.format.pickles.unpickler import FILE, TENSOR, VALUE
 from dcp_plugin.format.values import FACTORIES
+from tests.objects import WithExtra
 
 DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 DCP = "torch.distributed.checkpoint"
@@ -145,8 +145,8 @@ def test_of_a_file_the_load_that_asks_for_another_global_is_refused_by_name(
 
 
 def test_metadata_does_not_accept_what_the_user_has_declared_safe_for_tensors() -> None:
-    with torch.serialization.safe_globals([Extra]), pytest.raises(dcp.UnsafeCheckpoint, match="Extra"):
-        stock_metadata.decode(_calling(Extra.__module__, "Extra"), "it")
+    with torch.serialization.safe_globals([WithExtra]), pytest.raises(dcp.UnsafeCheckpoint, match="WithExtra"):
+        stock_metadata.decode(_calling(WithExtra.__module__, "WithExtra"), "it")
 
 
 SHARED = argparse.Namespace(limit=1)
@@ -333,41 +333,30 @@ def test_a_codec_is_not_called_through_another_function() -> None:
         check_pickle(b"\x80\2" + encodes, lambda module, name: VALUE.globals[f"{module}.{name}"])
 
 
-class Extra(torch.nn.Linear):
-    """A module with tensors in its extra state."""
-
-    def get_extra_state(self) -> Any:
-        shared = torch.arange(6.0)
-        return {"all": shared, "some": shared[2:4], "sparse": torch.eye(3).to_sparse() if self.out_features > 2 else 0}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.loaded = state
-
-
-@pytest.mark.parametrize("size", [2, 3], ids=["strided", "sparse"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["strided", "sparse"])
 def test_tensors_in_an_extra_state_come_back_with_their_layout_and_their_shared_memory(
-    tmp_path: Path, size: int
+    tmp_path: Path, sparse: bool
 ) -> None:
-    torch.save({"state_dict": Extra(size, size).state_dict()}, tmp_path / "file")
-    model = Extra(size, size)
+    shared = torch.arange(6.0)
+    expected = {"all": shared, "some": shared[2:4], "sparse": torch.eye(3).to_sparse() if sparse else 0}
+    torch.save({"state_dict": WithExtra(expected).state_dict()}, tmp_path / "file")
+    model = WithExtra(None)
     dcp.load({"model": model}, tmp_path / "file")
-    expected, loaded = model.get_extra_state(), model.loaded
+    loaded = model.extra
     assert loaded["all"].tolist() == expected["all"].tolist() and loaded["some"].tolist() == [2.0, 3.0]
     assert loaded["some"].untyped_storage().data_ptr() == loaded["all"].untyped_storage().data_ptr()
-    if size > 2:
+    if sparse:
         assert loaded["sparse"].layout is torch.sparse_coo and loaded["sparse"].to_dense().equal(torch.eye(3))
 
 
 def test_a_file_is_never_mapped_since_another_job_may_cut_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"state_dict": Extra(2, 2).state_dict()}, tmp_path / "file")
+    torch.save({"state_dict": WithExtra({"tensor": torch.arange(6.0)}).state_dict()}, tmp_path / "file")
     monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *args, **kwargs: pytest.fail("mapped"))
-    assert dcp.load({"model": Extra(2, 2)}, tmp_path / "file").loaded
+    assert dcp.load({"model": WithExtra(None)}, tmp_path / "file").loaded
 
 
 def test_a_stock_checkpoint_from_before_has_no_global_that_is_refused(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.uint16), "n": {1, 2}}, checkpoint_id=tmp_path)
+    stock.save({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.uint16), "n": {1, 2}}, checkpoint_id=tmp_path)
     assert struct.unpack("<2B", (tmp_path / ".metadata").read_bytes()[:2])[0] == 0x80
     target = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.uint16), "n": set()}
     dcp.load(target, tmp_path)

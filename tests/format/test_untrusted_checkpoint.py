@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,28 +23,13 @@ import dcp_plugin as dcp
 from dcp_plugin.format import stock_metadata
 from tests.compare import same_bytes
 from tests.forge import change_summary
-
-
-class Attack:
-    """Unpickling this creates a file."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.proof),)
-
-
-def _stock_save(state: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save(state, checkpoint_id=path)
+from tests.objects import attack
 
 
 def test_code_in_stock_metadata_is_not_executed(tmp_path: Path) -> None:
-    _stock_save({"t": torch.ones(3)}, tmp_path / "ck")
+    stock.save({"t": torch.ones(3)}, checkpoint_id=tmp_path / "ck")
     metadata = pickle.loads((tmp_path / "ck" / ".metadata").read_bytes())
-    metadata.planner_data = Attack(tmp_path / "owned")
+    metadata.planner_data = attack(tmp_path / "owned")
     (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(dcp.UnsafeCheckpoint, match="mkdir"):
         dcp.load({"t": torch.zeros(3)}, tmp_path / "ck")
@@ -54,7 +38,10 @@ def test_code_in_stock_metadata_is_not_executed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".metadata", "dcp_plugin.index", "dcp_plugin.json"])
 def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    (_stock_save if name == ".metadata" else dcp.save)({"t": torch.ones(3)}, tmp_path / "ck")
+    if name == ".metadata":
+        stock.save({"t": torch.ones(3)}, checkpoint_id=tmp_path / "ck")
+    else:
+        dcp.save({"t": torch.ones(3)}, tmp_path / "ck")
     (tmp_path / "ck" / name).unlink()
     os.mkfifo(tmp_path / "ck" / name)
     with pytest.raises(dcp.CheckpointCorrupt, match="no regular file"):
@@ -71,7 +58,7 @@ def test_a_summary_nested_too_deep_is_damage(tmp_path: Path) -> None:
 
 
 def test_code_in_a_stock_value_is_not_executed_unless_allowed(tmp_path: Path) -> None:
-    _stock_save({"n": Attack(tmp_path / "owned")}, tmp_path / "ck")
+    stock.save({"n": attack(tmp_path / "owned")}, checkpoint_id=tmp_path / "ck")
     with pytest.raises(dcp.UnsafeCheckpoint, match="allow_pickle"):
         dcp.load({"n": 0}, tmp_path / "ck")
     assert not (tmp_path / "owned").exists()
@@ -81,7 +68,7 @@ def test_code_in_a_stock_value_is_not_executed_unless_allowed(tmp_path: Path) ->
 
 def test_a_pickle_in_place_of_our_metadata_is_damage_and_is_not_executed(tmp_path: Path) -> None:
     dcp.save({"t": torch.arange(3)}, tmp_path / "ck")
-    (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "owned")))
+    (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(attack(tmp_path / "owned")))
     with pytest.raises(dcp.CheckpointCorrupt, match=r"\.metadata is not the one .* not executed"):
         dcp.load({"t": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ck")
     assert dcp.latest(tmp_path) is None
@@ -99,7 +86,7 @@ def test_metadata_of_every_kind_of_stock_checkpoint_is_readable_without_pickle_t
         "half": torch.ones(2, dtype=torch.bfloat16),
         "s": "x",
     }
-    _stock_save(state, tmp_path / "ck")
+    stock.save(state, checkpoint_id=tmp_path / "ck")
     assert set(stock_metadata.decode((tmp_path / "ck" / ".metadata").read_bytes(), "it").table.keys) >= {
         "m.weight",
         "half",
@@ -218,13 +205,9 @@ def test_junk_in_place_of_any_file_of_ours_is_corrupt_and_nothing_else(tmp_path:
         dcp.save({"a": torch.arange(4)}, path)
         next(path.glob(pattern)).write_bytes(junk)
         if pattern == "dcp_plugin.index":
-            _fix_fingerprint(path, junk)
+            change_summary(path, index_sha256=hashlib.sha256(junk).hexdigest())
         with pytest.raises(dcp.CheckpointCorrupt):
             dcp.load({"a": torch.zeros(4)}, path)
-
-
-def _fix_fingerprint(path: Path, data: bytes) -> None:
-    change_summary(path, index_sha256=hashlib.sha256(data).hexdigest())
 
 
 def test_every_single_flipped_byte_of_the_data_is_found_by_verify(tmp_path: Path) -> None:

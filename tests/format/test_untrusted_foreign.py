@@ -24,6 +24,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.tools.contents import statistics
+from tests.objects import PickledAs, attack
 
 STATE = {"a": torch.arange(300.0), "b": torch.ones(7, dtype=torch.int16)}
 
@@ -36,32 +37,10 @@ def _refused(path: Path, error: type[dcp.CheckpointError], match: str) -> None:
     assert all((value == 9).all() for value in target.values())
 
 
-class Attack:
-    """Unpickling this creates a directory."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.proof),)
-
-
 def test_code_in_a_torch_file_is_not_executed_and_the_way_out_is_said(tmp_path: Path) -> None:
-    torch.save({"state_dict": STATE, "note": Attack(tmp_path / "owned")}, tmp_path / "file")
+    torch.save({"state_dict": STATE, "note": attack(tmp_path / "owned")}, tmp_path / "file")
     _refused(tmp_path / "file", dcp.UnsafeCheckpoint, "mkdir.*weights_only=False")
     assert not (tmp_path / "owned").exists()
-
-
-class Command(Attack):
-    """The same through a name that torch does not block, but only does not know."""
-
-    def __reduce__(self) -> Any:
-        return subprocess.call, (["mkdir", str(self.proof)],)
-
-
-class Evaluated(Attack):
-    def __reduce__(self) -> Any:
-        return eval, (f"__import__('os').mkdir({str(self.proof)!r})",)
 
 
 class Settings:
@@ -82,9 +61,11 @@ def test_weights_are_loaded_from_beside_objects_of_which_nothing_is_executed(
     tmp_path: Path, beside: dict[str, Any]
 ) -> None:
     proof = tmp_path / "owned"
-    objects = {"hparams": argparse.Namespace(lr=1), "own": Settings(torch.ones(3)), "command": Command(proof)}
+    command = PickledAs(subprocess.call, (["mkdir", str(proof)],))  # torch does not block this name, nor know it
+    evaluated = PickledAs(eval, (f"__import__('os').mkdir({str(proof)!r})",))
+    objects = {"hparams": argparse.Namespace(lr=1), "own": Settings(torch.ones(3)), "command": command}
     torch.save(
-        {**beside, "state_dict": STATE, "step": 7, "hyper_parameters": objects, "code": Evaluated(proof)},
+        {**beside, "state_dict": STATE, "step": 7, "hyper_parameters": objects, "code": evaluated},
         tmp_path / "file",
     )
     target: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in STATE.items()}, "step": 0}
@@ -280,11 +261,7 @@ def test_a_tensor_that_leaves_its_record_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["latin1", "latin-1", "UTF-8", "utf_8", "ascii"])
 def test_bytes_that_a_pickle_spells_as_text_come_back(tmp_path: Path, codec: str) -> None:
-    class Spelled:
-        def __reduce__(self) -> Any:
-            return codecs.encode, ("text", codec)
-
-    torch.save({"model": STATE, "spelled": Spelled()}, tmp_path / "file")
+    torch.save({"model": STATE, "spelled": PickledAs(codecs.encode, ("text", codec))}, tmp_path / "file")
     target = {"spelled": b""}
     dcp.load(target, tmp_path / "file")
     assert target == {"spelled": b"text"}
@@ -327,7 +304,6 @@ def test_many_names_of_one_tensor_do_not_expand_to_any_size(tmp_path: Path) -> N
     assert len(few) == 11 and all(torch.equal(one, tensor) for one in few.values())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_stock_checkpoint_does_not_expand_to_a_tensor_of_any_size(tmp_path: Path) -> None:
     stock.save({"model": {"a": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
     metadata = stock.FileSystemReader(tmp_path).read_metadata()

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.format import values
+from tests.objects import PickledAs
 
 
 class Phase(enum.Enum):
@@ -111,7 +112,6 @@ def _assert_same(one: Any, other: Any) -> None:
         assert one == other and (isinstance(one, set) or repr(one) == repr(other))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_value_comes_back_as_itself_through_us_and_through_stock_in_both_directions(tmp_path: Path) -> None:
     saved = VALUES | ARRAYS
     as_one = {name: (value,) for name, value in saved.items()}  # stock walks mappings
@@ -156,7 +156,6 @@ def test_the_state_of_numpys_generator_goes_on_as_it_would_have(tmp_path: Path) 
     assert np.array_equal(expected, (legacy.rand(3), generator.random(3)))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_class_that_is_not_there_gives_the_plain_value_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,16 +210,15 @@ def test_what_a_replaced_torch_save_has_not_written_is_not_remembered(tmp_path: 
 
 
 def test_a_path_of_another_library_is_text_and_the_save_says_so(tmp_path: Path) -> None:
+    class Elsewhere:
+        def __fspath__(self) -> str:
+            return "else"
+
     with pytest.warns(UserWarning, match=r"stored as another type: extra.it \(.*Elsewhere as text\)"):
         dcp.save({"extra": {"it": [Elsewhere()]}}, tmp_path / "ck")
     found: dict[str, Any] = {}
     dcp.load({"extra": found}, tmp_path / "ck")
     assert found == {"it": ["else"]}
-
-
-class Elsewhere:
-    def __fspath__(self) -> str:
-        return "else"
 
 
 @dataclasses.dataclass
@@ -275,16 +273,6 @@ def _ran(value: Any) -> Any:
     return value
 
 
-class _Says:
-    """Pickles as whatever it is told to."""
-
-    def __init__(self, *said: Any) -> None:
-        self.said = said
-
-    def __reduce__(self) -> Any:
-        return self.said
-
-
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -297,17 +285,18 @@ RECONSTRUCT = np.arange(2).__reduce__()[0]
 @pytest.mark.parametrize(
     "value",
     [
-        lambda: _Says(Started, (7,)), lambda: _Says(Gone, ()), lambda: _Says(_ran, (1,)),
-        lambda: {_Says(Telling, (1,)): 1},
-        lambda: _Says(types.SimpleNamespace, (), {"__class__": Started}), lambda: _Says(frozenset, (5,)),
-        lambda: _Says(Path, (1,)), lambda: _Says(collections.deque, (range(9), 10**9)),
-        lambda: _Says(Careful, (), {"a": 1}),
-        lambda: _Says(np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)),
-        lambda: _Says(np.dtype, ("O8,i4", False, True)), lambda: _Says(type(np.arange(2)), (9,)),
-        lambda: _Says(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (10**9,), np.dtype("f8"), False, b"1")),
-        lambda: _Says(RECONSTRUCT, (np.matrix, (0,), b"b"), np.arange(2).__reduce__()[2]),
-        lambda: _Says(np.float32(1).__reduce__()[0], (np.dtype("f8"), b"1")),
-        lambda: _Says(eval, ("1",)), lambda: _Says(getattr, (Path, "cwd")), lambda: _Says(dcp.load, ({}, "x")),
+        lambda: PickledAs(Started, (7,)), lambda: PickledAs(Gone, ()), lambda: PickledAs(_ran, (1,)),
+        lambda: {PickledAs(Telling, (1,)): 1},
+        lambda: PickledAs(types.SimpleNamespace, (), {"__class__": Started}), lambda: PickledAs(frozenset, (5,)),
+        lambda: PickledAs(Path, (1,)), lambda: PickledAs(collections.deque, (range(9), 10**9)),
+        lambda: PickledAs(Careful, (), {"a": 1}),
+        lambda: PickledAs(np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)),
+        lambda: PickledAs(np.dtype, ("O8,i4", False, True)), lambda: PickledAs(type(np.arange(2)), (9,)),
+        lambda: PickledAs(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (10**9,), np.dtype("f8"), False, b"1")),
+        lambda: PickledAs(RECONSTRUCT, (np.matrix, (0,), b"b"), np.arange(2).__reduce__()[2]),
+        lambda: PickledAs(np.float32(1).__reduce__()[0], (np.dtype("f8"), b"1")),
+        lambda: PickledAs(eval, ("1",)), lambda: PickledAs(getattr, (Path, "cwd")),
+        lambda: PickledAs(dcp.load, ({}, "x")),
     ],
 )  # fmt: skip
 def test_hostile_values_run_nothing_and_are_refused(value: Any) -> None:
@@ -321,7 +310,7 @@ def test_hostile_values_run_nothing_and_are_refused(value: Any) -> None:
 def test_no_method_of_a_class_runs_when_its_objects_are_made() -> None:
     saved = (Started(3), Telling.ONE, Made(4))
     data = values.encode(saved)
-    hostile = _pickled([_Says(Telling, (99,)), _Says(Made, (1, 2, 3))])
+    hostile = _pickled([PickledAs(Telling, (99,)), PickledAs(Made, (1, 2, 3))])
     _runs.clear()
     notes: list[str] = []
     found = values.decode("it", data)

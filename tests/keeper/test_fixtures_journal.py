@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,26 +25,15 @@ from dcp_plugin.keeper import client, spool
 from dcp_plugin.keeper.spool import FORMAT_VERSION, Spool
 from dcp_plugin.paths import resolved
 from tests import programs
-from tests.compare import assert_same
-from tests.fixtures import FROZEN, flat, tiers
+from tests.compare import assert_same, flat
+from tests.fixtures import FROZEN, tiers
 from tests.limits import HANG
 from tests.object_server import Bucket
+from tests.places import bytes_in
 
 OTHER = FORMAT_VERSION + 98
 REFUSAL = f"another version of dcp_plugin (format {OTHER}; this one has format {FORMAT_VERSION})"
 KEPT: dict[str, Any] = {"async_save": True, "writer": "process"}
-
-_TRAINING = """
-import os, signal, sys, torch, dcp_plugin as dcp
-if __name__ == "__main__":
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=0.0)
-    checkpointer.save({"weights": torch.arange(10.0)}, f"{sys.argv[1]}/step-1", step=1).wait()
-    keeper = checkpointer._writer.saves.client.spool.pid()
-    os.kill(keeper, signal.SIGSTOP)
-    checkpointer.save({"weights": torch.arange(10.0) + 1}, f"{sys.argv[1]}/step-2", step=2)
-    print(keeper, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.fixture
@@ -60,21 +50,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 keeper.wait(HANG)
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def _frozen_journal(memory: Path) -> Path:
-    memory.mkdir(mode=0o700)
-    return shutil.copytree(FROZEN / "journal", memory / "51ecefe0")
-
-
 def test_the_frozen_journal_is_published_or_refused_by_name(
     memory: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The save in it goes to a bucket of a fixed name. If a change makes this fail, raise ``FORMAT_VERSION``."""
     bucket.server.ask("PUT", tiers.BUCKET)
-    journal = _frozen_journal(memory)
+    memory.mkdir(mode=0o700)
+    journal = shutil.copytree(FROZEN / "journal", memory / "51ecefe0")
     state = {"model": {"weights": torch.zeros(1000)}, "epoch": 0}
     start = dcp.resume_or_init(state, tiers.JOURNAL_PATH.rpartition("/")[0], **KEPT, keeper_linger=0.0)
     if FORMAT_VERSION == 1:
@@ -84,7 +66,7 @@ def test_the_frozen_journal_is_published_or_refused_by_name(
         assert start.how == "fresh"
         assert str(journal) in caplog.text
         assert f"(format 1; this one has format {FORMAT_VERSION})" in caplog.text
-        assert _files(journal) == _files(FROZEN / "journal")
+        assert bytes_in(journal) == bytes_in(FROZEN / "journal")
 
 
 def _other_journal(memory: Path, root: Path) -> Path:
@@ -100,7 +82,7 @@ def test_a_journal_of_another_version_is_refused_by_name_and_keeps_every_file(
     memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = _other_journal(memory, tmp_path)
-    before = _files(folder)
+    before = bytes_in(folder)
     state = {"weights": torch.ones(10)}
     assert dcp.resume_or_init(state, tmp_path, **KEPT).how == "fresh"
     assert str(folder) in caplog.text
@@ -112,7 +94,7 @@ def test_a_journal_of_another_version_is_refused_by_name_and_keeps_every_file(
     assert f"step-1 is saved without a keeper: {folder}" in caplog.text
     assert REFUSAL in caplog.text
     assert dcp.verify(tmp_path / "step-1").ok
-    assert _files(folder) == before
+    assert bytes_in(folder) == before
 
 
 def test_saves_that_only_a_keeper_can_make_are_refused_by_name(memory: Path, tmp_path: Path) -> None:
@@ -129,12 +111,12 @@ def test_saves_that_only_a_keeper_can_make_are_refused_by_name(memory: Path, tmp
 def test_a_keeper_of_another_version_ends_at_once_and_says_why(memory: Path, tmp_path: Path) -> None:
     """The package was upgraded under a training, which starts a keeper in place of one that died."""
     folder = _other_journal(memory, tmp_path)
-    before = _files(folder)
+    before = bytes_in(folder)
     ended = programs.run("-m", "dcp_plugin.keeper", folder, 0, cwd=programs.ROOT)
     assert ended.returncode == 1
     assert REFUSAL in ended.stderr
     assert str(folder) in ended.stderr
-    assert {name: data for name, data in _files(folder).items() if name != "keeper.lock"} == before
+    assert {name: data for name, data in bytes_in(folder).items() if name != "keeper.lock"} == before
 
 
 def _other_package(folder: Path, memory: Path) -> None:
@@ -156,16 +138,27 @@ def test_a_lingering_keeper_of_another_version_is_left_alone_and_publishes_its_s
     memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its training was killed. It is stopped while the new training runs, and goes on later."""
+    program = textwrap.dedent("""
+        import os, signal, sys, torch, dcp_plugin as dcp
+        if __name__ == "__main__":
+            checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=0.0)
+            checkpointer.save({"weights": torch.arange(10.0)}, f"{sys.argv[1]}/step-1", step=1).wait()
+            keeper = checkpointer._writer.saves.client.spool.pid()
+            os.kill(keeper, signal.SIGSTOP)
+            checkpointer.save({"weights": torch.arange(10.0) + 1}, f"{sys.argv[1]}/step-2", step=2)
+            print(keeper, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
     script, root = tmp_path / "other" / "train.py", tmp_path / "run"
     _other_package(script.parent, memory)
-    script.write_text(_TRAINING)  # which finds the package beside it first
+    script.write_text(program)  # which finds the package beside it first
     ended = programs.run(script, root)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     keeper = int(ended.stdout)
     watch = os.pidfd_open(keeper)
     try:
         (folder,) = (path for path in memory.iterdir() if path.name[0] != ".")
-        before = _files(folder)
+        before = bytes_in(folder)
         state = {"weights": torch.zeros(10)}
         start = dcp.resume_or_init(state, root, **KEPT)
         assert (start.how, start.step) == ("resumed", 1)
@@ -173,7 +166,7 @@ def test_a_lingering_keeper_of_another_version_is_left_alone_and_publishes_its_s
         checkpointer.save(state, root / "step-3", step=3).wait()
         checkpointer.close()
         assert caplog.text.count(f"{folder} is the journal of {REFUSAL}") == 2
-        assert _files(folder) == before
+        assert bytes_in(folder) == before
         os.kill(keeper, signal.SIGCONT)
         select.select([watch], [], [])  # until it has ended
         assert_same(dcp.read(root / "step-2"), {"weights": torch.arange(10.0) + 1})

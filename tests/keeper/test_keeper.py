@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -88,9 +88,7 @@ if __name__ == "__main__":
 
 def _weights(path: Path) -> torch.Tensor:
     state = {"weights": torch.zeros(1000)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        stock.load(state, checkpoint_id=str(path))
+    stock.load(state, checkpoint_id=str(path))
     return state["weights"]
 
 
@@ -137,24 +135,22 @@ def test_a_training_that_dies_while_it_hands_over_leaves_nothing_in_memory(tmp_p
     shutil.rmtree(spool.folder, ignore_errors=True)
 
 
-_HOLDER = """
-import fcntl, os, signal, sys
-descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
-fcntl.lockf(descriptor, fcntl.LOCK_EX)
-print("locked", flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
 def test_a_stopped_holder_of_the_lock_is_named_and_the_save_goes_on_without_a_keeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    program = textwrap.dedent("""
+        import fcntl, os, signal, sys
+        descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        print("locked", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """)
     memory = Path(tempfile.mkdtemp(dir=spool._MEMORY))
     monkeypatch.setattr(spool, "_MEMORY", memory)
     monkeypatch.setattr(locks, "_LOCK_SECONDS", 0.1)
     lock = spool.base_directory() / ".door" / "lock"
     lock.parent.mkdir()
-    holder = subprocess.Popen([programs.PYTHON, "-c", _HOLDER, str(lock)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen([programs.PYTHON, "-c", program, str(lock)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
@@ -395,20 +391,18 @@ def test_an_event_says_which_tier_a_save_has_missed_and_why(tmp_path: Path) -> N
     assert line["tier"] == "durable" and "is not kept in local_dir" in line["degraded"]
 
 
-_SECOND = """
-import sys, torch, dcp_plugin as dcp
-if __name__ == "__main__":
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=sys.argv[2], keeper_linger=0.0)
-    try:
-        checkpointer.save({"weights": torch.zeros(1000)}, f"{sys.argv[1]}/step-2", step=2).wait()
-    except dcp.SaveFailed as error:
-        print(error)
-"""
-
-
 def test_a_second_training_with_the_same_root_and_local_dir_is_refused(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import sys, torch, dcp_plugin as dcp
+        if __name__ == "__main__":
+            checkpointer = dcp.Checkpointer(async_save=True, local_dir=sys.argv[2], keeper_linger=0.0)
+            try:
+                checkpointer.save({"weights": torch.zeros(1000)}, f"{sys.argv[1]}/step-2", step=2).wait()
+            except dcp.SaveFailed as error:
+                print(error)
+    """)
     root, local = tmp_path / "run", tmp_path / "local"
-    (tmp_path / "second.py").write_text(_SECOND)
+    (tmp_path / "second.py").write_text(program)
     checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0)
     checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
     second = programs.run(tmp_path / "second.py", root, local)

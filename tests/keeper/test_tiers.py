@@ -9,8 +9,7 @@ import shutil
 import socket
 import struct
 import threading
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from typer.testing import CliRunner
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import DATA_SUFFIX, INDEX, SUMMARY
 from dcp_plugin.keeper import wire
@@ -45,7 +42,9 @@ from dcp_plugin.keeper.source import NodesSource
 from dcp_plugin.storage import writer
 from dcp_plugin.storage.published import read_summary
 from tests import launch
+from tests.commands import invoke
 from tests.compare import assert_same as same
+from tests.damage import flip_byte
 from tests.launch import on_ranks
 
 launch.preload(__name__)
@@ -79,13 +78,6 @@ def spread(path: Path, local_dirs: list[Path], **said: Any) -> Record:
 def folder_of(local_dir: Path, path: Path) -> Path:
     (step,) = LocalCheckpoints(local_dir, path_of(path).parent).of_path(path_of(path))
     return step.folder
-
-
-def overwrite(path: Path, at: int = -1000) -> None:
-    """Other bytes, of the same number."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0xFF
-    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -131,9 +123,7 @@ def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(
     if damage == "missing":
         file.unlink()
     else:
-        flipped = bytearray(file.read_bytes())
-        flipped[len(flipped) // 2] ^= 1
-        file.write_bytes(flipped)
+        flip_byte(file)
     resumed = state_of(0)
     start = dcp.resume_or_init({"state": resumed}, path.parent, local_dir=str(tmp_path / "local"))
     assert (start.how, start.path) == ("resumed", path)
@@ -165,7 +155,7 @@ def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(s
 
 def test_the_command_line_lists_it_too(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved.parent)
-    shown = CliRunner().invoke(app, ["list", str(saved.parent), "--local-dir", str(tmp_path / "local")])
+    shown = invoke("list", saved.parent, "--local-dir", tmp_path / "local")
     assert shown.exit_code == 0 and "only in local_dir" in shown.output
 
 
@@ -184,13 +174,13 @@ def test_damage_is_passed_over_and_told(
     folder = folder_of(tmp_path / "local", saved)
     data = max(folder.glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size)
     if damage == "a byte":
-        overwrite(data)
+        flip_byte(data, -1000)
     elif damage == "cut":
         os.truncate(data, 100)
     elif damage == "index":
-        overwrite(folder / INDEX, 500)
+        flip_byte(folder / INDEX, 500)
     elif damage == "summary":
-        overwrite(folder / SUMMARY, 100)
+        flip_byte(folder / SUMMARY, 100)
     else:
         looked = LocalCheckpoint.present_files
 
@@ -213,7 +203,8 @@ def test_if_no_place_has_the_bytes_an_older_save_is_resumed_and_nothing_damaged_
     dcp.save(state_of(2), newer, step=2)
     spread(newer, [tmp_path / "local"])
     shutil.rmtree(newer)
-    overwrite(max(folder_of(tmp_path / "local", newer).glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size))
+    data = max(folder_of(tmp_path / "local", newer).glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size)
+    flip_byte(data, -1000)
     state = state_of(0)
     start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
     assert (start.path, start.damaged) == (saved, (newer,))
@@ -262,31 +253,25 @@ def _of_an_older_format(folder: Path) -> None:
     (folder / NODE).write_text(json.dumps({**said, "format": 0}))
 
 
-def _with_a_changed_record(folder: Path) -> None:
-    (folder / NODE).write_bytes((folder / NODE).read_bytes().replace(b'"step": 1', b'"step": 9'))
+STALE: dict[str, Callable[[Path], Any]] = {
+    "of another run": _of_another_run,
+    "another version": _of_an_older_format,
+    "record is damaged": lambda folder: (folder / NODE).write_bytes(
+        (folder / NODE).read_bytes().replace(b'"step": 1', b'"step": 9')
+    ),
+    "another user": lambda folder: os.chown(folder, 12345, 12345),
+}
 
 
-def _of_another_user(folder: Path) -> None:
-    os.chown(folder, 12345, 12345)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (_of_another_run, "of another run"),
-        (_of_an_older_format, "another version"),
-        (_with_a_changed_record, "record is damaged"),
-        pytest.param(
-            _of_another_user, "another user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
-        ),
-    ],
-)
+@pytest.mark.parametrize("told", STALE)
 def test_stale_saves_are_never_taken_and_it_is_told_why(
-    saved: Path, tmp_path: Path, make: Any, told: str, caplog: pytest.LogCaptureFixture
+    saved: Path, tmp_path: Path, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if told == "another user" and os.geteuid() != 0:
+        pytest.skip("chown needs root")
     shutil.rmtree(saved)
     make_run(saved.parent)
-    make(folder_of(tmp_path / "local", saved))
+    STALE[told](folder_of(tmp_path / "local", saved))
     state = state_of(0)
     start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
     assert start.how == "fresh" and told in caplog.text
@@ -564,8 +549,7 @@ def test_parts_of_all_nodes_in_one_folder_are_a_checkpoint_that_stock_loads(tmp_
     for local_dir in ("local0", "local1"):
         shutil.copytree(folder_of(tmp_path / local_dir, path), together, dirs_exist_ok=True)
     state = {"weights": torch.zeros(1000, 100)}
-    with warnings.catch_warnings(action="ignore"):  # there is no process group
-        stock.load(state, checkpoint_id=str(together))
+    stock.load(state, checkpoint_id=str(together))
     same(state, {"weights": torch.arange(100_000.0).view(1000, 100)})
     assert dcp.verify(together).ok
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import dcp_plugin as dcp
 from tests.compare import assert_same
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Model(nn.Module):
-    def __init__(self, classes: int = 3) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 4)
-        self.head = nn.Linear(4, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.net(x))  # type: ignore[no-any-return]
 
 
 class AppState(Stateful):
@@ -43,9 +32,9 @@ class AppState(Stateful):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def _trained(seed: int, classes: int = 3) -> tuple[Model, torch.optim.Optimizer]:
+def _trained(seed: int, classes: int = 3) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Model(classes)
+    model = nn.Sequential(OrderedDict(net=nn.Linear(2, 4), head=nn.Linear(4, classes)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
     _step(model, optimizer)
     return model, optimizer

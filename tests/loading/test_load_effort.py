@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 import dcp_plugin as dcp
+from tests.boxes import Boxes, read_boxes
 from tests.compare import assert_same, same_bytes
+from tests.memory import calls_of
 
 KIB = 1 << 10
 
@@ -39,35 +38,17 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return state.get("m", state)
 
 
-def _calls_of_a_load(state: Callable[..., dict[str, Any]], count: int, path: Path) -> int:
-    dcp.save(state(count), path)
-    target, saved = state(count, filled=False), state(count)
-    checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io_threads=1))  # all in the thread that is looked at
-    checkpointer.load(state(count), path)  # imports
-    calls = _calls_of(lambda: checkpointer.load(target, path))
-    assert_same(_tensors(target), _tensors(saved))
-    return calls
-
-
-def _calls_of(work: Callable[[], Any]) -> int:
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
 @pytest.mark.parametrize(("state", "most"), [(_flat, 55), (_mapping, 72), (_module, 68)])
 def test_a_small_tensor_takes_few_python_calls(tmp_path: Path, state: Callable[..., dict[str, Any]], most: int) -> None:
-    few, many = (_calls_of_a_load(state, count, tmp_path / str(count)) for count in (100, 300))
-    assert (many - few) / 200 <= most
+    calls = []
+    for count in (100, 300):
+        path, target, saved = tmp_path / str(count), state(count, filled=False), state(count)
+        dcp.save(state(count), path)
+        checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io_threads=1))  # all in the thread that is looked at
+        checkpointer.load(state(count), path)  # imports
+        calls.append(calls_of(lambda load=checkpointer.load, target=target, path=path: load(target, path)))
+        assert_same(_tensors(target), _tensors(saved))
+    assert (calls[1] - calls[0]) / 200 <= most
 
 
 def test_inspect_goes_over_the_keys_of_a_safetensors_file_by_columns(tmp_path: Path) -> None:
@@ -75,43 +56,10 @@ def test_inspect_goes_over_the_keys_of_a_safetensors_file_by_columns(tmp_path: P
 
     def calls(count: int) -> int:
         save_file(_flat(count), tmp_path / f"{count}.safetensors")
-        return _calls_of(lambda: dcp.inspect(tmp_path / f"{count}.safetensors"))
+        return calls_of(lambda: dcp.inspect(tmp_path / f"{count}.safetensors"))
 
     calls(10)  # imports
     assert (calls(1500) - calls(500)) // 1000 <= 2
-
-
-class _Columns(LoadPlanner):
-    """Reads some columns of a tensor that is stored whole."""
-
-    def __init__(self, first: int, target: torch.Tensor) -> None:
-        self._first, self._target = first, target
-
-    def plan(self) -> LoadPlan:
-        corner = torch.Size((0, self._first))
-        where = MetadataIndex("t"), torch.Size((0, 0)), MetadataIndex("t", torch.Size((0, 0)), 0), corner
-        return LoadPlan([ReadItem(LoadItemType.TENSOR, *where, self._target.shape)])
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None: ...
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan: ...
-
-    def create_global_plan(self, global_plan: Any) -> Any: ...
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan: ...
-
-
-def _read(path: Path, first: int, target: torch.Tensor) -> dcp.ShardedReader:
-    planner, reader = _Columns(first, target), dcp.ShardedReader(path, io_threads=1)
-    reader.read_data(planner.plan(), planner).wait()
-    return reader
 
 
 @pytest.fixture
@@ -140,7 +88,7 @@ def test_columns_apart_take_a_call_each_and_nothing_else_is_read(tmp_path: Path,
     reader = dcp.ShardedReader(tmp_path / "ck")
     assert len(reader.index) == 1
     calls.clear()
-    reader = _read(tmp_path / "ck", 1024, target)
+    reader = read_boxes(tmp_path / "ck", ("t", (0, 1024), target), io_threads=1)
     assert same_bytes(target, tensor[:, 1024:2048].contiguous())
     assert calls.count(4 * KIB) == 1024 and reader.bytes_read == target.nbytes
     assert len(calls) < 1024 + 8  # the index
@@ -152,7 +100,7 @@ def test_columns_near_each_other_are_read_with_what_is_between_and_checked(
 ) -> None:
     tensor = _saved(tmp_path / "ck", rows, columns)
     target = torch.zeros(rows, taken, dtype=torch.int32)
-    reader = _read(tmp_path / "ck", columns - taken, target)
+    reader = read_boxes(tmp_path / "ck", ("t", (0, columns - taken), target), io_threads=1)
     assert same_bytes(target, tensor[:, columns - taken :].contiguous())
     assert len(calls) < 48 and reader.unchecked_bytes == 0
     assert reader.bytes_read <= 1.1 * tensor.nbytes
@@ -164,7 +112,7 @@ def test_a_file_that_ends_in_the_middle_of_columns_is_named(tmp_path: Path, colu
     reader = dcp.ShardedReader(tmp_path / "ck", check_files=False)
     (name,) = reader.index.files
     os.truncate(tmp_path / "ck" / name, 1 << 20)
-    planner = _Columns(first, torch.zeros(1024, columns - first, dtype=torch.int32))
+    planner = Boxes(("t", (0, first), torch.zeros(1024, columns - first, dtype=torch.int32)))
     with pytest.raises(dcp.CheckpointCorrupt, match=rf"{name} ends within t"):
         reader.read_data(planner.plan(), planner)
 

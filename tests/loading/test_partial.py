@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +241,8 @@ def test_data_is_renamed_too_and_keeps_its_structure(pretrained: Any) -> None:
 
 def test_a_stock_checkpoint_is_renamed_the_same_way(pretrained: Any, tmp_path: Path) -> None:
     _, model, source = pretrained
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
-        state = {"net": model.state_dict(), "opt": get_optimizer_state_dict(model, source)}
-        stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    state = {"net": model.state_dict(), "opt": get_optimizer_state_dict(model, source)}
+    stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     target = FineTune()
     optimizer = torch.optim.AdamW(target.pretrain.parameters(), lr=9.0)
     partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "net.", "optim.": "opt."})
@@ -259,9 +256,7 @@ def test_a_stock_checkpoint_is_renamed_the_same_way(pretrained: Any, tmp_path: P
 
 def test_a_stock_checkpoint_of_bare_names_is_the_source_of_a_sub_module(pretrained: Any, tmp_path: Path) -> None:
     _, model, _ = pretrained
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is only one process
-        stock.save(model.state_dict(), checkpoint_id=tmp_path / "stock", no_dist=True)
+    stock.save(model.state_dict(), checkpoint_id=tmp_path / "stock", no_dist=True)
     target = FineTune()
     dcp.load({"model": target}, tmp_path / "stock", PartialLoad.submodule(target.pretrain, source=""))
     assert_same(target.pretrain.state_dict(), model.state_dict())
@@ -478,14 +473,6 @@ def test_every_preset_but_none_is_a_partial_load() -> None:
     assert all(isinstance(_preset(name), PartialLoad) for name in names - {"none"})
 
 
-class Head(nn.Module):
-    def __init__(self, adapters: bool = False) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
-        if adapters:
-            self.lora_A = nn.Linear(2, 1)
-
-
 @pytest.mark.parametrize(
     ("preset", "kept"),
     [
@@ -498,7 +485,9 @@ class Head(nn.Module):
 )
 def test_a_preset_loads_what_its_name_says(tmp_path: Path, preset: str, kept: tuple[str, ...]) -> None:
     def make(lr: float, adapters: bool = False) -> dict[str, Any]:
-        model = Head(adapters)
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+        if adapters:
+            model["lora_A"] = nn.Linear(2, 1)
         return {"model": model, "optim": torch.optim.SGD([model.body.weight], lr=lr), "extra": {"n": lr}}
 
     saved, target = make(1.0), make(2.0, adapters=preset == "adapters")

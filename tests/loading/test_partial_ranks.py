@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,61 +11,38 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import gather_module
 from tests import launch
 from tests.compare import assert_same, full_state
-from tests.layouts import build, train
+from tests.launch import gathered, on_ranks
+from tests.layouts import build, train, wrap
 from tests.loading.test_partial import FineTune
 
-
-def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
-
-
-def _fsdp2(module: nn.Module) -> nn.Module:
-    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+LAYOUTS = {"ddp": 2, "fsdp1": 2, "fsdp1_flat": 2, "fsdp2": 2, "fsdp1_flat_hsdp": 4, "fsdp2_hsdp": 4}
+"""With the number of ranks."""
 
 
-def _mesh_2x2() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def _wrapped(layout: str, module: nn.Module) -> Any:
+    return wrap(layout, module, unit="")
 
 
-WRAPPERS: dict[int, dict[str, Callable[[nn.Module], nn.Module]]] = {
-    2: {
-        "ddp": DistributedDataParallel,
-        "fsdp1": lambda module: _fsdp1(module, use_orig_params=True),
-        "fsdp1_flat": lambda module: _fsdp1(module, use_orig_params=False),
-        "fsdp2": _fsdp2,
-    },
-    4: {
-        "fsdp1_hsdp": lambda module: _fsdp1(
-            module, device_mesh=_mesh_2x2(), sharding_strategy=ShardingStrategy.HYBRID_SHARD
-        ),
-        "fsdp2_hsdp": lambda module: fully_shard(module, mesh=_mesh_2x2()),
-    },
-}
-
-
-def _models(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, tuple[nn.Module, nn.Module]]:
+def _models(layout: str) -> dict[str, tuple[nn.Module, nn.Module]]:
     """By how the sub-module is sharded: the model, and the sub-module as a user holds it."""
     models: dict[str, tuple[nn.Module, nn.Module]] = {}
     model = FineTune()
     models["not at all"] = model, model.pretrain
     model = FineTune()
     inner = model.pretrain  # held since before it was wrapped
-    models["with the whole"] = wrap(model), inner
+    models["with the whole"] = _wrapped(layout, model), inner
     model = FineTune()
-    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
+    model.pretrain = _wrapped(layout, model.pretrain)
     models["alone"] = model, model.pretrain
     model = FineTune()
-    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
-    models["alone and the rest around it"] = wrap(model), model.pretrain
+    model.pretrain = _wrapped(layout, model.pretrain)
+    models["alone and the rest around it"] = _wrapped(layout, model), model.pretrain
     return models
 
 
@@ -82,44 +58,44 @@ def _save(path: Path, layout: str) -> None:
     dcp.save({"model": model, "optim": optimizer}, path)
 
 
-def _load_submodules(path: Path, layout: str) -> None:
+@pytest.fixture
+def of_fsdp1(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks."""
+    launch.run(_save, 2, tmp_path / "ck", "fsdp1")
+    return tmp_path / "ck"
+
+
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(of=lambda layout: LAYOUTS[layout])
+def test_a_sub_module_is_found_under_every_wrapper_however_it_is_sharded(of_fsdp1: Path, layout: str) -> None:
     expected: dict[str, Any] = {}
-    dcp.load({"model": expected}, path)
-    wrap = WRAPPERS[dist.get_world_size()][layout]
+    dcp.load({"model": expected}, of_fsdp1)
     torch.manual_seed(1)
-    for how, (model, part) in _models(wrap).items():
+    for how, (model, part) in _models(layout).items():
         if layout == "fsdp2_hsdp" and how == "with the whole":
             model = torch.compile(model, backend="eager")  # type: ignore[assignment]
         before = _whole(model)
-        report = dcp.load({"model": model}, path, partial=PartialLoad.submodule(part))
+        report = dcp.load({"model": model}, of_fsdp1, partial=PartialLoad.submodule(part))
         pretrained = {f"pretrain.{key}": value for key, value in expected.items()}
         assert_same(_whole(model), {**before, **pretrained})
         assert report.renamed == {f"model.{key}": f"model.{key.removeprefix('pretrain.')}" for key in pretrained}
         assert report.left_out == ["model.head.weight", "model.head.bias"], (layout, how)
 
 
-@pytest.mark.one_of
-@pytest.mark.parametrize(("ranks", "layout"), [(ranks, layout) for ranks in WRAPPERS for layout in WRAPPERS[ranks]])
-def test_a_sub_module_is_found_under_every_wrapper_however_it_is_sharded(
-    tmp_path: Path, ranks: int, layout: str
-) -> None:
-    launch.run(_save, 2, tmp_path / "ck", "fsdp1")
-    launch.run(_load_submodules, ranks, tmp_path / "ck", layout)
-
-
 def test_a_sub_module_is_found_through_compile_and_activation_checkpoints(tmp_path: Path) -> None:
     _save(tmp_path / "ck", "plain")
     saved: dict[str, Any] = {}
     dcp.load({"model": saved}, tmp_path / "ck")
-    for wrap in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
+    for around in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
         model = FineTune()
         inner = model.pretrain
-        model.pretrain = wrap(inner)
+        model.pretrain = around(inner)
         for whole, part in (
             (model, inner),
             (model, model.pretrain),
-            (wrap(model), model.pretrain),
-            (inner, wrap(inner)),
+            (around(model), model.pretrain),
+            (inner, around(inner)),
         ):
             with torch.no_grad():
                 inner.out.bias.zero_()
@@ -145,13 +121,15 @@ class Mine(nn.Module):
 def _save_large(path: Path, sharded: bool) -> None:
     torch.manual_seed(0)
     model = Large()
-    dcp.save({"model": _fsdp2(model) if sharded else model}, path)
+    dcp.save({"model": _wrapped("fsdp2", model) if sharded else model}, path)
 
 
 def _load_backbone(path: Path, sharded: bool) -> tuple[int, int, list[str]]:
     model = Mine()
     report = dcp.load(
-        {"model": _fsdp2(model) if sharded else model}, path, PartialLoad(rename={"model.mine.": "model.backbone."})
+        {"model": _wrapped("fsdp2", model) if sharded else model},
+        path,
+        PartialLoad(rename={"model.mine.": "model.backbone."}),
     )
     assert report.unchecked_bytes == 0
     return report.bytes_read, sum(p.numel() * 4 for p in model.parameters()), list(report.renamed)
@@ -170,7 +148,10 @@ def test_only_the_bytes_of_what_is_selected_are_read(tmp_path: Path, saved_by: i
     assert 1.0 <= read / selected <= 1.02
 
 
-def _disagree(path: Path) -> str:
+@on_ranks(2)
+def test_ranks_that_want_different_parts_raise_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    _save(path, "fsdp2")
     model, _ = build("fsdp1")
     before = _whole(model)
     partial = PartialLoad("model.inp.*" if dist.get_rank() else "model.out.*")
@@ -179,22 +160,21 @@ def _disagree(path: Path) -> str:
     with pytest.raises(dcp.CheckpointMismatch, match="Give all ranks the same"):
         dcp.load({"model": model}, path, partial if dist.get_rank() else None)
     assert_same(before, _whole(model))
-    return str(caught.value)
-
-
-def test_ranks_that_want_different_parts_raise_on_every_rank(tmp_path: Path) -> None:
-    launch.run(_save, 2, tmp_path / "ck", "fsdp2")
-    said = launch.run(_disagree, 2, tmp_path / "ck")
+    said = gathered(str(caught.value))
     assert said[0] == said[1] and "model.out.*" in said[0] and "model.inp.*" in said[0]
 
 
-def _optimizer_follows(path: Path, layout: str) -> None:
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if LAYOUTS[layout] == 2])
+@on_ranks(2)
+def test_the_optimizer_of_a_renamed_part_follows_it_under_every_wrapper(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "ck"
+    _save(path, "ddp")
     saved: dict[str, Any] = {}
     dcp.load({"optim": saved}, path)
-    wrap = WRAPPERS[2][layout]
     model = FineTune()
-    model.pretrain = wrap(model.pretrain)  # type: ignore[assignment]
-    model.head = wrap(model.head)  # type: ignore[assignment]
+    model.pretrain = _wrapped(layout, model.pretrain)
+    model.head = _wrapped(layout, model.head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
     state = {"model": model, "optim": optimizer}
     partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "model."}, missing="ignore")
@@ -206,10 +186,3 @@ def _optimizer_follows(path: Path, layout: str) -> None:
     dcp.load({"optim": again}, path.parent / layout)
     slots = {key.replace("pretrain.", ""): value for key, value in again.items() if key.startswith("state.")}
     assert_same(slots, {key: value for key, value in saved.items() if key.startswith("state.")})
-
-
-@pytest.mark.one_of
-@pytest.mark.parametrize("layout", WRAPPERS[2])
-def test_the_optimizer_of_a_renamed_part_follows_it_under_every_wrapper(tmp_path: Path, layout: str) -> None:
-    launch.run(_save, 2, tmp_path / "ck", "ddp")
-    launch.run(_optimizer_follows, 2, tmp_path / "ck", layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import dcp_plugin as dcp
 from dcp_plugin.loading.renames import find_prefix
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state
+from tests.messages import warned
 
 
 class Around(nn.Module):
@@ -28,9 +29,6 @@ class Around(nn.Module):
         return self.net(x)  # type: ignore[no-any-return]
 
 
-LAYOUTS = ["plain", "ddp", "fsdp1", "fsdp2"]
-
-
 def _wrapped(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = build(layout, seed)
     return Around(model), optimizer
@@ -40,33 +38,35 @@ def _without(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {key.replace(prefix, ""): value for key, value in state.items()}
 
 
-def _save(root: Path, layout: str) -> None:
-    for name, (model, optimizer) in {"bare": build(layout), "inside": _wrapped(layout, 0)}.items():
+def _save(root: Path) -> None:
+    for name, (model, optimizer) in {"bare": build("ddp"), "inside": _wrapped("ddp", 0)}.items():
         train(model, optimizer, 2)
-        dcp.save({"model": model, "optim": optimizer}, root / f"{name}-{layout}")
+        dcp.save({"model": model, "optim": optimizer}, root / name)
         state = _without("net.", whole_state(model, optimizer))
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            torch.save(state, root / f"{name}-{layout}.pt")
-
-
-def _load(root: Path, layout: str, source: str) -> None:
-    for name, other in {"bare": _wrapped(layout, 1), "inside": build(layout, 1)}.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            report = dcp.load({"model": other[0], "optim": other[1]}, root / f"{name}-{source}")
-        said = [str(w.message) for w in caught if "loaded from there" in str(w.message)]
         if torch.distributed.get_rank() == 0:
-            assert len(said) == 1 and "net." in said[0]
-        assert not report.missing and not report.unexpected
-        saved = torch.load(root / f"{name}-{source}.pt", weights_only=True)
-        assert_same(saved, _without("net.", whole_state(*other)))
+            torch.save(state, root / f"{name}.pt")
+
+
+@pytest.fixture
+def of_ddp(tmp_path: Path) -> Path:
+    """Checkpoints of a model, and of the same inside of another one; with the state of each."""
+    launch.run(_save, 2, tmp_path)
+    return tmp_path
 
 
 @pytest.mark.one_of
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prefix_is_found_for_model_and_optimizer_in_both_directions(tmp_path: Path, layout: str) -> None:
-    launch.run(_save, 2, tmp_path, "ddp")
-    launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, "ddp")
+@pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_a_prefix_is_found_for_model_and_optimizer_in_both_directions(of_ddp: Path, layout: str) -> None:
+    for name, other in {"bare": _wrapped(layout, 1), "inside": build(layout, 1)}.items():
+        with warned() as messages:
+            report = dcp.load({"model": other[0], "optim": other[1]}, of_ddp / name)
+        said = [message for message in messages if "loaded from there" in message]
+        if torch.distributed.get_rank() == 0:
+            assert len(said) == 1 and "net." in said[0]
+        assert not report.missing and not report.unexpected
+        saved = torch.load(of_ddp / f"{name}.pt", weights_only=True)
+        assert_same(saved, _without("net.", whole_state(*other)))
 
 
 def test_only_a_prefix_that_explains_everything_and_is_the_only_one_is_taken() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from tests.compare import same_tree
 from tests.conformance.interchange import STATES as CONTAINERS
 from tests.conformance.interchange import Saved, file_in_memory, tensor
 from tests.launch import on_ranks
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
+from tests.ways import LOADS, SAVES
 
 STATES = {
     name.replace("_", " "): CONTAINERS[name]
@@ -36,24 +33,6 @@ STATES = {
         "classes", "counter", "number_keys", "file_in_memory",
     )
 }  # fmt: skip
-
-SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "stock": lambda state, path: stock.save(state, checkpoint_id=path),
-    "planner": lambda state, path: stock.save(
-        state, storage_writer=dcp.ShardedWriter(path), planner=dcp.ShardedSavePlanner()
-    ),
-    "writer": lambda state, path: stock.save(state, storage_writer=dcp.ShardedWriter(path)),
-    "ours": lambda state, path: dcp.save(state, path),
-}
-LOADS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "stock": lambda state, path: stock.load(state, checkpoint_id=path),
-    "planner": lambda state, path: stock.load(
-        state, storage_reader=dcp.ShardedReader(path), planner=dcp.ShardedLoadPlanner()
-    ),
-    "planner alone": lambda state, path: stock.load(state, checkpoint_id=path, planner=dcp.ShardedLoadPlanner()),
-    "reader": lambda state, path: stock.load(state, storage_reader=dcp.ShardedReader(path)),
-    "ours": lambda state, path: dcp.load(state, path),
-}
 
 
 @pytest.mark.one_of(count=4)
@@ -101,7 +80,7 @@ def test_tuples_that_earlier_versions_walked_are_read(tmp_path: Path, name: str)
     walked, _ = flatten(state(1), lambda _, value: bool(value))
     stored = {tensor.key for tensor in dcp.inspect(path).tensors}
     assert stored == {key for key, leaf in walked.items() if torch.is_tensor(leaf)}
-    for loader in ("planner", "ours"):
+    for loader in ("our planner, our reader", "ours"):
         found = state(0)
         LOADS[loader](found, path)
         assert same_tree(found, state(1)), loader
@@ -124,12 +103,12 @@ def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) ->
         stock.save({**state(1), "one": Saved(state(1)["cfg"])}, checkpoint_id=path)
     finally:
         _version._derived_version = None
-    for loader in ("stock", "planner", "ours"):
+    for loader in ("stock", "our planner, our reader", "ours"):
         found, one = state(0), Saved(state(0)["cfg"])
         LOADS[loader]({"one": one, **found}, path)
         LOADS[loader](found, path)
         assert same_tree(found, state(1)) and same_tree(one.given, state(1)["cfg"]), loader
-    for loader in ("planner", "ours"):
+    for loader in ("our planner, our reader", "ours"):
         with pytest.raises(BaseException, match=r"cfg\.other is not in the checkpoint"):
             LOADS[loader]({"cfg": {"lr": 0, "other": 0}}, path)
 
@@ -139,7 +118,7 @@ def test_what_is_wanted_and_not_there_is_still_missing(tmp_path: Path) -> None:
         path = tmp_path / saver
         save({"a": tensor(1), "e": {}, "d": {"b": 1}}, path)
         for wanted in ({"e": {"x": 1}}, {"d": {"b": 1, "c": {"x": 1}}}, {"t": (tensor(0), 1)}, {"l": []}):
-            for loader in ("planner", "ours"):
+            for loader in ("our planner, our reader", "ours"):
                 with pytest.raises(BaseException, match=r"is not in the checkpoint|has no|not there|missing"):
                     LOADS[loader](dict(wanted), path)
 
@@ -190,25 +169,18 @@ def test_a_file_in_memory_that_the_user_allows_stays_allowed(tmp_path: Path) -> 
             assert (io.BytesIO in torch.serialization.get_safe_globals()) == bool(allowed)
 
 
-def _sharded(rows: list[int]) -> sharded_tensor.ShardedTensor:
-    """Ten rows of which each rank has some, in as many shards as ``rows`` has for it: by turns from rank 0 on."""
-    begins = [sum(rows[:number]) for number in range(len(rows))]
-    spec = EnumerableShardingSpec(
-        [
-            ShardMetadata([begin, 0], [count, 3], placement=f"rank:{number % 2}/cpu")
-            for number, (begin, count) in enumerate(zip(begins, rows, strict=True))
-        ]
-    )
-    return sharded_tensor.zeros(spec, 10, 3)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("rows", [[2, 3, 4, 1], [10]], ids=["two shards each", "none on rank 1"])
 def test_a_sharded_tensor_of_several_shards_or_none_is_filled(tmp_path: Path, rows: list[int]) -> None:
     """What some of its attributes refuse: they answer for one shard."""
     whole = torch.arange(30.0).reshape(10, 3)
     stock.save({"t": whole}, checkpoint_id=tmp_path / "ck")
-    target = _sharded(rows)
+    begins = [sum(rows[:number]) for number in range(len(rows))]
+    shards = [
+        ShardMetadata([begin, 0], [count, 3], placement=f"rank:{number % 2}/cpu")
+        for number, (begin, count) in enumerate(zip(begins, rows, strict=True))
+    ]
+    target = sharded_tensor.zeros(EnumerableShardingSpec(shards), 10, 3)
     stock.load({"t": target}, storage_reader=dcp.ShardedReader(tmp_path / "ck"), planner=dcp.ShardedLoadPlanner())
     for shard in target.local_shards():
         begin, count = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]

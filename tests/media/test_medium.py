@@ -60,10 +60,6 @@ def _tables(medium: Medium, path: Where) -> dict[str, bytes]:
     return {one: read(files, one) for one in ("dcp_plugin.index", "dcp_plugin.json", METADATA)}
 
 
-def _names(medium: Medium, path: Where) -> list[str]:
-    return [name for name in unpacked(medium.open(path, pin=True)).names() if not name.endswith(".distcp")]
-
-
 _OF_OURS = [METADATA, "dcp_plugin.index", "dcp_plugin.json"]
 
 
@@ -82,7 +78,8 @@ def test_nothing_is_there_before_it_is_published_and_then_all_of_it(medium: Medi
     name = _save(medium, path, _MEGABYTES)
     assert uncommitted_reason(path) == ""
     assert medium.kind(path) == "folder"
-    assert _names(medium, path) == _OF_OURS
+    names = unpacked(medium.open(path, pin=True)).names()
+    assert [one for one in names if not one.endswith(".distcp")] == _OF_OURS
     files = medium.open(path, pin=True)
     assert medium.kind(path / name) == "file"
     with files.open(name) as file:

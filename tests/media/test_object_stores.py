@@ -5,7 +5,6 @@ What of this holds on a disk too is tested from the same bodies elsewhere (``tes
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 import warnings
@@ -34,9 +33,11 @@ from dcp_plugin.format.summary import time_after
 from dcp_plugin.media.objects.client import MemoryClient, client_of
 from dcp_plugin.paths import as_path
 from tests import launch, programs
-from tests.compare import same_bytes
+from tests.compare import assert_same, same_bytes
+from tests.damage import flip_byte
 from tests.faults.network import Answer
 from tests.faults.proxy import Proxy, Request
+from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS, hugging_face
 from tests.object_server import Bucket
 from tests.places import save_file as save_torch_file
 
@@ -79,11 +80,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    ours, theirs = _plain(found), _plain(expected)
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        same = same_bytes(ours[key], value) if isinstance(value, torch.Tensor) else ours[key] == value
-        assert same, key
+    assert_same(_plain(found), _plain(expected))
 
 
 def _assert_is_here(path: str | Path, seed: int) -> None:
@@ -177,7 +174,7 @@ def test_a_bucket_that_was_copied_to_a_disk_is_a_run_there(bucket: Bucket, tmp_p
     _save(run / "step-1", 8)
     assert not [name for name in os.listdir(run / "step-1") if name.startswith("dcp_plugin-")]
     _assert_is_here(run / "step-1", 8)
-    _damage(next((run / "step-3").glob("__*")))
+    flip_byte(next((run / "step-3").glob("__*")))
     assert not dcp.verify(run / "step-3").ok
     with pytest.raises(dcp.CheckpointCorrupt, match="step-3"):
         dcp.load(_state(-1), run / "step-3")
@@ -193,12 +190,6 @@ def _train_on(run: str | Path, name: str) -> None:
     target = _state(-1)
     dcp.load(target, f"{run}/step-9")
     _assert_same(target, state)
-
-
-def _damage(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_run_that_was_copied_to_a_bucket_is_a_run_there(bucket: Bucket, tmp_path: Path) -> None:
@@ -319,23 +310,23 @@ def test_the_newest_of_a_thousand_is_found_by_few_requests(monkeypatch: pytest.M
             files.pipe_file(moved.replace("/run/0/", f"/run/{number}/"), data)
         files.pipe_file(f"/run/{number}/.metadata", packed(metadata, summary, other))
     asked: list[str] = []
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            before = len(asked)
+            result = method(*arguments)
+            asked[before:] = [method.__name__]  # not what it has asked itself
+            return result
+
+        return call
+
     for name in ("below", "head", "read", "directly_below"):
-        monkeypatch.setattr(MemoryClient, name, _counted(getattr(MemoryClient, name), asked))
+        monkeypatch.setattr(MemoryClient, name, counted(getattr(MemoryClient, name)))
     assert dcp.latest("memory://run") == "memory://run/500"
     assert asked.count("below") <= 2 and len(asked) - asked.count("below") <= 5
     asked.clear()
     assert len(dcp.list_checkpoints("memory://run")) == 1000
     assert len(asked) <= 1000 + 5
-
-
-def _counted(method: Callable[..., Any], asked: list[str]) -> Callable[..., Any]:
-    def counted(*arguments: Any) -> Any:
-        before = len(asked)
-        result = method(*arguments)
-        asked[before:] = [method.__name__]  # not what it has asked itself
-        return result
-
-    return counted
 
 
 def test_the_next_save_completes_a_removal_that_the_store_refused_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,9 +362,6 @@ def test_keys_that_are_no_paths_change_nothing(bucket: Bucket, tmp_path: Path) -
     assert [one.step for one in run_left.checkpoints] == [3]
     dcp.Checkpointer().remove(f"{run}/step-1")
     assert not dcp.list_checkpoints(run)
-
-
-LIGHTNING = {"pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.zeros(1)}, "optimizer_states": [{}]}
 
 
 def test_a_copy_of_a_run_leaves_out_objects_that_are_no_checkpoint(bucket: Bucket, tmp_path: Path) -> None:
@@ -464,24 +452,14 @@ _SOURCES = ("hf", "sharded", "bin", "last.ckpt", "weights.pt", "hf/model.safeten
 
 
 def _write_sources(root: Path, weights: dict[str, torch.Tensor]) -> None:
-    for name in ("hf", "sharded", "bin", "accelerate"):
+    for name in ("hf", "bin", "accelerate"):
         (root / name).mkdir(parents=True)
     save_file(weights, root / "hf" / "model.safetensors")
     (root / "hf" / "config.json").write_text("{}")
-    map_of: dict[str, str] = {}
-    for number in range(3):
-        file = f"model-0000{number + 1}-of-00003.safetensors"
-        keys = list(weights)[number::3]
-        save_file({key: weights[key] for key in keys}, root / "sharded" / file)
-        map_of |= dict.fromkeys(keys, file)
-    said = json.dumps({"metadata": {}, "weight_map": map_of})
-    (root / "sharded" / "model.safetensors.index.json").write_text(said)
+    hugging_face(root / "sharded", *({key: weights[key] for key in list(weights)[number::3]} for number in range(3)))
     torch.save(weights, root / "bin" / "pytorch_model.bin")
     torch.save(weights, root / "weights.pt")
-    torch.save(
-        {"pytorch-lightning_version": "2.6.0", "state_dict": weights, "epoch": 1, "global_step": 5, "loops": {}},
-        root / "last.ckpt",
-    )
+    torch.save({**LIGHTNING_WEIGHTS, "state_dict": weights, "global_step": 5, "loops": {}}, root / "last.ckpt")
     save_file(weights, root / "accelerate" / "model.safetensors")
     (root / "accelerate" / "random_states_0.pkl").write_bytes(b"")
 
@@ -678,23 +656,21 @@ def test_a_client_is_told_where_and_who_as_the_tools_of_aws_are(
         assert isinstance(found, str) and "KEY" not in found
 
 
-_WITHOUT = """
-import sys
-sys.modules["obstore"] = None
-import torch, dcp_plugin as dcp
-dcp.save({"t": torch.ones(3)}, sys.argv[1])
-dcp.load({"t": torch.zeros(3)}, sys.argv[1])
-print(sorted(name for name in ("obstore", "fsspec", "s3fs", "botocore") if sys.modules.get(name)))
-for ask in (dcp.latest, dcp.inspect):
-    try:
-        ask("s3://bucket/run")
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
-
-
 def test_without_obstore_a_disk_is_enough_and_a_url_says_what_to_install(tmp_path: Path) -> None:
-    ended = programs.run("-c", _WITHOUT, tmp_path / "step", imported=programs.BARE)
+    program = """
+        import sys
+        sys.modules["obstore"] = None
+        import torch, dcp_plugin as dcp
+        dcp.save({"t": torch.ones(3)}, sys.argv[1])
+        dcp.load({"t": torch.zeros(3)}, sys.argv[1])
+        print(sorted(name for name in ("obstore", "fsspec", "s3fs", "botocore") if sys.modules.get(name)))
+        for ask in (dcp.latest, dcp.inspect):
+            try:
+                ask("s3://bucket/run")
+            except Exception as error:
+                print(type(error).__name__, error)
+    """
+    ended = programs.run("-c", program, tmp_path / "step", imported=programs.BARE)
     local, *refused = ended.stdout.splitlines()
     assert local == "[]"
     assert len(refused) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +33,27 @@ def _state() -> State:
     return {"shared": shared, f"mine{dist.get_rank()}": mine, "tied": mine, "text": "short", "list": [1, torch.ones(2)]}
 
 
-def _of_another_dtype(state: State) -> None:
-    state["mine1"] = state["mine1"].double()
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "another dtype": lambda state: state.update(mine1=state["mine1"].double()),
+    "another shape": lambda state: state.update(mine1=state["mine1"].reshape(2, 3)),
+    "no longer tied": lambda state: state.update(mine1=state["mine1"] + 100),
+    "another key": lambda state: state.update(new=5),
+    "another path": lambda state: state.update(list={0: 1, 1: torch.ones(2)}),
+    "a key less": lambda state: state.pop("mine1"),
+}
 
 
-def _of_another_shape(state: State) -> None:
-    state["mine1"] = state["mine1"].reshape(2, 3)
-
-
-def _no_longer_tied(state: State) -> None:
-    state["mine1"] = state["mine1"] + 100
-
-
-def _another_key(state: State) -> None:
-    state["new"] = 5
-
-
-def _another_path(state: State) -> None:
-    state["list"] = {0: 1, 1: torch.ones(2)}
-
-
-def _a_key_less(state: State) -> None:
-    del state["mine1"]
-
-
-CHANGES: list[Callable[[State], None]] = [
-    _of_another_dtype, _of_another_shape, _no_longer_tied, _another_key, _another_path, _a_key_less,
-]  # fmt: skip
-
-
-def _save_with_changes(root: Path) -> None:
-    with dcp_checkpointer() as ours:
-        for change in CHANGES:
-            for name, changes in (("before", False), ("after", True)):
+@on_ranks(2)
+def test_a_plan_is_not_used_again_after_a_change_on_any_rank(tmp_path: Path) -> None:
+    with closing(dcp.Checkpointer(timeout=30)) as ours:
+        for name, change in CHANGES.items():
+            for when in ("before", "after"):
                 state = _state()
-                if changes and dist.get_rank() == 1:
+                if when == "after" and dist.get_rank() == 1:
                     change(state)
-                path = root / f"{change.__name__}-{name}"
+                path = tmp_path / f"{name}-{when}"
                 ours.save(state, path)
-                assert not ours._saving.exchange.repeated, change
+                assert not ours._saving.exchange.repeated, name
                 _check(state, path)
 
 
@@ -88,53 +71,39 @@ def _check(state: State, path: Path) -> None:
         assert index.path_of("list.0") == ("list", 0)
 
 
-def _repeat(root: Path) -> None:
-    with dcp_checkpointer() as ours:
+@on_ranks(2)
+def test_a_plan_is_used_again_while_nothing_of_it_has_changed_on_any_rank(tmp_path: Path) -> None:
+    with closing(dcp.Checkpointer(timeout=30)) as ours:
         state = _state()
-        ours.save(state, root / "first")
+        ours.save(state, tmp_path / "first")
         assert not ours._saving.exchange.repeated
         for text in ("a longer text", "a text that is longer still" * 100):
             state["text"] = text
             state["shared"].chunks[0].tensor.add_(1)
-            ours.save(state, root / "again")
+            ours.save(state, tmp_path / "again")
             assert ours._saving.exchange.repeated
             target = {"text": "", "shared": torch.zeros(700, 300)}
-            dcp.Checkpointer(solo=True).load(target, root / "again")
+            dcp.Checkpointer(solo=True).load(target, tmp_path / "again")
             assert target["text"] == text
             assert same_bytes(target["shared"], state["shared"].chunks[0].tensor)  # type: ignore[arg-type]
             dist.barrier()
         if dist.get_rank() == 1:
             ours._saving.exchange._last = None  # as after a failure that only this rank has seen
-        ours.save(state, root / "forgotten")
+        ours.save(state, tmp_path / "forgotten")
         assert not ours._saving.exchange.repeated
-        ours.save(state, root / "remembered")
+        ours.save(state, tmp_path / "remembered")
         assert ours._saving.exchange.repeated
 
 
-def _training(root: Path) -> None:
+@on_ranks(2)
+def test_the_plan_of_a_training_is_used_again_from_the_second_save_on(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
-    with dcp_checkpointer() as ours:
+    with closing(dcp.Checkpointer(timeout=30)) as ours:
         for step in range(3):
             train(model, optimizer, 1)
-            ours.save({"model": model, "optim": optimizer, "step": step}, root / f"step{step}")
+            ours.save({"model": model, "optim": optimizer, "step": step}, tmp_path / f"step{step}")
             assert ours._saving.exchange.repeated == (step > 0)
-            assert dcp.verify(root / f"step{step}").ok
-
-
-class dcp_checkpointer:  # noqa: N801 - reads as a function
-    def __enter__(self) -> dcp.Checkpointer:
-        self._ours = dcp.Checkpointer(timeout=30)
-        return self._ours
-
-    def __exit__(self, *error: object) -> None:
-        self._ours.close()
-
-
-@on_ranks(2)
-def test_a_plan_is_used_again_only_while_nothing_of_it_has_changed_on_any_rank(tmp_path: Path) -> None:
-    _save_with_changes(tmp_path)
-    _repeat(tmp_path)
-    _training(tmp_path)
+            assert dcp.verify(tmp_path / f"step{step}").ok
 
 
 def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Path) -> None:

@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.media import ReadCost
@@ -20,8 +17,9 @@ from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.media.objects.files import ObjectFiles
 from dcp_plugin.planning import sharing
 from tests.compare import full_state, same_bytes
-from tests.launch import on_ranks
-from tests.layouts import build, train, whole_state
+from tests.damage import flip
+from tests.launch import gathered, on_ranks
+from tests.layouts import build, train, whole_state, wrap
 
 NEVER, ALWAYS = float("inf"), 1
 _OF_A_DISK = ReadCost().hosts
@@ -68,20 +66,23 @@ def _model(kind: str, seed: int) -> nn.Module:
     """Odd sizes, and a buffer that is not sharded."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(799, 1001), nn.BatchNorm1d(1001), nn.Linear(1001, 5))
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+    return wrap(kind, model, unit="")
 
 
-def _share(root: Path) -> None:
-    sharing._WINDOW, sharing._MAX_MESSAGE = 1 << 20, 1 << 18  # so that this model takes several windows
+def _use_small_windows() -> None:
+    """Have a load of some megabytes take several windows."""
+    sharing._WINDOW, sharing._MAX_MESSAGE = 1 << 20, 1 << 18
+
+
+@on_ranks(4)
+def test_replicas_read_every_byte_once(tmp_path: Path) -> None:
+    _use_small_windows()
     for kind in ("ddp", "hsdp"):
         saved = _model(kind, seed=0)
-        dcp.save({"model": saved}, root / kind)
+        dcp.save({"model": saved}, tmp_path / kind)
         for policy, factor in ((True, 1), (False, {"ddp": 4, "hsdp": 2}[kind]), ("auto", {"ddp": 4, "hsdp": 2}[kind])):
             model = _model(kind, seed=1)
-            report = dcp.load({"model": model}, root / kind, read_broadcast=policy)
+            report = dcp.load({"model": model}, tmp_path / kind, read_broadcast=policy)
             expected, found = full_state(saved.state_dict()), full_state(model.state_dict())
             assert all(same_bytes(expected[key], found[key]) for key in expected)
             read = torch.tensor([report.bytes_read, report.bytes_read])
@@ -93,54 +94,40 @@ def _share(root: Path) -> None:
                 assert read[1].item() < 0.3 * unique, "all ranks take part in the reading"
 
 
-def _targets_of_every_kind(root: Path) -> None:
+@on_ranks(4)
+def test_targets_of_every_kind_are_filled_by_other_ranks(tmp_path: Path) -> None:
     """Optimizer state, casts, targets that are not contiguous, and ranks of which some want more than others."""
+    _use_small_windows()
     model, optimizer = build("fsdp2_hsdp")
     train(model, optimizer, 2)
-    dcp.save({"model": model, "optim": optimizer}, root / "whole")
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "whole")
     other, fresh = build("fsdp2_hsdp", seed=1)
-    dcp.load({"model": other, "optim": fresh}, root / "whole", read_broadcast=True)
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "whole", read_broadcast=True)
     expected, found = whole_state(model, optimizer), whole_state(other, fresh)
     assert all(same_bytes(expected[key], found[key]) for key in expected if isinstance(expected[key], torch.Tensor))
 
     saved = torch.randn(30, 50)
     large = torch.randn(400, 300)
-    dcp.save({"t": {"a": saved, "b": saved + 1, "c": large}}, root / "plain")
+    dcp.save({"t": {"a": saved, "b": saved + 1, "c": large}}, tmp_path / "plain")
     half = torch.zeros(30, 50, dtype=torch.float16)
     target: dict[str, Any] = {"a": torch.zeros(50, 30).t()}
     target["b"] = half if dist.get_rank() % 2 else torch.zeros(30, 50)
     target["c"] = torch.zeros(300, 400).t() if dist.get_rank() == 1 else torch.zeros(400, 300)  # one takes it in place
-    dcp.load({"t": target}, root / "plain", read_broadcast=True)
-    expected = _gathered(large)[0]
-    assert all(same_bytes(expected, found) for found in _gathered(target["c"]))
-    assert len({tensor.sum().item() for tensor in _gathered(target["a"])}) == 1
-    assert (_gathered(target["b"])[0].half() == _gathered(target["b"])[1].half()).all()
-
-
-def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    tensors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tensors, tensor.contiguous())
-    return tensors
-
-
-def _damaged(root: Path) -> None:
-    dcp.save({"t": {str(n): torch.full((1000,), float(n)) for n in range(8)}}, root / "ck")
-    if dist.get_rank() == 0:
-        entry = dcp.ShardedReader(root / "ck").index["t.3"]
-        place = entry.chunks[0].location  # type: ignore[union-attr]
-        file = root / "ck" / place.file
-        data = bytearray(file.read_bytes())
-        data[place.offset + (place.payload_offset or 0)] ^= 1
-        file.write_bytes(data)
-    dist.barrier()
-    target = {str(n): torch.zeros(1000) for n in range(8)}
-    with pytest.raises(dcp.CheckpointCorrupt, match=r"t\.3"):
-        dcp.load({"t": target}, root / "ck", read_broadcast=True, timeout=20)
-    dcp.save({"t": target}, root / "again")  # the group of ranks has survived
+    dcp.load({"t": target}, tmp_path / "plain", read_broadcast=True)
+    expected = gathered(large)[0]
+    assert all(same_bytes(expected, found) for found in gathered(target["c"].contiguous()))
+    assert len({tensor.sum().item() for tensor in gathered(target["a"].contiguous())}) == 1
+    assert (gathered(target["b"])[0].half() == gathered(target["b"])[1].half()).all()
 
 
 @on_ranks(4)
-def test_replicas_read_every_byte_once_and_a_failing_read_fails_everywhere(tmp_path: Path) -> None:
-    _share(tmp_path)
-    _targets_of_every_kind(tmp_path)
-    _damaged(tmp_path)
+def test_a_read_that_fails_fails_everywhere(tmp_path: Path) -> None:
+    _use_small_windows()
+    dcp.save({"t": {str(n): torch.full((1000,), float(n)) for n in range(8)}}, tmp_path / "ck")
+    if dist.get_rank() == 0:
+        flip(tmp_path / "ck", "t.3")
+    dist.barrier()
+    target = {str(n): torch.zeros(1000) for n in range(8)}
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"t\.3"):
+        dcp.load({"t": target}, tmp_path / "ck", read_broadcast=True, timeout=20)
+    dcp.save({"t": target}, tmp_path / "again")  # the group of ranks has survived

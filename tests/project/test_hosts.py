@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -216,21 +217,19 @@ def test_a_shared_folder_that_is_taken_away(tmp_path: Path) -> None:
         assert h[1].at(there).exists()
 
 
-_PROGRAM = """
-import atexit, os, sys
-atexit.register(print, "the end")
-print(sys.argv[1], os.environ["RANK"])
-sys.exit(3)
-"""
-
-
 def _fail() -> None:
     raise ValueError("unsuitable")
 
 
 def test_a_program_and_a_command(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import atexit, os, sys
+        atexit.register(print, "the end")
+        print(sys.argv[1], os.environ["RANK"])
+        sys.exit(3)
+    """)
     program = tmp_path / "program.py"
-    program.write_text(_PROGRAM)
+    program.write_text(code)
     with hosts(2, tmp_path) as h:
         ranks = h.launch(python, program, "rank")
         assert [rank.wait() for rank in ranks] == [3, 3]
@@ -243,25 +242,23 @@ def test_a_program_and_a_command(tmp_path: Path) -> None:
             h[0].run(["cat", "/dev/zero"]).wait(timeout=0)
 
 
-_TEST_THAT_IS_KILLED = """
-import sys
-from pathlib import Path
-from tests import launch
-from tests.hosts import hosts
-from tests.limits import HANG
-launch._CONTEXT.set_forkserver_preload([])  # none of it is needed here
-with hosts(2, Path(sys.argv[1])) as h:
-    started = h[0].run(["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
-    while len(h[0].processes()) < 2:
-        assert started.pid in h[0].processes()
-    print(*h[0].processes(), *(host.shell.pid for host in h), h.switch.pid, flush=True)
-    started.wait(HANG)
-"""
-
-
 @apart
 def test_nothing_remains_of_a_test_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _TEST_THAT_IS_KILLED, str(tmp_path)]
+    program = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from tests import launch
+        from tests.hosts import hosts
+        from tests.limits import HANG
+        launch._CONTEXT.set_forkserver_preload([])  # none of it is needed here
+        with hosts(2, Path(sys.argv[1])) as h:
+            started = h[0].run(["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])
+            while len(h[0].processes()) < 2:
+                assert started.pid in h[0].processes()
+            print(*h[0].processes(), *(host.shell.pid for host in h), h.switch.pid, flush=True)
+            started.wait(HANG)
+    """)
+    command = [sys.executable, "-c", program, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as killed:
         assert killed.stdout

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import urllib.request
 from subprocess import PIPE, Popen
 from typing import Any
@@ -23,27 +24,26 @@ from tests.object_server import Bucket, serving
 MIB = 1 << 20
 
 
-_PUT_ONE = """
-import obstore, os, sys
-from obstore.exceptions import AlreadyExistsError, PreconditionError
-from obstore.store import from_url
-store = from_url(sys.argv[1])
-print("ready", flush=True)
-for previous in sys.stdin:
-    try:
-        obstore.put(store, "one", os.urandom(1000), mode={"e_tag": previous.strip()} if previous.strip() else "create")
-        print("won", flush=True)
-    except (AlreadyExistsError, PreconditionError):
-        print("lost", flush=True)
-"""
-
-
 BOTH = pytest.mark.parametrize("bucket", ["s3", pytest.param("azure", marks=pytest.mark.long)], indirect=True)
 
 
 @BOTH
 def test_of_eight_processes_one_creates_an_object_and_one_replaces_it(bucket: Bucket) -> None:
-    command = [sys.executable, "-c", _PUT_ONE, bucket.url]
+    program = textwrap.dedent("""
+        import obstore, os, sys
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+        from obstore.store import from_url
+        store = from_url(sys.argv[1])
+        print("ready", flush=True)
+        for previous in sys.stdin:
+            try:
+                mode = {"e_tag": previous.strip()} if previous.strip() else "create"
+                obstore.put(store, "one", os.urandom(1000), mode=mode)
+                print("won", flush=True)
+            except (AlreadyExistsError, PreconditionError):
+                print("lost", flush=True)
+    """)
+    command = [sys.executable, "-c", program, bucket.url]
     racers = [Popen(command, stdin=PIPE, stdout=PIPE, text=True, bufsize=1) for _ in range(8)]
     assert {_said(racer) for racer in racers} == {"ready"}
     previous = ""

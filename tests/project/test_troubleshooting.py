@@ -14,13 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin import errors
 from dcp_plugin.cli.app import app
 from dcp_plugin.errors import EXPLAINED, CheckpointError
-from tests import launch, programs
+from tests import programs
+from tests.commands import invoke
+from tests.launch import on_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -150,20 +153,13 @@ def test_a_logger_shows_the_line_with_the_traceback_alone() -> None:
     assert stream.getvalue().rstrip().endswith("#checkpointnotfound")
 
 
-def _fail_on_one_rank(root: Path) -> str:
-    from torch import distributed as dist
-
-    state = {"x": object()} if dist.get_rank() == 1 else {"x": 1}
-    try:
-        dcp.save({"extra": state}, root / "step-1")
-    except CheckpointError as error:
-        return "".join(traceback.format_exception(error))
-    return ""
-
-
+@on_ranks(2)
 def test_on_all_ranks_the_line_is_once_and_last(tmp_path: Path) -> None:
-    for said in launch.run(_fail_on_one_rank, 2, tmp_path):
-        assert said.count(EXPLAINED) == 1 and said.splitlines()[-1] == _explained("UnsafeCheckpoint"), said
+    state = {"x": object()} if dist.get_rank() == 1 else {"x": 1}
+    with pytest.raises(CheckpointError) as caught:
+        dcp.save({"extra": state}, tmp_path / "step-1")
+    said = "".join(traceback.format_exception(caught.value))
+    assert said.count(EXPLAINED) == 1 and said.splitlines()[-1] == _explained("UnsafeCheckpoint"), said
 
 
 def test_a_program_that_ends_with_an_error_ends_with_the_line(tmp_path: Path) -> None:
@@ -191,5 +187,5 @@ def test_explain_prints_the_section_of_each_class_with_addresses_that_lead_to_th
 
 
 def test_explain_of_an_unknown_name_lists_the_classes() -> None:
-    result = CliRunner().invoke(app, ["explain", "KeyError"])
+    result = invoke("explain", "KeyError")
     assert result.exit_code == 2 and all(kind.__name__ in result.stderr for kind in CLASSES)

@@ -17,8 +17,6 @@ from dcp_plugin.storage.open import open_checkpoint
 from tests.compare import same_tree
 from tests.versions import HERE, state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 PATHS = sorted(path for path in HERE.glob("*-*") if path.is_dir())
 OURS = [path for path in PATHS if path.name.startswith("ours")]
 

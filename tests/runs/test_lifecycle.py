@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -29,8 +28,11 @@ from dcp_plugin.paths import Where
 from dcp_plugin.runs import retention
 from dcp_plugin.storage import published, writer
 from tests import launch
+from tests.dying import die_at
+from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS, OPTIMIZER, WEIGHTS
 from tests.forge import change_summary
 from tests.launch import on_ranks
+from tests.objects import attack
 from tests.places import delete_file, is_tidy, names_in, stock_writer
 
 
@@ -116,7 +118,6 @@ def test_a_plain_file_can_be_named_to_resume_from(tmp_path: Path) -> None:
     assert dcp.resolve_resume(tmp_path / "single.ckpt", tmp_path) == tmp_path / "single.ckpt"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_keep_last_deletes_the_oldest_of_ours_and_nothing_else(place: Where) -> None:
     dcp.save({"n": 1}, place / "notes" / "ck")
     stock.save({"n": torch.ones(1)}, storage_writer=stock_writer(place / "foreign"))
@@ -168,14 +169,9 @@ def test_rules_without_meaning_are_refused(given: dict[str, Any]) -> None:
         dcp.Retention(**given)
 
 
-LIGHTNING: dict[str, Any] = {"pytorch-lightning_version": "2.6.6", "state_dict": {"w": torch.zeros(3)}}
-OPTIMIZER = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-WEIGHTS = {"w": torch.zeros(3)}
-
-
 def _lightning(path: Path, time: int = 1) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, path)
+    torch.save(LIGHTNING, path)
     return _at(path, time)
 
 
@@ -307,7 +303,7 @@ def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRec
 def test_what_looks_like_a_resume_and_is_none_is_named(tmp_path: Path) -> None:
     """Each alone, with the reason; and none of them hides an older one that is good. Beside a checkpoint that is
     complete no run starts fresh."""
-    torch.save(LIGHTNING, tmp_path / "weights.ckpt")
+    torch.save(LIGHTNING_WEIGHTS, tmp_path / "weights.ckpt")
     _folder(tmp_path / "export", "model.safetensors", "trainer_state.json")
     _folder(tmp_path / "no state", "model.safetensors", "optimizer.pt")
     _folder(tmp_path / "no random states", "model.safetensors", "optimizer.bin")
@@ -354,14 +350,11 @@ def test_the_parts_of_an_fsdp_checkpoint_are_no_checkpoints_of_their_own(tmp_pat
 
 
 def test_to_look_for_checkpoints_executes_nothing(tmp_path: Path) -> None:
-    class Attack:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER], "attack": Attack()}, tmp_path / "a.ckpt")
-    torch.save({"param_groups": Attack()}, tmp_path / "b.pt")
+    hostile = attack(tmp_path / "executed")
+    torch.save({**LIGHTNING, "attack": hostile}, tmp_path / "a.ckpt")
+    torch.save({"param_groups": hostile}, tmp_path / "b.pt")
     path = _accelerate(tmp_path / "c")
-    (path / "random_states_0.pkl").write_bytes(pickle.dumps(Attack()))
+    (path / "random_states_0.pkl").write_bytes(pickle.dumps(hostile))
     for _ in range(2):
         found = dcp.resolve_resume("must", tmp_path)
         assert found is not None
@@ -562,8 +555,7 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
         retention.link(tmp_path / "last", tmp_path / "1")
     else:
         dcp.save({"x": 1}, tmp_path / "last", step=1)
-    (outcome,) = launch.outcomes_of(_link_and_die, 1, tmp_path)
-    assert outcome.exit_code == -signal.SIGKILL
+    launch.run(_link_and_die, 1, tmp_path, killed=[0])
     assert dcp.inspect(tmp_path / "last").step == 1
     dcp.save({"x": 3}, tmp_path / "3", step=3)
     assert is_tidy(tmp_path), "the next save tidies up"
@@ -572,11 +564,8 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
 def _link_and_die(root: Path) -> None:
     from dcp_plugin.media.disk import posix
 
-    def die(*names: object, **folders: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    posix.exchange = die  # type: ignore[assignment]
-    os.replace = die  # type: ignore[assignment]
+    die_at(posix, "exchange")
+    die_at(os, "replace")
     retention.link(root / "last", root / "2")
 
 

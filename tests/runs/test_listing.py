@@ -21,10 +21,10 @@ from dcp_plugin.media.usage import usage
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import scan
 from tests import programs
+from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS, OPTIMIZER, WEIGHTS
 from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.places import delete_file, save_file, stock_writer
-from tests.runs.test_lifecycle import LIGHTNING, OPTIMIZER, WEIGHTS
 
 INTERRUPTED = """
 import os, sys
@@ -83,7 +83,6 @@ def test_what_checkpoints_share_is_counted_once(tmp_path: Path) -> None:
     assert run.nbytes == run.checkpoints[0].own_bytes == run.checkpoints[0].nbytes
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_torn_damaged_or_of_others_is_told(place: Where) -> None:
     for name in ("whole", "no metadata", "lost", "set aside"):
         dcp.save({"n": 1}, place / name)
@@ -93,8 +92,8 @@ def test_what_is_torn_damaged_or_of_others_is_told(place: Where) -> None:
             delete_file(one.path)
     medium_of(place).note(place / "set aside" / "dcp_plugin.damaged", b"found damaged", only_new=True)
     stock.save(WEIGHTS, storage_writer=stock_writer(place / "stock"))
-    save_file({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, place / "epoch=1.ckpt")
-    save_file(LIGHTNING, place / "weights.ckpt")
+    save_file(LIGHTNING, place / "epoch=1.ckpt")
+    save_file(LIGHTNING_WEIGHTS, place / "weights.ckpt")
     for name, value in (("optimizer.pt", OPTIMIZER), ("pytorch_model.bin", WEIGHTS), ("trainer_state.json", 1)):
         save_file(value, place / "checkpoint-5" / name)
     save_file(OPTIMIZER, place / "half" / "optimizer.pt")

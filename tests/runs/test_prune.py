@@ -19,9 +19,9 @@ from dcp_plugin.paths import ObjectPath, Where, as_path
 from dcp_plugin.retention import NEWEST
 from dcp_plugin.runs import figures
 from tests.compare import same_bytes
+from tests.foreign import LIGHTNING
 from tests.object_server import Bucket
 from tests.places import delete_file, save_file, stock_writer
-from tests.runs.test_lifecycle import LIGHTNING, OPTIMIZER
 from tests.runs.test_listing import interrupt_a_save_to
 
 
@@ -96,13 +96,12 @@ def test_rules_that_make_no_sense_delete_nothing(tmp_path: Path, rules: dict[str
     assert _there(tmp_path) == ["step-1", "step-2"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_damaged_torn_or_of_others_stays_and_is_told(place: Where) -> None:
     _save(place, 1, 2, 3, 4, 5)
     delete_file(place / "step-1" / ".metadata")
     medium_of(place).note(place / "step-2" / "dcp_plugin.damaged", b"found damaged", only_new=True)
     stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(place / "step-stock"))
-    save_file({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, place / "epoch=1.ckpt")
+    save_file(LIGHTNING, place / "epoch=1.ckpt")
     report = dcp.prune(place, keep_last=1)
     assert [one.path.name for one in report.deleted] == ["step-3", "step-4"]
     why = {one.path.name: one.reasons[0] for one in report.kept}

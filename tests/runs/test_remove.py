@@ -11,11 +11,11 @@ import torch
 import dcp_plugin as dcp
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, Where, as_path
+from tests.foreign import LIGHTNING
 from tests.object_server import Bucket
 from tests.places import delete_file, names_in, save_file
 
 STATE = {"w": torch.arange(4.0)}
-LIGHTNING = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "optimizer_states": [{}]}
 
 
 def _refused(path: object, match: str = "is no checkpoint, and is not deleted") -> None:

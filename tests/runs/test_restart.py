@@ -11,6 +11,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dcp_plugin.media.disk.files import LocalFile
 from tests import launch
 from tests.compare import assert_same
 from tests.damage import flip
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.messages import logged
 from tests.places import names_in
@@ -120,15 +122,12 @@ def test_a_run_that_cannot_be_resumed_is_not_started_from_something_else(tmp_pat
 def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_pretrained_one(
     tmp_path: Path, pretrained: Path
 ) -> None:
-    outcomes = launch.outcomes_of(_die_saving, 1, tmp_path / "run" / "step-1")
-    assert outcomes[0].exit_code == -signal.SIGKILL
+    launch.run(_die_saving, 1, tmp_path / "run" / "step-1", killed=[0])
     assert [state.committed for state in dcp.list_checkpoints(tmp_path / "run")] == [False]
     assert dcp.resume_or_init(_run(2), tmp_path / "run", init_from=pretrained).how == "warm-started"
 
 
 def _die_saving(path: Path) -> None:
-    import os
-
     dcp.events.subscribe(lambda event: os.kill(os.getpid(), signal.SIGKILL))
     dcp.save(_run(5), path)
 
@@ -162,30 +161,22 @@ def test_a_given_checkpointer_has_its_own_settings(tmp_path: Path) -> None:
 # Ranks
 
 
-def test_ranks_do_what_rank_0_has_seen_and_fail_together(tmp_path: Path) -> None:
-    dcp.save(_run(1), tmp_path / "pretrained")
-    launch.run(_ranks_that_see_different_things, 2, tmp_path)
-
-
-def _ranks_that_see_different_things(root: Path) -> None:
+@on_ranks(2)
+def test_ranks_do_what_rank_0_has_seen_and_fail_together(tmp_path: Path, pretrained: Path) -> None:
     """As on a shared file system whose directories are cached: one rank sees a checkpoint, the other does not."""
     rank = dist.get_rank()
     model, optimizer = build("fsdp2", seed=3)
     checkpointer = dcp.Checkpointer(timeout=20.0)
     state = {"model": model, "optim": optimizer}
-    with_one, without = root / "run", root / "empty"
+    with_one, without = tmp_path / "run", tmp_path / "empty"
     checkpointer.save(state, with_one / "step-1", step=1)
 
-    start = dcp.resume_or_init(
-        state, without if rank else with_one, init_from=root / "pretrained", checkpointer=checkpointer
-    )
+    start = dcp.resume_or_init(state, without if rank else with_one, init_from=pretrained, checkpointer=checkpointer)
     assert (start.how, start.step) == ("resumed", 1)
-    start = dcp.resume_or_init(
-        state, with_one if rank else without, init_from=root / "pretrained", checkpointer=checkpointer
-    )
+    start = dcp.resume_or_init(state, with_one if rank else without, init_from=pretrained, checkpointer=checkpointer)
     assert start.how == "warm-started"
     with pytest.raises(dcp.CheckpointNotFound, match="init_from"):
-        dcp.resume_or_init(state, without, init_from=root / f"typo-{rank}", checkpointer=checkpointer)
+        dcp.resume_or_init(state, without, init_from=tmp_path / f"typo-{rank}", checkpointer=checkpointer)
     checkpointer.close()
 
 
@@ -310,18 +301,11 @@ def test_what_is_no_damage_moves_nothing(tmp_path: Path) -> None:
     other = nn.ModuleDict({"net": build("plain")[0], "adapter": nn.Linear(2, 2)})
     with pytest.raises(dcp.CheckpointMismatch):
         dcp.resume_or_init({"model": other}, tmp_path)
-    read_into, LocalFile.read_into = LocalFile.read_into, _fail_to_read  # type: ignore[method-assign, assignment]
-    try:
-        with pytest.raises(dcp.CheckpointUnreadable, match="Input/output error"):
-            dcp.resume_or_init(_run(2), tmp_path)
-    finally:
-        LocalFile.read_into = read_into  # type: ignore[method-assign]
+    failing = mock.patch.object(LocalFile, "read_into", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    with failing, pytest.raises(dcp.CheckpointUnreadable, match="Input/output error"):
+        dcp.resume_or_init(_run(2), tmp_path)
     assert sorted(os.listdir(newest)) == before
     assert dcp.resume_or_init(_run(2), tmp_path).step == 3
-
-
-def _fail_to_read(self: LocalFile, memory: Any, offset: int) -> int:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_values_that_the_damaged_one_left_are_no_start(tmp_path: Path) -> None:
@@ -352,7 +336,7 @@ def test_a_damaged_base_is_not_the_damage_of_what_needs_it(tmp_path: Path) -> No
     assert not list(tmp_path.glob("**/dcp_plugin.damaged"))
 
 
-@launch.on_ranks(2)
+@on_ranks(2)
 def test_ranks_fall_back_together_though_one_of_them_sees_the_damage(tmp_path: Path) -> None:
     root = tmp_path
     model, optimizer = build("fsdp2", seed=3)

@@ -21,10 +21,11 @@ import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.runs import retention
-from tests import launch
 from tests.compare import assert_same, full_state
+from tests.damage import flip_in_memory
 from tests.finetune import Tuned, build, finished_saves, train
 from tests.forge import change_summary
+from tests.launch import gathered, on_ranks
 from tests.places import is_tidy, names_in
 
 
@@ -52,10 +53,6 @@ def _check(path: Path, model: nn.Module, **options: Any) -> None:
     assert_same(full_state(other.state_dict()), full_state(model.state_dict()))
 
 
-def _flip(tensor: torch.Tensor, element: int) -> None:
-    tensor.data.view(-1).view(torch.int32)[element] ^= 1
-
-
 def test_only_what_trains_is_written_and_the_load_is_completed_from_the_base(
     tmp_path: Path, events: list[SaveFinished]
 ) -> None:
@@ -74,13 +71,11 @@ def test_stock_torch_misses_what_is_left_out(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
     ours.save(_state(model, optimizer), tmp_path / "run")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        head = {"model.head.weight": torch.zeros_like(model.get_parameter("head.weight"))}
-        stock.load(head, checkpoint_id=tmp_path / "run")
-        assert torch.equal(head["model.head.weight"], model.get_parameter("head.weight"))
-        with pytest.raises(BaseException, match="Missing key"):
-            stock.load({"model.backbone.0.weight": torch.zeros(256, 256)}, checkpoint_id=tmp_path / "run")
+    head = {"model.head.weight": torch.zeros_like(model.get_parameter("head.weight"))}
+    stock.load(head, checkpoint_id=tmp_path / "run")
+    assert torch.equal(head["model.head.weight"], model.get_parameter("head.weight"))
+    with pytest.raises(BaseException, match="Missing key"):
+        stock.load({"model.backbone.0.weight": torch.zeros(256, 256)}, checkpoint_id=tmp_path / "run")
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
@@ -89,7 +84,7 @@ def test_a_frozen_parameter_that_has_changed_by_one_bit_is_saved(
 ) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base", async_save=async_save)
-    _flip(model.get_parameter("backbone.3.weight"), 12_345)
+    flip_in_memory(model.get_parameter("backbone.3.weight"), 12_345)
     with caplog.at_level(logging.WARNING, "dcp_plugin"):
         for step in range(2):
             ours.save(_state(model, optimizer), tmp_path / str(step))
@@ -102,7 +97,7 @@ def test_a_frozen_parameter_that_has_changed_by_one_bit_is_saved(
 def test_a_resumed_run_keeps_the_base_of_its_checkpoint(tmp_path: Path, events: list[SaveFinished]) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
-    _flip(model.get_parameter("backbone.3.weight"), 5)
+    flip_in_memory(model.get_parameter("backbone.3.weight"), 5)
     ours.save(_state(model, optimizer), tmp_path / "run" / "0")
     model, optimizer = build(seed=3)
     resumed = dcp.Checkpointer(trainable_only=True)
@@ -157,7 +152,7 @@ def test_a_safetensors_file_can_be_the_base_named_or_loaded(tmp_path: Path) -> N
         ours = dcp.Checkpointer(trainable_only=True, base=None if loaded else tmp_path / "pre.safetensors")
         if loaded:
             ours.load({"model": model}, tmp_path / "pre.safetensors")
-        _flip(model.get_parameter("backbone.5.weight"), 77)
+        flip_in_memory(model.get_parameter("backbone.5.weight"), 77)
         train(model, optimizer)
         path = tmp_path / f"loaded {loaded}"
         ours.save(_state(model, optimizer), path)
@@ -380,26 +375,23 @@ def test_an_exclude_that_matches_nothing_is_an_error_at_the_first_save(tmp_path:
     ours.save(state, tmp_path / "1")
 
 
-def _tune_with_lora(root: Path) -> list[int]:
+@on_ranks(1)
+def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
     from benchmarks.reuse import gpt_with_lora, train  # brings Lightning, so not in the tests' own process
 
     state = gpt_with_lora()
     with finished_saves() as events:
         ours = dcp.Checkpointer()
-        ours.save(state, root / "base")
+        ours.save(state, tmp_path / "base")
         for name, saving in (("linked", ours), ("small", dcp.Checkpointer(trainable_only=True))):
             if name == "small":
-                saving.load(state, root / "base")
+                saving.load(state, tmp_path / "base")
             train(state)
-            saving.save(state, root / name)
+            saving.save(state, tmp_path / name)
             other = gpt_with_lora()
-            dcp.load(other, root / name)
+            dcp.load(other, tmp_path / name)
             assert_same(dict(other["model"].state_dict()), dict(state["model"].state_dict()))
-    return [event.bytes for event in events]
-
-
-def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
-    ((first, linked, small),) = launch.run(_tune_with_lora, 1, tmp_path)
+    first, linked, small = (event.bytes for event in events)
     assert linked <= 0.03 * first
     assert small <= 0.03 * first
 
@@ -454,22 +446,33 @@ def test_a_damaged_base_is_noticed(tmp_path: Path) -> None:
 # Several ranks
 
 
-def _tune(root: Path, layouts: list[str]) -> dict[str, int]:
-    """Warm start from a checkpoint that one process has saved, then resume; one bit of one rank's shard has changed."""
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A checkpoint that one process has saved."""
+    _pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.one_of
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
+)
+@on_ranks()
+def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(base: Path, world_size: int, layouts: list[str]) -> None:
+    """A warm start, then a resume; one bit of one rank's shard has changed."""
     warnings.simplefilter("ignore")
-    written = {}
     for layout in layouts:
-        run = root / layout
+        run = base.parent / layout
         model, optimizer = build(layout, seed=1)
         ours = dcp.Checkpointer(trainable_only=True)
-        ours.load(_state(model, optimizer), root / "base")
+        ours.load(_state(model, optimizer), base)
         train(model, optimizer)
         with finished_saves() as events:
             ours.save(_state(model, optimizer), run / "0")
-        written[layout] = events[0].bytes
+        assert sum(gathered(events[0].bytes)) <= 0.11 * sum(file.stat().st_size for file in base.glob("*.distcp"))
         if layout == "fsdp2" and dist.get_rank() == 1:
             shard: Any = model.get_parameter("backbone.6.weight")
-            _flip(shard.to_local(), 99)
+            flip_in_memory(shard.to_local(), 99)
         train(model, optimizer)
         ours.save(_state(model, optimizer), run / "1")
         ours.close()
@@ -480,37 +483,14 @@ def _tune(root: Path, layouts: list[str]) -> dict[str, int]:
         dcp.load(_state(other, fresh), run / "1")
         whole = full_state(model.state_dict())
         assert_same(full_state(other.state_dict()), whole)
-        if dist.get_rank() == 0:
-            torch.save({key.removeprefix("module."): value for key, value in whole.items()}, run / "1.pt")
-    return written
+        alone, fresh = build(seed=5)
+        dcp.Checkpointer(solo=True).load(_state(alone, fresh), run / "1")
+        assert_same(dict(alone.state_dict()), {key.removeprefix("module."): value for key, value in whole.items()})
 
 
-@pytest.mark.one_of
-@pytest.mark.parametrize(
-    ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
-)
-def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(
-    tmp_path: Path, world_size: int, layouts: list[str], events: list[SaveFinished]
-) -> None:
-    _pretrained(tmp_path / "base")
-    written = launch.run(_tune, world_size, tmp_path, layouts)
-    for layout in layouts:
-        assert sum(of_rank[layout] for of_rank in written) <= 0.11 * events[0].bytes
-        model, optimizer = build(seed=5)
-        dcp.load(_state(model, optimizer), tmp_path / layout / "1")
-        expected = torch.load(tmp_path / layout / "1.pt", weights_only=True)
-        assert_same(dict(model.state_dict()), expected)
-
-
-def _globs_of_one_rank(root: Path) -> str:
-    only = {"mine": torch.ones(4)} if dist.get_rank() == 1 else {"other": torch.ones(4)}
-    dcp.save(only, root / "0", exclude=["mine"])
-    try:
-        dcp.save(only, root / "1", exclude=["nobodys"])
-    except dcp.CheckpointMismatch as error:
-        return str(error)
-    return ""
-
-
+@on_ranks(2)
 def test_a_glob_may_match_on_one_rank_alone_and_the_error_comes_on_all(tmp_path: Path) -> None:
-    assert all("matches no key" in said for said in launch.run(_globs_of_one_rank, 2, tmp_path))
+    only = {"mine": torch.ones(4)} if dist.get_rank() == 1 else {"other": torch.ones(4)}
+    dcp.save(only, tmp_path / "0", exclude=["mine"])
+    with pytest.raises(dcp.CheckpointMismatch, match="matches no key"):
+        dcp.save(only, tmp_path / "1", exclude=["nobodys"])

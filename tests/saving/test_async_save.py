@@ -26,7 +26,7 @@ from dcp_plugin.media import uncommitted_reason
 from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
-from tests import launch, programs
+from tests import programs
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
@@ -140,7 +140,20 @@ def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(tmp_path: Path, fails: bool) -> None:
-    ended = programs.run("-c", _FORGETS_TO_WAIT, tmp_path / "ck", int(fails))
+    program = """
+        import sys, time, torch, dcp_plugin as dcp
+        from dcp_plugin import events
+
+        def slowly(event):
+            if isinstance(event, events.SaveStarted):
+                time.sleep(1.0)  # the main thread has ended by now
+                if int(sys.argv[2]):
+                    raise OSError("disk full")
+
+        events.subscribe(slowly)
+        dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
+    """
+    ended = programs.run("-c", program, tmp_path / "ck", int(fails))
     assert ended.returncode == 0
     assert f"the program ends while {tmp_path / 'ck'} is being saved" in ended.stderr
     assert ("was NOT saved, and the program ended without waiting for the save" in ended.stderr) == fails
@@ -148,21 +161,6 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
     assert (dcp.latest(tmp_path) is None) == fails
     if not fails:
         assert dcp.verify(tmp_path / "ck").ok
-
-
-_FORGETS_TO_WAIT = """
-import sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import events
-
-def slowly(event):
-    if isinstance(event, events.SaveStarted):
-        time.sleep(1.0)  # the main thread has ended by now
-        if int(sys.argv[2]):
-            raise OSError("disk full")
-
-events.subscribe(slowly)
-dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
-"""
 
 
 def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
@@ -189,13 +187,9 @@ def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
 def test_a_save_from_within_a_save_is_refused_and_fails_that_one(tmp_path: Path) -> None:
     ours = dcp.Checkpointer()
     with pytest.raises(dcp.CheckpointError, match=r"inner during the save of .*outer"):
-        ours.save({"n": 1}, tmp_path / "outer", files=lambda directory: _save_inner(ours, tmp_path))
+        ours.save({"n": 1}, tmp_path / "outer", files=lambda directory: ours.save({"n": 2}, tmp_path / "inner"))
     ours.save({"n": 1}, tmp_path / "after")
     assert names_in(tmp_path) == ["after"]
-
-
-def _save_inner(ours: dcp.Checkpointer, root: Path) -> None:
-    ours.save({"n": 2}, root / "inner")
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "queue"])
@@ -254,7 +248,7 @@ def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: P
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ours.save({"t": tensor}, tmp_path / "interrupted")
-        threading.Timer(0.3, gate.open).start()
+        gate.open_soon()
         tensor.zero_()
         ours.save({"t": tensor}, tmp_path / "next")  # waits for the one that goes on, and takes its host copy then
     ours.close()
@@ -313,7 +307,7 @@ def test_an_interrupted_wait_does_not_take_the_save_for_ended(tmp_path: Path) ->
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 wait()
-        threading.Timer(0.3, gate.open).start()
+        gate.open_soon()
         tensor.zero_()
         ours.save({"t": tensor}, tmp_path / "second")
         assert handle.done()
@@ -329,7 +323,18 @@ def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -
     with slow_writes(gate):
         handle = ours.save({"n": 1}, tmp_path / "ck")
         fork = multiprocessing.get_context("fork")
-        child = fork.Process(target=_in_the_child, args=(ours, handle, tmp_path, said := fork.SimpleQueue()))
+        said = fork.SimpleQueue()
+
+        def wait_and_save() -> None:
+            events._subscribers.clear()
+            try:
+                handle.wait()
+            except dcp.SaveFailed as error:
+                said.put(str(error))
+            with closing(dcp.Checkpointer(async_save=True)) as own:
+                own.save({"n": 2}, tmp_path / "child")
+
+        child = fork.Process(target=wait_and_save)
         child.start()
         child.join(HANG)
         child.kill()
@@ -340,37 +345,27 @@ def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -
     assert dcp.verify(tmp_path / "ck").ok and dcp.verify(tmp_path / "child").ok
 
 
-def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, said: Any) -> None:
-    events._subscribers.clear()
-    try:
-        handle.wait()
-    except dcp.SaveFailed as error:
-        said.put(str(error))
-    own = dcp.Checkpointer(async_save=True)
-    own.save({"n": 2}, root / "child")
-    own.close()
-
-
 @on_ranks(2)
 def test_a_checkpointer_that_a_fork_inherits_refuses_to_save_and_closes_at_once(tmp_path: Path) -> None:
     ours = dcp.Checkpointer(async_save=True)
     ours.save({"n": 1}, tmp_path / "ck").wait()
     fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=_save_and_close_in_the_child, args=(ours, tmp_path, said := fork.SimpleQueue()))
+    said = fork.SimpleQueue()
+
+    def save_and_close() -> None:
+        try:
+            ours.save({"n": 3}, tmp_path / "child")
+        except dcp.CheckpointError as error:
+            said.put(str(error))
+        ours.close()
+
+    child = fork.Process(target=save_and_close)
     child.start()
     child.join(HANG)
     child.kill()
     assert child.exitcode == 0
     assert f"belongs to process {os.getpid()}" in said.get()
     ours.save({"n": 2}, tmp_path / "ck").wait()
-    ours.close()
-
-
-def _save_and_close_in_the_child(ours: dcp.Checkpointer, root: Path, said: Any) -> None:
-    try:
-        ours.save({"n": 3}, root / "child")
-    except dcp.CheckpointError as error:
-        said.put(str(error))
     ours.close()
 
 
@@ -405,13 +400,13 @@ def test_a_checkpointer_that_is_not_closed_is_told_of_as_an_open_file_is(tmp_pat
     mine = [one.category for one in caught if "Checkpointer" in str(one.message)]  # not what other tests have left
     assert mine == [ResourceWarning], [str(one.message) for one in caught]
     assert "bytes of host memory: close()" in str(caught[0].message)
-    launch.run(_not_closed, 2, tmp_path / "ranks")
 
 
-def _not_closed(path: Path) -> None:
+@on_ranks(2)
+def test_a_checkpointer_that_is_not_closed_is_told_of_on_every_rank(tmp_path: Path) -> None:
     for close in (True, False):
         ours = dcp.Checkpointer()
-        ours.save({"w": torch.ones(3)}, path)
+        ours.save({"w": torch.ones(3)}, tmp_path / "ck")
         if close:
             ours.close()
         with warnings.catch_warnings(record=True) as caught:
@@ -419,7 +414,7 @@ def _not_closed(path: Path) -> None:
             del ours
             gc.collect()
         assert ["process group" in str(warning.message) for warning in caught] == [True] * (not close)
-    dcp.save({"w": torch.ones(3)}, path)  # on all ranks still
+    dcp.save({"w": torch.ones(3)}, tmp_path / "ck")  # on all ranks still
 
 
 def test_callbacks_of_a_handle_follow_the_publish_in_order_and_come_before_the_end(tmp_path: Path) -> None:

@@ -348,8 +348,7 @@ def _train(root: Path, how: str) -> tuple[str, float, int]:
 
 
 def test_a_run_that_was_killed_is_a_failure_to_the_next(tmp_path: Path) -> None:
-    killed = launch.outcomes_of(_train, 2, tmp_path, "killed")
-    assert {one.exit_code for one in killed} == {-signal.SIGKILL}
+    launch.run(_train, 2, tmp_path, "killed", killed=[0, 1])
     (how, first, _), _ = launch.run(_train, 2, tmp_path, "closed")
     assert how == "resumed"
     assert first == pytest.approx((DAY + 900 + 900) / 2, rel=0.01), "15 minutes of both, and one failure"

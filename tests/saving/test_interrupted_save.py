@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import events
 from dcp_plugin.media import lease, medium_of
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.paths import Where
 from tests import launch
 from tests.compare import assert_same
+from tests.dying import die_at, die_when_half_is_written
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
 from tests.places import is_tidy, save_file
 from tests.programs import Program
-
-KILLED = -signal.SIGKILL
 
 
 def _save(path: Path, seed: int, steps: int) -> None:
@@ -39,17 +37,13 @@ def _save(path: Path, seed: int, steps: int) -> None:
 
 
 def _save_and_die(path: Path, victims: list[int]) -> None:
-    """The victims die when half of their bytes are written."""
-
-    def die(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten) and event.written * 2 >= event.total:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    """The victims die when half of their bytes are written, and the other rank is told."""
     model, optimizer = build("fsdp2", seed=5)
     train(model, optimizer, 2)
     if dist.get_rank() in victims:
-        events.subscribe(die)
-    dcp.save({"model": model, "optim": optimizer}, path, step=99, timeout=20)
+        die_when_half_is_written()
+    with pytest.raises(dcp.RankFailure):
+        dcp.save({"model": model, "optim": optimizer}, path, step=99, timeout=20)
 
 
 def _check(path: Path) -> None:
@@ -66,13 +60,8 @@ def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims
     launch.run(_save, 2, good, 0, 3)
     torn = good if overwrite else good.with_name("step-99")
 
-    outcomes = launch.outcomes_of(_save_and_die, 2, torn, victims)
+    launch.run(_save_and_die, 2, torn, victims, killed=victims)
 
-    for rank, outcome in enumerate(outcomes):
-        if rank in victims:
-            assert outcome.exit_code == KILLED
-        else:
-            assert "RankFailure" in outcome.traceback
     assert dcp.latest(tmp_path) == good
     assert dcp.resolve_resume("auto", tmp_path) == good
     launch.run(_check, 2, good)
@@ -89,31 +78,12 @@ def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims
 
 def _die_inside(call: str, path: Path) -> None:
     """Die at a point of the commit itself: just before or just after the rename."""
-    from dcp_plugin.media.disk import posix
-
     model, optimizer = build("plain", seed=5)
-    real_exchange, real_rename = posix.exchange, os.rename
-
-    def die_before(*args: object) -> bool:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    def die_after(*names: Any) -> bool:
-        real_exchange(*names)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    def die_between(*names: Any, **folders: int) -> None:
-        real_rename(*names, **folders)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if call == "before the exchange":
-        posix.exchange = die_before
-    elif call == "after the exchange":
-        posix.exchange = die_after
-    else:  # a file system without exchange: between the two renames
+    if call == "between two renames":  # as on a file system without exchange
         posix.exchange = lambda *names: False
-        os.rename = die_between  # type: ignore[assignment]
+        die_at(os, "rename", after=True)
+    else:
+        die_at(posix, "exchange", after=call == "after the exchange")
     dcp.save({"model": model, "optim": optimizer}, path, step=99)
 
 
@@ -123,7 +93,7 @@ def test_a_commit_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: 
     model, optimizer = build("plain")
     dcp.save({"model": model, "optim": optimizer}, path, step=3)
 
-    assert launch.outcomes_of(_die_inside, 1, moment, path)[0].exit_code == KILLED
+    launch.run(_die_inside, 1, moment, path, killed=[0])
 
     found = dcp.latest(tmp_path)
     assert found is not None
@@ -169,7 +139,7 @@ def test_a_directory_that_the_script_makes_anew_does_not_hide_what_a_kill_moved_
     path = tmp_path / "last"
     model, optimizer = build("plain")
     dcp.save({"model": model, "optim": optimizer}, path, step=3)
-    assert launch.outcomes_of(_die_inside, 1, "between two renames", path)[0].exit_code == KILLED
+    launch.run(_die_inside, 1, "between two renames", path, killed=[0])
     path.mkdir()
     (path / "args.json").write_text("{}")
     assert dcp.inspect(path).step == 3
@@ -189,15 +159,10 @@ def test_the_working_directory_is_not_replaced_under_the_process(
 
 def test_a_living_save_is_not_swept_by_another(tmp_path: Path) -> None:
     reservation = commit.reserve(tmp_path / "mine")
-    launch.run(_save_plain, 1, tmp_path / "other")
+    launch.run(dcp.save, 1, {"n": 1}, tmp_path / "other")
     assert reservation.directory.is_dir()
     commit.discard(reservation)
     assert is_tidy(tmp_path)
-
-
-def _save_plain(path: Path) -> None:
-    model, _ = build("plain")
-    dcp.save({"model": model}, path)
 
 
 def test_saving_over_something_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -292,31 +257,29 @@ def _sweep_as_another_node(workspace: Path) -> None:
         os._exit(0)
 
 
-_SAVE_ONCE_THE_GATE_OPENS = """
-import sys, torch, dcp_plugin as dcp
-from dcp_plugin.media.disk import commit
-
-publish = commit.publish
-
-def wait_and_publish(reservation):
-    print("ready", flush=True)
-    open(sys.argv[2]).read()
-    publish(reservation)
-
-commit.publish = wait_and_publish
-dcp.save({"w": torch.ones(1000)}, sys.argv[1], step=2)
-"""
-
-
 @pytest.mark.parametrize("other", ["boot", "mount"])
 def test_a_suspended_save_whose_locks_are_not_shared_is_kept_for_its_lease_and_then_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """Lustre with ``localflock``, NFS with ``nolock``, or a mount for each container: all locks succeed."""
+    program = """
+        import sys, torch, dcp_plugin as dcp
+        from dcp_plugin.media.disk import commit
+
+        publish = commit.publish
+
+        def wait_and_publish(reservation):
+            print("ready", flush=True)
+            open(sys.argv[2]).read()
+            publish(reservation)
+
+        commit.publish = wait_and_publish
+        dcp.save({"w": torch.ones(1000)}, sys.argv[1], step=2)
+    """
     path, gate = tmp_path / "run" / "ck", tmp_path / "gate"
     dcp.save({"w": torch.zeros(1000)}, path, step=1)
     os.mkfifo(gate)
-    owner = Program("-c", _SAVE_ONCE_THE_GATE_OPENS, path, gate)
+    owner = Program("-c", program, path, gate)
     assert owner.stdout.readline() == "ready\n"
     owner.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(fcntl, "lockf", lambda *args: None)

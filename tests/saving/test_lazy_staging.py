@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,30 +26,19 @@ from dcp_plugin.staging import guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.types import ShardedValue
-from tests.compare import assert_same
+from tests.compare import assert_same, flat, only_tensors
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
 from tests.object_server import Bucket
-from tests.slowness import at_random, slow_copies, slow_writes
+from tests.slowness import Gate, at_random, slow_copies, slow_writes
 
 
 def _saved(path: Path) -> dict[str, Any]:
     """Everything in a checkpoint, by this process alone."""
     found: dict[str, Any] = {"model": {}, "optim": {}}
     dcp.Checkpointer(solo=True).load(found, path)
-    return _flat(found)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
-
-
-def _tensors(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return flat(found)
 
 
 def _every_step(root: Where, layout: str, staging: str, steps: int) -> None:
@@ -68,7 +56,7 @@ def _every_step(root: Where, layout: str, staging: str, steps: int) -> None:
         ours.close()
     assert_same(whole_state(model, optimizer), whole_state(*straight))
     for step in range(dist.get_rank(), steps, dist.get_world_size()):
-        assert_same(_tensors(_saved(root / str(step))), _tensors(expected[step]))
+        assert_same(only_tensors(_saved(root / str(step))), only_tensors(expected[step]))
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.long)])
@@ -85,22 +73,6 @@ def test_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp
 @on_ranks(2)
 def test_lazy_saves_to_a_bucket_equal_the_state_at_their_call_too(bucket: Bucket) -> None:
     _every_step(as_path(bucket.url) / "run", "fsdp2", "lazy", 5)
-
-
-class _Held:
-    """Holds lazy copies back until it is opened."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-
-    def __call__(self) -> None:
-        assert self._open.wait(HANG)
-
-    def open(self) -> None:
-        self._open.set()
-
-    def open_soon(self) -> None:
-        threading.Timer(0.2, self._open.set).start()
 
 
 class _Everything(nn.Module):
@@ -126,21 +98,16 @@ class _Everything(nn.Module):
         self.count = state["count"]
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(4, 6)).square().mean().backward()
-    optimizer.step()
-
-
 def test_every_kind_of_state_may_change_at_the_earliest_moment_it_legally_can(tmp_path: Path) -> None:
     model = _Everything()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     averaged = AveragedModel(model, use_buffers=True)
     loose, numbers, nested = torch.arange(5.0), [1, 2, 3], {"a": {"b": torch.ones(2), "c": "text"}}
-    _step(model, optimizer)
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
     state = {"model": model, "optim": optimizer, "ema": averaged, "loose": loose, "n": numbers, "nested": nested}
     dcp.save(state, tmp_path / "expected")
-    held = _Held()
+    held = Gate(is_open=False)
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     with slow_copies(held):
         handle = ours.save(state, tmp_path / "lazy")
@@ -173,28 +140,11 @@ def _assert_equal_checkpoints(one: Path, other: Path, names: list[str]) -> None:
         if "loose" in names:
             loaded["loose"] = torch.empty(5)
         dcp.load(loaded, path)
-        found.append(_flat(loaded))
+        found.append(flat(loaded))
     assert_same(*found)
 
 
-def _outsider(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=1.0).step()
-
-
-def _load_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return model.load_state_dict({key: torch.zeros_like(value) for key, value in model.state_dict().items()})
-
-
-def _load_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return model.get_submodule("block.0").load_state_dict({"weight": torch.zeros(5, 10), "bias": torch.zeros(5)})
-
-
-def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
-
-
-def _with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return optimizer.step(lambda: torch.zeros(()))
+Change = Callable[[Any, torch.optim.Optimizer], Any]
 
 
 def _lbfgs(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -219,29 +169,39 @@ class _Perturbing(torch.optim.SGD):
         return closure()
 
 
-def _perturbing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return _Perturbing(model.parameters(), lr=0.1).step(lambda: torch.zeros(()))
+CHANGES: dict[str, Change] = {
+    "outsider": lambda model, optimizer: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+    "load_module": lambda model, optimizer: model.load_state_dict(
+        {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    ),
+    "load_child": lambda model, optimizer: model.block[0].load_state_dict(
+        {"weight": torch.zeros(5, 10), "bias": torch.zeros(5)}
+    ),
+    "load_optimizer": lambda model, optimizer: optimizer.load_state_dict(
+        torch.optim.AdamW(model.parameters()).state_dict()
+    ),
+    "with_closure": lambda model, optimizer: optimizer.step(lambda: torch.zeros(())),
+    "lbfgs": _lbfgs,
+    "perturbing": lambda model, optimizer: _Perturbing(model.parameters(), lr=0.1).step(lambda: torch.zeros(())),
+}
 
 
-CHANGES = [_outsider, _load_module, _load_child, _load_optimizer, _with_closure, _lbfgs, _perturbing]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_what_changes_the_state_waits_for_the_copy(change: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_the_state_waits_for_the_copy(change: str, tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 2)
     model(torch.randn(4, 6)).square().mean().backward()
-    expected = _tensors(whole_state(model, optimizer))
-    held = _Held()
+    expected = only_tensors(whole_state(model, optimizer))
+    held = Gate(is_open=False)
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     with slow_copies(held):
         handle = ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         assert not handle.staged()
         held.open_soon()
-        change(model, optimizer)
+        CHANGES[change](model, optimizer)
     handle.wait()
-    assert_same(_tensors(_saved(tmp_path / "ck")), expected)
-    change(model, optimizer)
+    assert_same(only_tensors(_saved(tmp_path / "ck")), expected)
+    CHANGES[change](model, optimizer)
     ours.close()
     assert not guard._under_way
     assert not any(child._load_state_dict_pre_hooks for child in model.modules())
@@ -251,21 +211,21 @@ def test_a_load_through_another_checkpointer_waits_for_the_copy(tmp_path: Path) 
     model, optimizer = build("plain")
     dcp.save({"model": model}, tmp_path / "old")
     train(model, optimizer, 1)
-    expected = _tensors(whole_state(model, optimizer))
-    held = _Held()
+    expected = only_tensors(whole_state(model, optimizer))
+    held = Gate(is_open=False)
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     with slow_copies(held):
         ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         held.open_soon()
         dcp.load({"model": model}, tmp_path / "old")
     ours.close()
-    assert_same(_tensors(_saved(tmp_path / "ck")), expected)
+    assert_same(only_tensors(_saved(tmp_path / "ck")), expected)
 
 
 def test_state_dicts_are_copied_later_if_their_owners_are_named(tmp_path: Path) -> None:
     model, _ = build("plain")
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         assert ours.save({"model": model.state_dict()}, tmp_path / "at once").staged()
         handle = ours.save({"model": model.state_dict()}, tmp_path / "later", owners=[model])
         assert not handle.staged()
@@ -298,7 +258,7 @@ def test_what_shares_memory_with_what_may_change_may_change_too(tmp_path: Path) 
     state = {"model": norm, "optim": optimizer}
     dcp.save(state, tmp_path / "expected")
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         ours.save(state, tmp_path / "lazy")
         norm(torch.randn(4, 6))
         with torch.no_grad():
@@ -311,7 +271,7 @@ def test_what_shares_memory_with_what_may_change_may_change_too(tmp_path: Path) 
 def test_a_model_can_be_copied_and_pickled_while_it_is_being_saved(tmp_path: Path) -> None:
     model, optimizer = build("plain")
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         held.open()
@@ -329,7 +289,7 @@ def test_a_change_while_copying_fails_that_save_on_every_rank_naming_the_key_and
     ours.save(state, tmp_path / "ck", 1)
     ours.wait()
     before = whole_state(model, optimizer)
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         handle = ours.save(state, tmp_path / "ck", 2)
         if dist.get_rank() == 1:
             with torch.no_grad():
@@ -353,7 +313,7 @@ def test_a_change_that_no_version_counts_fails_that_save_and_the_next_ones_copy_
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         handle = ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         model[1].weight.data.mul_(0.5)
         held.open()
@@ -395,7 +355,7 @@ def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 1)
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         child = multiprocessing.get_context("fork").Process(target=optimizer.step)
         child.start()
@@ -417,14 +377,6 @@ def _add_a_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.5})
 
 
-def _freeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.block[0].weight.requires_grad_(False)
-
-
-def _register_a_buffer(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.block.register_buffer("late", torch.arange(5.0))
-
-
 def _swap_a_module(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model.block[1] = nn.BatchNorm1d(5)
     optimizer.param_groups[0]["params"] = list(model.parameters())
@@ -432,17 +384,9 @@ def _swap_a_module(model: Any, optimizer: torch.optim.Optimizer) -> None:
         del optimizer.state[parameter]
 
 
-def _tie(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.block.again = model.block[0].weight
-
-
 def _untie(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    _tie(model, optimizer)
+    model.block.again = model.block[0].weight
     model.block.again = nn.Parameter(torch.zeros(3))
-
-
-def _hook_the_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.register_state_dict_post_hook(lambda module, state, *rest: state.update(extra=torch.full((2,), 7.0)))
 
 
 def _move_the_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -450,19 +394,28 @@ def _move_the_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
         parameter.data = parameter.data.clone().double()
 
 
-BETWEEN_SAVES = [
-    _replace_a_parameter, _add_a_group, _freeze, _register_a_buffer, _swap_a_module, _tie, _untie,
-    _hook_the_state_dict, _move_the_data,
-]  # fmt: skip
+BETWEEN_SAVES: dict[str, Change] = {
+    "replace_a_parameter": _replace_a_parameter,
+    "add_a_group": _add_a_group,
+    "freeze": lambda model, optimizer: model.block[0].weight.requires_grad_(False),
+    "register_a_buffer": lambda model, optimizer: model.block.register_buffer("late", torch.arange(5.0)),
+    "swap_a_module": _swap_a_module,
+    "tie": lambda model, optimizer: setattr(model.block, "again", model.block[0].weight),
+    "untie": _untie,
+    "hook_the_state_dict": lambda model, optimizer: model.register_state_dict_post_hook(
+        lambda module, state, *rest: state.update(extra=torch.full((2,), 7.0))
+    ),
+    "move_the_data": _move_the_data,
+}
 
 
-@pytest.mark.parametrize("change", BETWEEN_SAVES, ids=lambda change: change.__name__.strip("_"))
-def test_what_changes_between_two_saves_is_in_the_second(change: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", BETWEEN_SAVES)
+def test_what_changes_between_two_saves_is_in_the_second(change: str, tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 1)
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     ours.save({"model": model, "optim": optimizer}, tmp_path / "first")
-    change(model, optimizer)
+    BETWEEN_SAVES[change](model, optimizer)
     ours.wait()
     ours.save({"model": model, "optim": optimizer}, tmp_path / "second")
     ours.close()
@@ -509,16 +462,16 @@ def test_the_later_copy_starts_no_threads_that_compete_with_those_of_the_trainin
 def test_the_copy_is_of_the_memory_at_the_call_whatever_the_parameters_point_to_later(tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 1)
-    expected = _tensors(whole_state(model, optimizer))
+    expected = only_tensors(whole_state(model, optimizer))
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    with slow_copies(held := _Held()):
+    with slow_copies(held := Gate(is_open=False)):
         ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         model.double()
         for slots in optimizer.state.values():
             slots["exp_avg"].data = torch.zeros_like(slots["exp_avg"])
         held.open()
         ours.close()
-    assert_same(_tensors(_saved(tmp_path / "ck")), expected)
+    assert_same(only_tensors(_saved(tmp_path / "ck")), expected)
 
 
 def test_lazy_staging_without_async_save_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 import dcp_plugin as dcp
 from dcp_plugin.format import index_file
@@ -26,10 +25,13 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.lightning import layout
-from tests import launch
 from tests.compare import assert_same, full_state
+from tests.damage import flip_byte
 from tests.finetune import build, finished_saves, train
-from tests.places import names_in
+from tests.launch import on_ranks
+from tests.places import bytes_in, names_in
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint in .*, overwriting")  # stock says so
 
 
 def _tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -42,22 +44,14 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _save_by_stock(state: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save(state, checkpoint_id=path)
+def _targets() -> dict[str, torch.Tensor]:
+    return {key: torch.full_like(value, 9) for key, value in _tensors(0).items()}
 
 
-def _loaded(path: Path, load: Callable[..., Any] = dcp.load) -> dict[str, torch.Tensor]:
-    target = {key: torch.full_like(value, 9) for key, value in _tensors(0).items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load({"t": target}, path) if load is dcp.load else load({"t": target}, checkpoint_id=path)
+def _loaded(path: Path) -> dict[str, torch.Tensor]:
+    target = _targets()
+    dcp.load({"t": target}, path)
     return target
-
-
-def _contents(checkpoint: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
 
 
 def _two_linked(root: Path, **options: Any) -> tuple[Path, Path]:
@@ -85,15 +79,17 @@ def test_a_save_by_stock_over_ours_is_stocks_and_changes_no_other_checkpoint(
     older, newer = _two_linked(tmp_path, reuse=reuse)
     assert bool(_linked(older)) == reuse
     target, other = (older, newer) if over == "older" else (newer, older)
-    before = _contents(other)
+    before = bytes_in(other)
     theirs = {key: value + 1 for key, value in _tensors(7).items()}
-    _save_by_stock({"t": theirs}, target)
+    stock.save({"t": theirs}, checkpoint_id=target)
 
-    assert _contents(other) == before
+    assert bytes_in(other) == before
     assert dcp.verify(other).ok
     assert_same(_loaded(other), _tensors(int(other.name)))
-    for load in (dcp.load, stock.load):
-        assert_same(_loaded(target, load), theirs)
+    assert_same(_loaded(target), theirs)
+    by_stock = _targets()
+    stock.load({"t": by_stock}, checkpoint_id=target)
+    assert_same(by_stock, theirs)
     info = dcp.inspect(target)
     assert (info.format, info.step, info.world_size) == ("stock", None, None)
     assert dcp.verify(target).unverified
@@ -106,14 +102,14 @@ def test_a_save_by_stock_over_ours_is_stocks_and_changes_no_other_checkpoint(
 def test_the_same_tensors_saved_by_stock_are_stocks_too(tmp_path: Path) -> None:
     """Without ``reuse`` the names are the same, and so is every payload: the sizes of the files differ."""
     dcp.save({"t": _tensors(1)}, tmp_path / "ck", step=1, reuse=False)
-    _save_by_stock({"t": _tensors(1)}, tmp_path / "ck")
+    stock.save({"t": _tensors(1)}, checkpoint_id=tmp_path / "ck")
     assert dcp.inspect(tmp_path / "ck").format == "stock"
     assert_same(_loaded(tmp_path / "ck"), _tensors(1))
 
 
 def test_no_file_of_a_save_with_reuse_has_a_name_that_stock_writes(tmp_path: Path) -> None:
     newer = _two_linked(tmp_path)[1]
-    _save_by_stock({"t": _tensors(1)}, tmp_path / "stock")
+    stock.save({"t": _tensors(1)}, checkpoint_id=tmp_path / "stock")
     for file in newer.glob("*.distcp"):
         assert not (tmp_path / "stock" / file.name).exists() and "-" in file.name
     names = [{file.name for file in (tmp_path / step).glob("*.distcp")} for step in ("2", "3")]
@@ -121,7 +117,9 @@ def test_no_file_of_a_save_with_reuse_has_a_name_that_stock_writes(tmp_path: Pat
     assert [len({name.rpartition("-")[2] for name in of_save}) for of_save in names] == [1, 1]
 
 
-def _over_ours_on_ranks(root: Path) -> None:
+@on_ranks(2)
+def test_two_ranks_of_stock_over_ours_change_no_linked_file(tmp_path: Path) -> None:
+    root = tmp_path
     model, optimizer = build("fsdp2")
     ours = dcp.Checkpointer()
     for step in range(2):
@@ -138,7 +136,7 @@ def _over_ours_on_ranks(root: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    _save_by_stock({"model": model.state_dict()}, root / "1")
+    stock.save({"model": model.state_dict()}, checkpoint_id=root / "1")
     dist.barrier()
     for file, data in before.items():
         assert file.read_bytes() == data
@@ -146,10 +144,6 @@ def _over_ours_on_ranks(root: Path) -> None:
         other, _ = build("fsdp2", seed=3)
         dcp.load({"model": other}, root / step)
         assert_same(full_state(other.state_dict()), expected)
-
-
-def test_two_ranks_of_stock_over_ours_change_no_linked_file(tmp_path: Path) -> None:
-    launch.run(_over_ours_on_ranks, 2, tmp_path)
     assert dcp.verify(tmp_path / "0").ok
     assert dcp.latest(tmp_path) == tmp_path / "1"
     assert dcp.inspect(tmp_path / "1").format == "stock"
@@ -158,7 +152,7 @@ def test_two_ranks_of_stock_over_ours_change_no_linked_file(tmp_path: Path) -> N
 def test_a_sharded_directory_of_lightnings_over_ours_is_lightnings(tmp_path: Path) -> None:
     dcp.save({"t": _tensors(1)}, tmp_path / "ck")
     weight = torch.randn(3)
-    _save_by_stock({"state_dict": {"weight": weight}}, tmp_path / "ck")
+    stock.save({"state_dict": {"weight": weight}}, checkpoint_id=tmp_path / "ck")
     torch.save({"pytorch-lightning_version": "2.5"}, tmp_path / "ck" / "meta.pt")
     assert dcp.inspect(tmp_path / "ck").format == "lightning"
     assert layout.is_directory_of_lightning(tmp_path / "ck")
@@ -171,7 +165,7 @@ def test_a_sharded_directory_of_lightnings_over_ours_is_lightnings(tmp_path: Pat
 def test_our_save_over_stocks_over_ours_leaves_nothing_of_either(tmp_path: Path, reuse: bool) -> None:
     path = tmp_path / "ck"
     dcp.save({"t": _tensors(1)}, path, step=1, reuse=reuse)
-    _save_by_stock({"t": _tensors(2)}, path)
+    stock.save({"t": _tensors(2)}, checkpoint_id=path)
     dcp.save({"t": _tensors(3)}, path, step=3, reuse=reuse)
     assert (dcp.inspect(path).format, dcp.inspect(path).step) == ("dcp_plugin", 3)
     assert_same(_loaded(path), _tensors(3))
@@ -183,14 +177,14 @@ def test_what_was_overwritten_by_stock_is_not_counted_or_deleted_by_keep_last(tm
     for step in range(3):
         ours.save({"t": _tensors(step)}, tmp_path / str(step), step=step)
         if step == 0:
-            _save_by_stock({"t": _tensors(8)}, tmp_path / "0")
+            stock.save({"t": _tensors(8)}, checkpoint_id=tmp_path / "0")
     ours.save({"t": _tensors(3)}, tmp_path / "3", step=3)
     assert names_in(tmp_path) == ["0", "2", "3"]
 
 
 def test_what_stock_has_saved_over_is_no_base_to_link_from_and_is_resumed_as_stocks(tmp_path: Path) -> None:
     dcp.save({"t": _tensors(1)}, tmp_path / "a", step=1)
-    _save_by_stock({"t": _tensors(2)}, tmp_path / "a")
+    stock.save({"t": _tensors(2)}, checkpoint_id=tmp_path / "a")
     target = {"t": {key: torch.zeros_like(value) for key, value in _tensors(0).items()}}
     ours = dcp.Checkpointer()
     start = dcp.resume_or_init(target, tmp_path, checkpointer=ours)
@@ -210,19 +204,15 @@ def test_a_base_is_free_again_when_stock_has_saved_over_what_needed_it(tmp_path:
     assert dcp.inspect(tmp_path / "tuned").base == tmp_path / "base"
     with pytest.raises(dcp.SaveFailed, match="leaves out"):
         dcp.save({"t": _tensors(1)}, tmp_path / "base")
-    _save_by_stock({"t": _tensors(2)}, tmp_path / "tuned")
+    stock.save({"t": _tensors(2)}, checkpoint_id=tmp_path / "tuned")
     dcp.save({"t": _tensors(1)}, tmp_path / "base")
 
 
 # What is no whole checkpoint of either
 
 
-def _of_another_save_of_ours(path: Path) -> None:
-    shutil.copy(path.parent / "2" / ".metadata", path)
-
-
 def _of_stocks_without_its_files(path: Path) -> None:
-    _save_by_stock({"t": _tensors(7)}, path.parent / "stock")
+    stock.save({"t": _tensors(7)}, checkpoint_id=path.parent / "stock")
     shutil.copy(path.parent / "stock" / ".metadata", path)
     shutil.rmtree(path.parent / "stock")
 
@@ -232,62 +222,60 @@ def _cut(path: Path) -> None:
     (path / ".metadata").write_bytes(data[: len(data) // 2])
 
 
-def _flipped(path: Path) -> None:
-    data = bytearray((path / ".metadata").read_bytes())
-    data[data.index(b"t.trained")] ^= 1
-    (path / ".metadata").write_bytes(data)
-
-
 def _with_a_lost_file(path: Path) -> None:
-    _save_by_stock({"t": _tensors(7)}, path)
+    stock.save({"t": _tensors(7)}, checkpoint_id=path)
     (path / "__0_0.distcp").unlink()
 
 
 def _with_a_cut_file(path: Path) -> None:
-    _save_by_stock({"t": _tensors(7)}, path)
+    stock.save({"t": _tensors(7)}, checkpoint_id=path)
     with open(path / "__0_0.distcp", "r+b") as file:
         file.truncate(4096)
 
 
 def _without_a_save_id(path: Path) -> None:
-    _save_by_stock({"t": _tensors(7)}, path)
-    _rewrite(path, lambda metadata: setattr(metadata, "storage_meta", StorageMeta()))
+    stock.save({"t": _tensors(7)}, checkpoint_id=path)
+    _note(path, StorageMeta())
 
 
 def _written_anew_for_our_files(path: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        metadata.storage_meta = StorageMeta(save_id="another")
-
-    _rewrite(path, change)
+    _note(path, StorageMeta(save_id="another"))
 
 
-def _rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
+def _note(path: Path, storage_meta: StorageMeta) -> None:
+    """Have ``.metadata`` tell of another save."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
+    metadata.storage_meta = storage_meta
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "of another save of ours": (
+        lambda path: shutil.copy(path.parent / "2" / ".metadata", path),
+        "still the data file|missing",
+    ),
+    "of stock's, without its files": (_of_stocks_without_its_files, "missing|still the data file|outside its file"),
+    "cut": (_cut, "damaged"),
+    "flipped": (
+        lambda path: flip_byte(path / ".metadata", (path / ".metadata").read_bytes().index(b"t.trained")),
+        "same save, but was changed",
+    ),
+    "with a cut file": (_with_a_cut_file, "outside its file"),
+    "with a lost file": (_with_a_lost_file, "missing"),
+    "without a save's id": (_without_a_save_id, "has no save_id, or that of this save"),
+    "written anew for our files": (_written_anew_for_our_files, "still the data file"),
+}
 
 
 @pytest.mark.one_of("reuse")
 @pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_of_another_save_of_ours, "still the data file|missing"),
-        (_of_stocks_without_its_files, "missing|still the data file|outside its file"),
-        (_cut, "damaged"),
-        (_flipped, "same save, but was changed"),
-        (_with_a_lost_file, "missing"),
-        (_with_a_cut_file, "outside its file"),
-        (_without_a_save_id, "has no save_id, or that of this save"),
-        (_written_anew_for_our_files, "still the data file"),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_any_other_metadata_beside_our_index_is_damage(
-    tmp_path: Path, reuse: bool, damage: Callable[[Path], None], words: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, reuse: bool, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     older, newer = _two_linked(tmp_path, reuse=reuse)
-    damage(newer)
+    make, words = DAMAGES[damage]
+    make(newer)
     for look in (dcp.inspect, dcp.verify, _loaded):
         with pytest.raises(dcp.CheckpointCorrupt, match=rf"\.metadata is not the one .*({words}).* delete dcp_plugin"):
             look(newer)
@@ -310,7 +298,7 @@ def test_the_way_out_that_the_error_names_leads_out(tmp_path: Path) -> None:
 def test_in_the_middle_of_a_save_by_stock_ours_is_damaged_or_untouched(tmp_path: Path, scale: int) -> None:
     """It is complete until stock has written its ``.metadata``. Only files of an earlier version have stock's names."""
     theirs = {key: value.repeat(scale) for key, value in _tensors(7).items()}
-    _save_by_stock({"t": theirs}, tmp_path / "stock")
+    stock.save({"t": theirs}, checkpoint_id=tmp_path / "stock")
     data = (tmp_path / "stock" / "__0_0.distcp").read_bytes()
     shutil.rmtree(tmp_path / "stock")
     for name in ("earlier", "True", "False"):
@@ -371,16 +359,10 @@ def test_what_another_tool_saves_over_a_view_of_ours_is_told(tmp_path: Path) -> 
     checkpointer.save({"model": state}, path, views={"pytorch_model_fsdp_0": {"model": "model"}})
     checkpointer.close()
     assert dcp.latest(tmp_path) == path
-    _save_by_stock({"model": _tensors(1)}, path / "pytorch_model_fsdp_0")
+    stock.save({"model": _tensors(1)}, checkpoint_id=path / "pytorch_model_fsdp_0")
     assert dcp.latest(tmp_path) is None
     with pytest.raises(dcp.CheckpointCorrupt, match="another tool has saved over pytorch_model_fsdp_0"):
         dcp.load({"model": _tensors(2)}, path)
-    assert_same(_contents_as_tensors(path / "pytorch_model_fsdp_0"), _tensors(1))
-
-
-def _contents_as_tensors(path: Path) -> dict[str, torch.Tensor]:
-    target = {"model": {key: torch.full_like(value, 9) for key, value in _tensors(0).items()}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.load(target, checkpoint_id=path)
-    return target["model"]
+    found = _targets()
+    stock.load({"model": found}, checkpoint_id=path / "pytorch_model_fsdp_0")
+    assert_same(found, _tensors(1))

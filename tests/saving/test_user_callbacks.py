@@ -13,6 +13,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import events
 from tests.launch import on_ranks
+from tests.objects import Holder
 from tests.places import names_in
 from tests.slowness import Gate, slow_writes
 
@@ -24,14 +25,6 @@ def _raiser(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-class _Stateful:
-    def __init__(self, error: BaseException) -> None:
-        self.state_dict: Callable[[], dict[str, Any]] = _raiser(error)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called."""
 
 
 def _untouched(root: Path) -> bool:
@@ -71,7 +64,9 @@ def test_an_end_of_the_program_in_a_callback_leaves_nothing(
     dcp.save(OLD, tmp_path / "ck")
     ours = dcp.Checkpointer(async_save=background)
     files = _raiser(error) if where == "files" else lambda directory: (directory / "note").write_text("hello")
-    state = {**NEW, "it": _Stateful(error)} if where == "state_dict" else NEW
+    stateful = Holder({})
+    stateful.state_dict = _raiser(error)  # type: ignore[method-assign]
+    state = {**NEW, "it": stateful} if where == "state_dict" else NEW
     with pytest.raises(type(error)):
         ours.save(state, tmp_path / "ck", files=files)
     assert _untouched(tmp_path)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
 from tests.messages import logged
+from tests.objects import Holder
 from tests.places import names_in
 from tests.programs import Program
 from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
@@ -31,20 +34,22 @@ def _restored(path: Path) -> dict[str, Any]:
     return whole_state(model, optimizer)
 
 
-def _wait(root: Path) -> None:
+@on_ranks(2)
+def test_every_rank_waits_alike(tmp_path: Path) -> None:
     ours = dcp.Checkpointer(async_save=True)
     gate = Gate()
     with slow_writes(gate):
         gate.close()
-        first = ours.save({"t": torch.ones(3)}, root / "1")
-        threading.Timer(0.3, gate.open).start()
-        second = ours.save({"t": torch.ones(3)}, root / "2")
+        first = ours.save({"t": torch.ones(3)}, tmp_path / "1")
+        gate.open_soon()
+        second = ours.save({"t": torch.ones(3)}, tmp_path / "2")
         assert first.done()
         second.wait()
     ours.close()
 
 
-def _skip_where_ranks_differ(root: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_have_heard_different_things_skip_or_save_alike(tmp_path: Path) -> None:
     """Rank 0 has heard of the end of a save and rank 1 has not yet: both save, as rank 0 decides."""
     ours = dcp.Checkpointer(async_save=True, when_busy="skip", timeout=20)
     gate = Gate()
@@ -55,42 +60,45 @@ def _skip_where_ranks_differ(root: Path) -> None:
 
     unsubscribe = events.subscribe(end_late)
     gate.close()
-    first = ours.save({"n": 1}, root / "a")
+    first = ours.save({"n": 1}, tmp_path / "a")
     if dist.get_rank() == 0:
         first.wait_done(20)
     dist.barrier()
     assert first.done() == (dist.get_rank() == 0)
-    threading.Timer(0.3, gate.open).start()
-    second = ours.save({"n": 1}, root / "b")
+    gate.open_soon()
+    second = ours.save({"n": 1}, tmp_path / "b")
     assert not second.skipped
     ours.close()
     unsubscribe()
-    assert names_in(root) == ["a", "b"]
+    assert names_in(tmp_path) == ["a", "b"]
 
 
-def _skip(root: Path) -> None:
+@on_ranks(2)
+def test_every_rank_skips_alike(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
     ours = dcp.Checkpointer(async_save=True, when_busy="skip")
     told = logged()
     gate = Gate()
     with slow_writes(gate if dist.get_rank() == 0 else lambda: None):
         gate.close()
-        first = ours.save({"model": model, "optim": optimizer}, root / "a")
+        first = ours.save({"model": model, "optim": optimizer}, tmp_path / "a")
         expected = whole_state(model, optimizer)
         train(model, optimizer, 1)
-        skipped = ours.save({"model": model, "optim": optimizer}, root / "b")
+        skipped = ours.save({"model": model, "optim": optimizer}, tmp_path / "b")
         assert skipped.skipped and skipped.done() and skipped.staged() and not first.done()
         skipped.wait()
         gate.open()
         ours.wait()
-        assert not first.skipped and not ours.save({"model": model, "optim": optimizer}, root / "c").skipped
+        assert not first.skipped and not ours.save({"model": model, "optim": optimizer}, tmp_path / "c").skipped
     ours.close()
-    assert names_in(root) == ["a", "c"]
+    assert names_in(tmp_path) == ["a", "c"]
     assert ("b is NOT saved" in "".join(told)) == (dist.get_rank() == 0)
-    assert_same(_restored(root / "a"), expected)
+    assert_same(_restored(tmp_path / "a"), expected)
 
 
-def _queue(root: Path, staging: str) -> None:
+@pytest.mark.parametrize("staging", ["blocking", "lazy"])
+@on_ranks(2)
+def test_every_rank_stands_in_line_alike(tmp_path: Path, staging: str) -> None:
     """Three states, of which two are held in memory at once, and ranks of different speed."""
     model, optimizer = build("fsdp2")
     ours = dcp.Checkpointer(async_save=True, when_busy="queue", staging=staging)
@@ -101,22 +109,23 @@ def _queue(root: Path, staging: str) -> None:
         for number in range(2):
             train(model, optimizer, 1, seed=number)
             expected.append(whole_state(model, optimizer))
-            handles.append(ours.save({"model": model, "optim": optimizer}, root / str(number)))
+            handles.append(ours.save({"model": model, "optim": optimizer}, tmp_path / str(number)))
         train(model, optimizer, 1, seed=2)
         assert not handles[0].done()
-        threading.Timer(0.2, gate.open).start()
+        gate.open_soon()
         expected.append(whole_state(model, optimizer))
-        ours.save({"model": model, "optim": optimizer}, root / "2")
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "2")
         assert handles[0].done()
         train(model, optimizer, 1, seed=3)
         ours.wait()
     for number in range(3):
-        assert_same(_restored(root / str(number)), expected[number])
+        assert_same(_restored(tmp_path / str(number)), expected[number])
     assert all(pool.nbytes for pool in ours._writer.pools)
     ours.close()
 
 
-def _queue_with_files(root: Path) -> None:
+@on_ranks(2)
+def test_ranks_agree_on_files_in_the_middle_of_another_save(tmp_path: Path) -> None:
     """Ranks agree on files in the middle of a save that talks, too."""
     ours = dcp.Checkpointer(async_save=True, when_busy="queue")
 
@@ -125,13 +134,14 @@ def _queue_with_files(root: Path) -> None:
 
     with slow_writes(at_random(0.05, seed=dist.get_rank())):
         for number in range(4):
-            ours.save({"n": number}, root / str(number), files=write)
+            ours.save({"n": number}, tmp_path / str(number), files=write)
     ours.close()
-    assert {entry.name for entry in root.rglob("note-*")} == {"note-0", "note-1"}
-    assert len(list(root.rglob("note-*"))) == 8
+    assert {entry.name for entry in tmp_path.rglob("note-*")} == {"note-0", "note-1"}
+    assert len(list(tmp_path.rglob("note-*"))) == 8
 
 
-def _queue_with_failure(root: Path) -> None:
+@on_ranks(2)
+def test_a_save_in_line_is_written_although_the_one_before_fails(tmp_path: Path) -> None:
     """The second save is in line when the first one fails: the third raises that everywhere, the second is there."""
     ours = dcp.Checkpointer(async_save=True, when_busy="queue")
     failing = Gate()
@@ -145,44 +155,35 @@ def _queue_with_failure(root: Path) -> None:
     broken = threading.Event()
     with slow_writes(fail):
         failing.close()
-        ours.save({"t": torch.ones(3)}, root / "first")
-        second = ours.save({"t": torch.ones(3)}, root / "second")
+        ours.save({"t": torch.ones(3)}, tmp_path / "first")
+        second = ours.save({"t": torch.ones(3)}, tmp_path / "second")
         failing.open()
         with pytest.raises(dcp.SaveFailed, match=r"rank 1.*bad disk"):
-            ours.save({"t": torch.ones(3)}, root / "third")
+            ours.save({"t": torch.ones(3)}, tmp_path / "third")
         assert second.done() and second.exception() is None
-        ours.save({"t": torch.ones(3)}, root / "fourth")
+        ours.save({"t": torch.ones(3)}, tmp_path / "fourth")
         ours.close()
-    assert names_in(root) == ["fourth", "second"]
+    assert names_in(tmp_path) == ["fourth", "second"]
 
 
-def _events(root: Path) -> None:
+@on_ranks(2)
+def test_rank_0_logs_the_events_of_saves(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
-    log = root / "logs" / "saves.jsonl"
+    log = tmp_path / "logs" / "saves.jsonl"
     ours = dcp.Checkpointer(async_save=True, events=str(log))
-    ours.save({"model": model, "optim": optimizer}, root / "ck", step=7)
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "ck", step=7)
     ours.wait()
-    ours.save({"bad": Path if dist.get_rank() == 1 else 1}, root / "bad", step=8)
+    ours.save({"bad": Path if dist.get_rank() == 1 else 1}, tmp_path / "bad", step=8)
     with pytest.raises(dcp.UnsafeCheckpoint):
         ours.wait()
     ours.close()
     dist.barrier()
     saved, failed = map(json.loads, log.read_text().splitlines())
-    assert (saved["event"], saved["step"], saved["path"], saved["rank"]) == ("saved", 7, str(root / "ck"), 0)
+    assert (saved["event"], saved["step"], saved["path"], saved["rank"]) == ("saved", 7, str(tmp_path / "ck"), 0)
     assert saved["bytes"] > 0 and saved["gb_per_second"] > 0
     assert saved["seconds"] >= saved["write_seconds"] > 0
     assert saved["seconds"] >= saved["blocked_seconds"] >= saved["staging_seconds"] > 0
     assert (failed["event"], failed["step"]) == ("failed", 8) and "bad" in failed["error"]
-
-
-@on_ranks(2)
-def test_every_rank_waits_skips_or_stands_in_line_alike(tmp_path: Path) -> None:
-    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
-        case(tmp_path / name)
-    _skip_where_ranks_differ(tmp_path / "differ")
-    _queue_with_files(tmp_path / "files")
-    _queue(tmp_path / "queue", "blocking")
-    _queue(tmp_path / "queue lazily", "lazy")
 
 
 def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ say("trained on")
 
 def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tuple[int, str, str]:
     """Run a script that says "now" and expects SIGTERM then; how it ends, and what it says."""
-    process = Program("-c", _SIGTERM_ARRIVES + script, root / "ck", stderr=how.get("stderr"))
+    process = Program("-c", _SIGTERM_ARRIVES + textwrap.dedent(script), root / "ck", stderr=how.get("stderr"))
     assert process.stdout.readline() == "now\n"
     if process.stderr is None:
         os.close(how["reader"])
@@ -314,56 +315,6 @@ handle.wait()
 train(100)
 """
 
-_WITH_A_FLAG = """
-calls = []
-signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
-ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
-handle = ours.save({"n": 1}, path)
-say("now")
-while not calls:
-    time.sleep(0.01)
-say(f"called {len(calls)} times, saved {handle.done()}")
-ours.save({"n": 2}, path + "2")
-os.kill(os.getpid(), signal.SIGTERM)
-while len(calls) < 2:
-    time.sleep(0.01)
-ours.close()
-"""
-
-_BELOW_ANOTHER_HANDLER = """
-ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
-ours.save({"n": 1}, path)
-ours_is = signal.getsignal(signal.SIGTERM)
-def handler(number, frame):
-    ours_is(number, frame)
-    say("mine")
-    os._exit(5)
-signal.signal(signal.SIGTERM, handler)
-say("now")
-train(100)
-"""
-
-_HANGS = """
-events.subscribe(lambda event: time.sleep(600))
-ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True, timeout=1.0)
-ours.save({"n": 1}, path)
-say("now")
-train(100)
-"""
-
-_IN_A_FORKED_CHILD_THAT_SAVES = """
-parent = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
-parent.save({"n": 1}, path + "-of-parent").wait()
-if os.fork():
-    status = os.wait()[1]
-    os._exit(99 if os.WTERMSIG(status) == signal.SIGTERM else 1)
-ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
-ours.save({"n": 1}, path)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-say("now")
-train(100)
-"""
-
 
 @pytest.mark.parametrize("script", [
     _WHILE_THE_MAIN_THREAD_HOLDS_A_LOCK, _IN_THE_MIDDLE_OF_SAVE.replace("ASYNC", "True"),
@@ -376,20 +327,54 @@ def test_sigterm_finishes_the_save_wherever_it_meets_the_main_thread(tmp_path: P
 
 
 def test_a_handler_that_notes_sigterm_is_called_once_after_the_save_and_again_for_the_next(tmp_path: Path) -> None:
-    code, out, err = _end_by_sigterm(tmp_path, _WITH_A_FLAG, signals=3)
+    program = """
+        calls = []
+        signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+        ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+        handle = ours.save({"n": 1}, path)
+        say("now")
+        while not calls:
+            time.sleep(0.01)
+        say(f"called {len(calls)} times, saved {handle.done()}")
+        ours.save({"n": 2}, path + "2")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while len(calls) < 2:
+            time.sleep(0.01)
+        ours.close()
+    """
+    code, out, err = _end_by_sigterm(tmp_path, program, signals=3)
     assert code == 0, err
     assert out == "called 1 times, saved True\n"
     assert err.count("finishing the save") == 2
 
 
 def test_a_handler_before_ours_finds_the_save_finished(tmp_path: Path) -> None:
-    code, out, _ = _end_by_sigterm(tmp_path, _BELOW_ANOTHER_HANDLER)
+    program = """
+        ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+        ours.save({"n": 1}, path)
+        ours_is = signal.getsignal(signal.SIGTERM)
+        def handler(number, frame):
+            ours_is(number, frame)
+            say("mine")
+            os._exit(5)
+        signal.signal(signal.SIGTERM, handler)
+        say("now")
+        train(100)
+    """
+    code, out, _ = _end_by_sigterm(tmp_path, program)
     assert (code, out) == (5, "mine\n")
     assert dcp.verify(tmp_path / "ck").ok
 
 
 def test_sigterm_waits_no_longer_than_the_timeout_for_a_save_that_hangs(tmp_path: Path) -> None:
-    code, _, err = _end_by_sigterm(tmp_path, _HANGS)
+    program = """
+        events.subscribe(lambda event: time.sleep(600))
+        ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True, timeout=1.0)
+        ours.save({"n": 1}, path)
+        say("now")
+        train(100)
+    """
+    code, _, err = _end_by_sigterm(tmp_path, program)
     assert code == -signal.SIGTERM
     assert "ck is not saved yet after 1 s" in err
 
@@ -405,7 +390,19 @@ def test_sigterm_finishes_the_save_although_nobody_reads_what_is_said(tmp_path: 
 
 
 def test_a_forked_process_finishes_its_own_save_on_sigterm(tmp_path: Path) -> None:
-    code, _, err = _end_by_sigterm(tmp_path, _IN_A_FORKED_CHILD_THAT_SAVES, signals=0)
+    program = """
+        parent = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+        parent.save({"n": 1}, path + "-of-parent").wait()
+        if os.fork():
+            status = os.wait()[1]
+            os._exit(99 if os.WTERMSIG(status) == signal.SIGTERM else 1)
+        ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+        ours.save({"n": 1}, path)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        say("now")
+        train(100)
+    """
+    code, _, err = _end_by_sigterm(tmp_path, program, signals=0)
     assert code == 99, err
     assert dcp.verify(tmp_path / "ck").ok
 
@@ -454,24 +451,16 @@ def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd
     assert said.endswith("s\n") and "\r" not in said.replace("\r\x1b", "")
 
 
-class _Interrupted:
-    """Ctrl-C in the middle of a call."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 def test_an_interrupted_call_leaves_the_host_copy_of_the_save_in_flight_alone(tmp_path: Path) -> None:
-    tensor = torch.ones(1000)
+    tensor, interrupted = torch.ones(1000), Holder({})
+    interrupted.state_dict = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     ours = dcp.Checkpointer(async_save=True, when_busy="queue")
     gate = Gate()
     with slow_writes(gate):
         gate.close()
         first = ours.save({"t": tensor}, tmp_path / "first")
         with pytest.raises(KeyboardInterrupt):
-            ours.save({"t": tensor, "x": _Interrupted()}, tmp_path / "second")
+            ours.save({"t": tensor, "x": interrupted}, tmp_path / "second")
         tensor.zero_()
         ours.save({"t": tensor}, tmp_path / "third")
         assert not first.done()

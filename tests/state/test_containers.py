@@ -5,7 +5,6 @@ The corpus *containers* of ``tests/conformance`` compares strict loads with stoc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dcp_plugin as dcp
 from tests.conformance.containers import Box, LayersApp
 from tests.launch import on_ranks
+from tests.messages import warned
 
 Load = Callable[[dict[str, Any], Path], Any]
 
 
 def _t(value: float, count: int = 2) -> torch.Tensor:
     return torch.full((count,), float(value))
-
-
-def _messages(load: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load()
-    return [str(warning.message) for warning in caught]
 
 
 def _resume(state: dict[str, Any], root: Path) -> Any:
@@ -47,7 +40,9 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_resume_hands_over_other_shapes_and_extra_tensors(saved: Path) -> None:
     state = {"box": Box(a=_t(0, 7), m={}), "map": {"a": _t(0)}, "list": [_t(0, 2)]}
-    assert _messages(lambda: _resume(state, saved)) == []
+    with warned() as messages:
+        _resume(state, saved)
+    assert messages == []
     assert state["box"].content.keys() == {"a", "b", "m"}
     assert [state["box"].content["a"].tolist(), state["box"].content["m"]["c"].tolist()] == [[1, 1], [3, 3]]
     assert state["map"]["b"].tolist() == [5, 5]
@@ -56,7 +51,9 @@ def test_a_resume_hands_over_other_shapes_and_extra_tensors(saved: Path) -> None
 
 def test_a_resume_names_tensors_that_the_checkpoint_lacks_in_one_warning(saved: Path) -> None:
     state = {"box": Box(a=_t(0), new=_t(0), m={"new": _t(0)}), "list": [_t(0), _t(0), _t(0)]}
-    (message,) = _messages(lambda: _resume(state, saved))
+    with warned() as messages:
+        _resume(state, saved)
+    (message,) = messages
     assert "box.new, box.m.new, list.2: they are not restored" in message
     assert "new" not in state["box"].content
     assert len(state["list"]) == 2
@@ -88,12 +85,16 @@ def test_a_load_that_is_not_strict_leaves_what_the_checkpoint_lacks_as_it_is(sav
 
 def test_a_mapping_reads_its_own_tensors_and_one_warning_names_the_others(saved: Path) -> None:
     state = {"map": {"a": _t(0)}, "list": [_t(0)]}
-    (message,) = _messages(lambda: dcp.load(state, saved / "step-1"))
+    with warned() as messages:
+        dcp.load(state, saved / "step-1")
+    (message,) = messages
     assert "map.b, list.1: they are not loaded" in message
     assert state["map"].keys() == {"a"}
     assert len(state["list"]) == 1
     ignoring = dcp.PartialLoad(unexpected="ignore")
-    assert _messages(lambda: dcp.load(state, saved / "step-1", ignoring)) == []
+    with warned() as messages:
+        dcp.load(state, saved / "step-1", ignoring)
+    assert messages == []
 
 
 def test_a_mapping_reads_no_bytes_of_tensors_that_it_does_not_have(tmp_path: Path) -> None:
@@ -105,7 +106,9 @@ def test_a_mapping_reads_no_bytes_of_tensors_that_it_does_not_have(tmp_path: Pat
 @pytest.mark.parametrize("options", [{"strict": False}, {"partial": dcp.PartialLoad(unexpected="ignore")}])
 def test_a_stateful_is_not_handed_what_it_has_not_if_that_is_ignored(saved: Path, options: dict[str, Any]) -> None:
     box = Box(a=_t(0), m={"c": _t(0)})
-    (message,) = _messages(lambda: dcp.load({"box": box}, saved / "step-1", **options))
+    with warned() as messages:
+        dcp.load({"box": box}, saved / "step-1", **options)
+    (message,) = messages
     assert "box.b: they are not loaded" in message
     assert box.content.keys() == {"a", "m"}
 
@@ -113,7 +116,9 @@ def test_a_stateful_is_not_handed_what_it_has_not_if_that_is_ignored(saved: Path
 def test_an_app_state_with_fewer_layers_loads(tmp_path: Path) -> None:
     dcp.save({"app": LayersApp(3)}, tmp_path / "c")
     app = LayersApp(2)
-    assert len(_messages(lambda: dcp.load({"app": app}, tmp_path / "c", strict=False))) == 1
+    with warned() as messages:
+        dcp.load({"app": app}, tmp_path / "c", strict=False)
+    assert len(messages) == 1
 
 
 def test_a_stateful_that_was_handed_more_judges_it(saved: Path) -> None:
@@ -153,7 +158,9 @@ def test_what_is_a_shard_on_other_ranks_is_theirs(tmp_path: Path, load: Load) ->
         {f"e{1 - group}": _shard(0, group)},
         Box(**{f"e{group}": _shard(0, group)}),
     ):
-        assert _messages(lambda target=target: load({"experts": target}, tmp_path)) == []  # type: ignore[misc]
+        with warned() as messages:
+            load({"experts": target}, tmp_path)
+        assert messages == []
         ((name, tensor),) = (target.content if isinstance(target, Box) else target).items()
         assert (tensor.to_local() == int(name[1]) + 1).all()
 

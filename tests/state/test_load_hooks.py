@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import dcp_plugin as dcp
 from dcp_plugin.state.module_load import ModuleLoad
 from tests.compare import assert_same, full_state, same_bytes
 from tests.launch import on_ranks
+from tests.objects import WithExtra
 
 
 class Migrating(nn.Module):
@@ -77,19 +77,6 @@ class Overriding(nn.Module):
         return super().load_state_dict({**state, "head.bias": torch.full((1,), 7.0)}, *args, **kwargs)
 
 
-class WithExtra(nn.Module):
-    def __init__(self, extra: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2))
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
 def _saved_and_loaded(path: Path, saved: nn.Module, target: nn.Module, **options: Any) -> dcp.LoadReport:
     dcp.save({"model": saved}, path)
     return dcp.load({"model": target}, path, **options)
@@ -136,9 +123,7 @@ def test_an_overridden_load_state_dict_is_called_as_stock_calls_it(tmp_path: Pat
     dcp.save({"model": saved}, tmp_path / "c")
     ours, others = Overriding(), Overriding()
     dcp.load({"model": ours}, tmp_path / "c")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one process
-        stock.load({"model": others}, checkpoint_id=tmp_path / "c")
+    stock.load({"model": others}, checkpoint_id=tmp_path / "c")
     assert ours.given == others.given
     assert_same(ours.state_dict(), others.state_dict())
     assert ours.head.bias.item() == 7.0
@@ -191,9 +176,7 @@ def test_extra_state_of_any_kind_comes_back_into_a_module_that_has_another(tmp_p
 
 def test_extra_state_that_stock_has_saved_comes_back(tmp_path: Path) -> None:
     extra = {"a": {"b": torch.ones(2)}, "c": [1, 2]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one process
-        stock.save({"model": WithExtra(extra)}, checkpoint_id=tmp_path / "c")
+    stock.save({"model": WithExtra(extra)}, checkpoint_id=tmp_path / "c")
     target = WithExtra(None)
     dcp.load({"model": target}, tmp_path / "c")
     assert repr(target.extra) == repr(extra)
@@ -242,6 +225,14 @@ def test_hooks_get_sharded_tensors_under_fsdp2(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_save_and_a_load_after_an_evaluation_under_fsdp2(tmp_path: Path) -> None:
     """The root of FSDP2 stays unsharded after a forward without gradients."""
+
+    def evaluate(model: Any, how: str) -> None:
+        if how == "unshard":
+            model.unshard()
+        else:
+            with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+                model(torch.ones(2, 4))
+
     for again in (True, False, None):
         for moment in ("no_grad", "inference", "unshard"):
             torch.manual_seed(0)
@@ -254,20 +245,12 @@ def test_a_save_and_a_load_after_an_evaluation_under_fsdp2(tmp_path: Path) -> No
             optimizer.step()
             optimizer.zero_grad()
             before = full_state(model.state_dict())
-            _evaluate(model, moment)
+            evaluate(model, moment)
             state = {"model": model, "optim": optimizer}
             path = tmp_path / f"{again}-{moment}"
             dcp.save(state, path)
-            _evaluate(model, moment)
+            evaluate(model, moment)
             dcp.load(state, path)
             assert_same(full_state(model.state_dict()), before)
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-
-
-def _evaluate(model: Any, how: str) -> None:
-    if how == "unshard":
-        model.unshard()
-    else:
-        with torch.no_grad() if how == "no_grad" else torch.inference_mode():
-            model(torch.ones(2, 4))

@@ -16,23 +16,21 @@ from tests.optimizer_classes import PACKAGES, load_sharded, names_of, run_all, s
 
 Classes = list[tuple[str, str]]
 
+NAMES = (
+    "AdaLOMO",
+    "Lookahead",
+    "Magma",
+    "Ranger21",
+    "SAM",
+    "ScheduleFreeWrapper",
+    "SOAP",
+    "StableSPAM",
+    "TRAC",
+    "WSAM",
+)
 SAMPLE: Classes = [
     ("torch", "AdamW"),
-    *(
-        ("pytorch_optimizer", name)
-        for name in (
-            "AdaLOMO",
-            "Lookahead",
-            "Magma",
-            "Ranger21",
-            "SAM",
-            "ScheduleFreeWrapper",
-            "SOAP",
-            "StableSPAM",
-            "TRAC",
-        )
-    ),
-    ("pytorch_optimizer", "WSAM"),
+    *(("pytorch_optimizer", name) for name in NAMES),
     ("schedulefree", "AdamWScheduleFree"),
 ]
 

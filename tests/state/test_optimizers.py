@@ -16,8 +16,8 @@ from torch import nn, optim
 import dcp_plugin
 from dcp_plugin import CheckpointMismatch, PartialLoad
 from dcp_plugin.tensors._torch_modules import slots_of_torch, unwrapped_optimizer
-from tests import launch
 from tests.conformance.optimizers import Hybrid, ListOfStateDicts, MergedGroups, Several, SlotsOfTensors, SlowWeights
+from tests.forge import change_summary
 from tests.launch import on_ranks
 from tests.layouts import build
 
@@ -55,16 +55,6 @@ class MyAdamW(optim.AdamW):
     """A subclass that overrides nothing."""
 
 
-def _forget_the_class(path: Path) -> None:
-    """Make a checkpoint like those from before classes were recorded: the summary's other facts stay true."""
-    from dcp_plugin.format.summary import with_hash
-
-    summary = path / "dcp_plugin.json"
-    said = json.loads(summary.read_bytes())
-    del said["optimizers"], said["sha256"]
-    summary.write_bytes(with_hash(said))
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize(
     ("saved", "loaded", "lacks"),
@@ -79,7 +69,7 @@ def test_a_state_that_cannot_serve_another_class_is_refused(
 ) -> None:
     path = _saved(tmp_path / "ck", saved)
     if not recorded:
-        _forget_the_class(path)
+        change_summary(path, without=("optimizers",))  # as before classes were recorded
     model = _model()
     optimizer = loaded(model.parameters(), lr=0.1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -119,23 +109,15 @@ def test_a_layout_of_its_own_is_refused_by_a_plain_optimizer(tmp_path: Path, kin
         dcp_plugin.load({"model": model, "optim": _adamw(model)}, path)
 
 
-def _stock_with_slots_of_tensors(path: Path) -> None:
+def test_slots_that_stock_has_stored_in_parts_become_mappings_and_lists_again(tmp_path: Path) -> None:
     model = _model()
     optimizer = SlotsOfTensors(model.parameters())
     _train(model, optimizer)
     names, params = [name for name, _ in model.named_parameters()], list(model.parameters())
     state = {name: optimizer.state[p] for name, p in zip(names, params, strict=True)}
     group = {**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": names}
-    stock.save(
-        {"model": model.state_dict(), "optim": {"state": state, "param_groups": [group]}},
-        checkpoint_id=path,
-        no_dist=True,
-    )
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_slots_that_stock_has_stored_in_parts_become_mappings_and_lists_again(tmp_path: Path) -> None:
-    _stock_with_slots_of_tensors(tmp_path / "ck")
+    saved = {"model": model.state_dict(), "optim": {"state": state, "param_groups": [group]}}
+    stock.save(saved, checkpoint_id=tmp_path / "ck")
     model = _model()
     optimizer = SlotsOfTensors(model.parameters())
     dcp_plugin.load({"model": model, "optim": optimizer}, tmp_path / "ck")
@@ -170,7 +152,6 @@ def test_a_parameter_without_an_entry_starts_fresh_under_strict(tmp_path: Path) 
     assert not any(parameter in optimizer.state for parameter in model[1].parameters())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", [Several, ListOfStateDicts, MergedGroups, Hybrid])
 def test_stock_reads_a_layout_of_its_own_as_it_stores_one(tmp_path: Path, kind: Any) -> None:
     import torch.distributed.checkpoint as dcp
@@ -188,12 +169,9 @@ def test_stock_reads_a_layout_of_its_own_as_it_stores_one(tmp_path: Path, kind: 
             # Stock reads no key that the target does not have, and stores numbers of parameters as text.
             if load is dcp.load or (folder == "stock" and kind is MergedGroups):
                 _train(fresh, again)
-            load({"model": fresh, "optim": again}, **{_path_of(load): tmp_path / folder})
+            argument = "path" if load is dcp_plugin.load else "checkpoint_id"
+            load({"model": fresh, "optim": again}, **{argument: tmp_path / folder})
             assert all(map(torch.equal, right, _train(fresh, again))), (folder, load.__module__)
-
-
-def _path_of(load: Any) -> str:
-    return "path" if load is dcp_plugin.load else "checkpoint_id"
 
 
 def test_extra_keys_have_keys_of_their_own_and_are_the_targets_where_none_is_stored(tmp_path: Path) -> None:
@@ -259,18 +237,6 @@ def test_shards_that_name_no_parameter_need_a_target(tmp_path: Path) -> None:
         dcp_plugin.load({"model": model, "optim": ListOfStateDicts(model)}, tmp_path / "ck")
 
 
-def _train_fsdp1(path: Path, save: bool) -> dict[str, Any]:
-    model, _ = build("fsdp1", seed=0 if save else 1)
-    optimizer = Counting(model.parameters(), lr=0.1)
-    if save:
-        model(torch.ones(2, 6)).sum().backward()
-        optimizer.step()
-        dcp_plugin.save({"model": model, "optim": optimizer}, path)
-    else:
-        dcp_plugin.load({"model": model, "optim": optimizer}, path)
-    return {"steps": optimizer.steps, "slots": sum(len(slots) for slots in optimizer.state.values())}
-
-
 class Counting(optim.AdamW):
     steps = 0
 
@@ -287,10 +253,19 @@ class Counting(optim.AdamW):
         super().load_state_dict(state)
 
 
+@on_ranks(2)
 def test_extra_keys_travel_under_fsdp1_too(tmp_path: Path) -> None:
-    saved = launch.run(_train_fsdp1, 2, tmp_path / "ck", True)
-    assert launch.run(_train_fsdp1, 2, tmp_path / "ck", False) == saved
-    assert saved[0]["steps"] == 1
+    model, _ = build("fsdp1")
+    saved = Counting(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    saved.step()
+    dcp_plugin.save({"model": model, "optim": saved}, tmp_path / "ck")
+    model, _ = build("fsdp1", seed=1)
+    loaded = Counting(model.parameters(), lr=0.1)
+    dcp_plugin.load({"model": model, "optim": loaded}, tmp_path / "ck")
+    assert loaded.steps == saved.steps == 1
+    slots = [sum(map(len, optimizer.state.values())) for optimizer in (saved, loaded)]
+    assert slots[0] == slots[1]
 
 
 @pytest.mark.parametrize("name", [name for name in dir(optim) if isinstance(getattr(optim, name), type)])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from tests.compare import assert_same, full_state
-from tests.launch import on_ranks
+from tests.launch import gathered, on_ranks
 from tests.layouts import build, train, whole_state
 
 
@@ -34,8 +34,7 @@ class Together:
         self.value = state["value"]
 
     def _meet(self) -> None:
-        lengths: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lengths, len(self.value))
+        lengths = gathered(len(self.value))
         assert len(set(lengths)) == 1, f"ranks called different objects: {lengths}"
 
 

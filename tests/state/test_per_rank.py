@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointMismatch
 from tests import launch
 from tests.launch import on_ranks
+from tests.messages import warned
+from tests.objects import Holder
 
 State = dict[str, Any]
 
@@ -121,6 +124,22 @@ def _save_extra(path: Path) -> None:
     dcp.save({"extra": dcp.PerRank(_value(dist.get_rank()))}, path)
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    path = tmp_path_factory.mktemp("two") / "checkpoint"
+    launch.run(_save_values, 2, path)
+    return path
+
+
+@pytest.fixture
+def of_three(tmp_path: Path) -> Path:
+    """Checkpoints of three ranks: of everything, and of ``extra`` alone."""
+    launch.run(_save_values, 3, tmp_path / "all")
+    launch.run(_save_extra, 3, tmp_path / "extra")
+    return tmp_path
+
+
 def _refused(path: Path) -> str:
     state: State = {"extra": dcp.PerRank(_value(9)), "data": _loader()}
     with pytest.raises(CheckpointMismatch) as caught:
@@ -129,66 +148,56 @@ def _refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_more_ranks_than_entries_are_an_error_that_names_key_rank_and_way_out(tmp_path: Path) -> None:
-    launch.run(_save_values, 2, tmp_path / "checkpoint")
-    for message in launch.run(_refused, 3, tmp_path / "checkpoint"):
-        assert "'extra' has the values of 2 ranks, and none for rank 2: " in message
-        assert "'data' has the positions of 2 ranks in the data, which 3 ranks divide otherwise" in message
-        assert "with strict=False, or in a resume_or_init. Else load on 2 ranks" in message
+@on_ranks(3)
+def test_more_ranks_than_entries_are_an_error_that_names_key_rank_and_way_out(of_two: Path) -> None:
+    message = _refused(of_two)
+    assert "'extra' has the values of 2 ranks, and none for rank 2: " in message
+    assert "'data' has the positions of 2 ranks in the data, which 3 ranks divide otherwise" in message
+    assert "with strict=False, or in a resume_or_init. Else load on 2 ranks" in message
 
 
-def _extra_on_fewer(path: Path) -> None:
+@on_ranks(2)
+def test_fewer_ranks_get_their_own_values(of_three: Path) -> None:
     state: State = {"extra": dcp.PerRank(_value(9))}
-    report = dcp.load(state, path)
+    report = dcp.load(state, of_three / "extra")
     assert _is_value_of(dist.get_rank(), state["extra"].value) and not report.unexpected
 
 
-def test_fewer_ranks_get_their_own_values(tmp_path: Path) -> None:
-    launch.run(_save_extra, 3, tmp_path / "checkpoint")
-    launch.run(_extra_on_fewer, 2, tmp_path / "checkpoint")
+@on_ranks(2)
+def test_positions_in_the_data_are_refused_on_fewer_ranks(of_three: Path) -> None:
+    message = _refused(of_three / "all")
+    assert "'data' has the positions of 3 ranks in the data" in message and "'extra'" not in message
 
 
-def test_positions_in_the_data_are_refused_on_fewer_ranks(tmp_path: Path) -> None:
-    launch.run(_save_values, 3, tmp_path / "checkpoint")
-    for message in launch.run(_refused, 2, tmp_path / "checkpoint"):
-        assert "'data' has the positions of 3 ranks in the data" in message and "'extra'" not in message
-
-
-def _leniently(path: Path) -> None:
+@on_ranks(3)
+def test_without_strict_ranks_without_an_entry_keep_their_values(of_two: Path) -> None:
     state: State = {"extra": dcp.PerRank(_value(9)), "data": _loader()}
-    report = dcp.load(state, path, strict=False)
+    report = dcp.load(state, of_two, strict=False)
     rank = dist.get_rank()
     assert _is_value_of(rank if rank < 2 else 9, state["extra"].value)
     assert next(iter(state["data"])).tolist() == [100 + rank, 200 + rank], "the data starts at the beginning"
     assert f"data.{rank}" in report.missing
 
 
-def test_without_strict_ranks_without_an_entry_keep_their_values(tmp_path: Path) -> None:
-    launch.run(_save_values, 2, tmp_path / "checkpoint")
-    launch.run(_leniently, 3, tmp_path / "checkpoint")
-
-
 def _resume(root: Path) -> list[str]:
     state: State = {"extra": dcp.PerRank(_value(9)), "data": _loader()}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as messages:
         assert dcp.resume_or_init(state, root).how == "resumed"
     rank = dist.get_rank()
     assert _is_value_of(rank if rank < 2 else 9, state["extra"].value)
     first = (3 + 2 * rank if dist.get_world_size() == 2 else 1) * 100 + rank
     assert next(iter(state["data"])).tolist() == [first, first + 100]
-    return [str(warning.message) for warning in caught if str(root) in str(warning.message)]
+    return [message for message in messages if str(root) in message]
 
 
-def test_a_resume_on_other_ranks_goes_on_with_a_warning(tmp_path: Path) -> None:
+def test_a_resume_on_other_ranks_goes_on_with_a_warning(of_two: Path) -> None:
     """As in the framework packages: new ranks start anew, and so does the data."""
-    launch.run(_save_values, 2, tmp_path / "checkpoint")
-    assert launch.run(_resume, 2, tmp_path) == [[], []]
-    (about_data, about_extra), *others = launch.run(_resume, 3, tmp_path)
+    assert launch.run(_resume, 2, of_two.parent) == [[], []]
+    (about_data, about_extra), *others = launch.run(_resume, 3, of_two.parent)
     assert "'extra' has the values of 2 ranks, and none for rank 2: these keep their own. To continue" in about_extra
     assert "'data' has the positions of 2 ranks in the data, which 3 ranks divide otherwise" in about_data
     assert others == [[], []], "rank 0 warns"
-    ((about_data,),) = launch.run(_resume, 1, tmp_path)
+    ((about_data,),) = launch.run(_resume, 1, of_two.parent)
     assert "'data' has the positions of 2 ranks in the data" in about_data
 
 
@@ -219,35 +228,25 @@ def test_saves_of_every_kind_replace_the_values(tmp_path: Path, options: dict[st
     assert _is_value_of(rank + 10, state["extra"].value)
 
 
-class Counter:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 @pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("kind", ["tensor", "number", "stateful", "nested", "empty"])
 @on_ranks(2)
 def test_values_of_every_kind(tmp_path: Path, kind: str) -> None:
     def make(rank: int) -> Any:
-        nested = {"counter": Counter(rank), "rng": torch.full((3,), rank), "data": {"n": rank}}
-        kinds = {"tensor": torch.full((3,), rank), "number": rank, "stateful": Counter(rank), "nested": nested}
+        counter = Holder({"count": rank})
+        nested = {"counter": counter, "rng": torch.full((3,), rank), "data": {"n": rank}}
+        kinds = {"tensor": torch.full((3,), rank), "number": rank, "stateful": counter, "nested": nested}
         return kinds.get(kind, {})
 
     def said(value: Any) -> str:
-        return repr(vars(value) if isinstance(value, Counter) else value)
+        return repr(vars(value) if isinstance(value, Holder) else value)
 
     rank = dist.get_rank()
     dcp.save({"a": {"of_rank": dcp.PerRank(make(rank))}}, tmp_path / "checkpoint")
     target = dcp.PerRank(make(9))
     dcp.load({"a": {"of_rank": target}}, tmp_path / "checkpoint")
     if kind == "nested":
-        assert target.value["counter"].count == rank and target.value["data"] == {"n": rank}
+        assert target.value["counter"].state == {"count": rank} and target.value["data"] == {"n": rank}
         assert target.value["rng"].tolist() == [rank] * 3
     else:
         assert said(target.value) == said(make(rank))
@@ -267,8 +266,7 @@ def test_tools_and_stock_show_the_entries_of_all_ranks(tmp_path: Path) -> None:
     dcp.export(path, tmp_path / "exported.pt", format="torch")
     exported = torch.load(tmp_path / "exported.pt")
     state = {"extra": {str(rank): {"rng": torch.zeros(5, dtype=torch.uint8), "count": 9} for rank in (0, 1)}}
-    with warnings.catch_warnings(action="ignore"):  # stock warns where there is no process group
-        torch.distributed.checkpoint.load(state, checkpoint_id=path, no_dist=True)
+    torch.distributed.checkpoint.load(state, checkpoint_id=path, no_dist=True)
     for rank in (0, 1):
         assert _is_value_of(rank, exported["extra"][str(rank)])
         assert state["extra"][str(rank)]["count"] == rank and bool((state["extra"][str(rank)]["rng"] == rank).all())
@@ -286,15 +284,11 @@ def test_a_partial_load_selects_and_leaves_out(tmp_path: Path) -> None:
     assert next(iter(state["data"])).tolist() == [100 + rank, 200 + rank]
 
 
-def _leave_out(path: Path) -> None:
+@on_ranks(3)
+def test_a_partial_load_on_another_number_of_ranks(of_two: Path) -> None:
     state: State = {"extra": dcp.PerRank(_value(9)), "data": _loader()}
-    dcp.load(state, path, dcp.PartialLoad(include="extra.*.rng", exclude="data.*", missing="ignore"))
+    dcp.load(state, of_two, dcp.PartialLoad(include="extra.*.rng", exclude="data.*", missing="ignore"))
     assert state["extra"].value["rng"].tolist() == [min(dist.get_rank(), 2) if dist.get_rank() < 2 else 9] * 5
-
-
-def test_a_partial_load_on_another_number_of_ranks(tmp_path: Path) -> None:
-    launch.run(_save_values, 2, tmp_path / "checkpoint")
-    launch.run(_leave_out, 3, tmp_path / "checkpoint")
 
 
 @on_ranks(2)
@@ -305,12 +299,10 @@ def test_one_value_for_all_ranks_is_taken_by_each(tmp_path: Path) -> None:
         "extra": dcp.PerRank(_value(9)),
         "list": dcp.PerRank([{"a": torch.zeros(2)}, {"a": torch.zeros(2)}]),
     }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as messages:
         dcp.load(state, tmp_path / "checkpoint")
     assert _is_value_of(4, state["extra"].value) and state["list"].value[1]["a"].tolist() == [1, 1]
-    said = [str(warning.message) for warning in caught]
-    assert any("one value of 'extra' for all ranks" in message for message in said) == (dist.get_rank() == 0)
+    assert any("one value of 'extra' for all ranks" in message for message in messages) == (dist.get_rank() == 0)
 
 
 @on_ranks(2)
@@ -324,13 +316,10 @@ def test_a_checkpointer_of_one_rank_has_one_entry(tmp_path: Path) -> None:
 
 
 def _warnings_of(*saves: State, path: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checkpointer = dcp.Checkpointer()
+    with warned() as messages, closing(dcp.Checkpointer()) as checkpointer:
         for state in saves:
             checkpointer.save(state, path)
-        checkpointer.close()
-    return [str(warning.message) for warning in caught]
+    return messages
 
 
 @on_ranks(2)
@@ -350,8 +339,7 @@ def test_values_that_differ_give_one_warning_at_the_first_save(tmp_path: Path) -
 def test_a_large_tensor_and_a_stateful_that_differ_give_a_warning(tmp_path: Path) -> None:
     rank = dist.get_rank()
     large = torch.randn(2_000_000, generator=torch.Generator().manual_seed(rank))
-    named = Counter(0)
-    named.count = f"shard {rank}"  # type: ignore[assignment]
+    named = Holder({"count": f"shard {rank}"})
     said = _warnings_of({"large": large, "named": named}, path=tmp_path / "checkpoint")
     assert [("large (" in message, "named.count (" in message) for message in said] == [(True, True)] * (rank == 0)
 
@@ -366,7 +354,7 @@ def test_what_may_differ_gives_no_warning(tmp_path: Path) -> None:
         "step": rank,
         "loss": 0.1 * rank,
         "deep": {"er": {"loss": torch.tensor(0.1 * rank), "losses": [0.1 * rank, 0.5]}},
-        "counter": Counter(rank),
+        "counter": Holder({"count": rank}),
         "model": model,
         "optim": optimizer,
         "as_dict": model.state_dict(),

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.format.keys import LocalSlot
 from tests import launch
-from tests.launch import on_ranks
+from tests.launch import gathered, on_ranks
+from tests.layouts import wrap
 
 
 class Codes(torch.optim.Optimizer):
@@ -43,14 +43,9 @@ class Codes(torch.optim.Optimizer):
             local.sub_(0.1 * gradient)
 
 
-def _build(seed: int, replicas: int = 1) -> tuple[nn.Module, Codes]:
+def _build(seed: int, layout: str = "fsdp2") -> tuple[nn.Module, Codes]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # 3 rows: shards of 2 and 1
-    ranks = dist.get_world_size()
-    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = wrap(layout, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), unit="0")  # 3 rows: shards of 2 and 1
     return model, Codes(model.parameters())
 
 
@@ -85,8 +80,8 @@ def _save(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     return _slots(model, optimizer)
 
 
-def _load(path: Path, replicas: int = 1) -> dict[str, Any]:
-    model, optimizer = _build(1, replicas)
+def _load(path: Path, layout: str = "fsdp2") -> dict[str, Any]:
+    model, optimizer = _build(1, layout)
     dcp.load({"model": model, "optim": optimizer}, path)
     found = _slots(model, optimizer)
     _train(model, optimizer)
@@ -108,42 +103,42 @@ def test_each_rank_gets_its_own_back(tmp_path: Path, options: dict[str, Any]) ->
 
 def test_replicas_of_the_same_shard_take_it_too(tmp_path: Path) -> None:
     saved = launch.run(_save, 2, tmp_path / "c", {})
-    for rank, loaded in enumerate(launch.run(_load, 4, tmp_path / "c", 2)):
+    for rank, loaded in enumerate(launch.run(_load, 4, tmp_path / "c", "hsdp")):
         assert loaded == saved[rank % 2]
 
 
-def test_another_layout_is_refused_by_name_and_can_be_left_out(tmp_path: Path) -> None:
+@pytest.fixture
+def of_two(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks."""
     launch.run(_save, 2, tmp_path / "c", {})
-    launch.run(_refused, 3, tmp_path / "c")
+    return tmp_path / "c"
 
 
-def _refused(path: Path) -> None:
+@on_ranks(3)
+def test_another_layout_is_refused_by_name_and_can_be_left_out(of_two: Path) -> None:
     model, optimizer = _build(1)
     state = {"model": model, "optim": optimizer}
     with pytest.raises(dcp.CheckpointMismatch, match=r"optim\.state\.0\.weight\.codes.*It cannot be cut anew"):
-        dcp.load(state, path)
+        dcp.load(state, of_two)
     own = ["optim.*.codes", "optim.*.scale", "optim.*.seed"]
-    report = dcp.load(state, path, partial=dcp.PartialLoad(exclude=own))
+    report = dcp.load(state, of_two, partial=dcp.PartialLoad(exclude=own))
     assert "optim.state.0.weight.step" in report.loaded
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = dcp.load(state, path, strict=False)
+        report = dcp.load(state, of_two, strict=False)
     assert "optim.state.0.weight.codes" in report.missing
 
 
+@on_ranks(2)
 def test_state_that_is_still_equal_everywhere_is_known_by_its_shape(tmp_path: Path) -> None:
-    launch.run(_save_zeros, 2, tmp_path / "c")
-    keys = [one.key for one in dcp.inspect(tmp_path / "c").tensors]
-    assert "optim.state.0.weight.codes.rank0(0,0:4,4)" in keys
-    assert "optim.state.1.bias.codes.rank1(2:3)" in keys  # of one element, while rank 0 has two
-
-
-def _save_zeros(path: Path) -> None:
     model, optimizer = _build(0)
     for parameter in model.parameters():
         codes = torch.zeros_like(parameter.to_local(), dtype=torch.uint8)  # type: ignore[attr-defined]
         optimizer.state[parameter] = {"codes": codes}
-    dcp.save({"model": model, "optim": optimizer}, path)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    keys = [one.key for one in dcp.inspect(tmp_path / "c").tensors]
+    assert "optim.state.0.weight.codes.rank0(0,0:4,4)" in keys
+    assert "optim.state.1.bias.codes.rank1(2:3)" in keys  # of one element, while rank 0 has two
 
 
 @pytest.mark.parametrize("box", [((), ()), ((0,), (4,)), ((2, 0), (3, 8))])
@@ -212,26 +207,13 @@ def test_a_save_without_the_model_and_a_load_of_one_slot(tmp_path: Path) -> None
     }
 
 
+@on_ranks(2)
 def test_under_ddp_the_state_of_rank_0_is_that_of_all(tmp_path: Path) -> None:
-    first, second = launch.run(_save_under_ddp, 2, tmp_path / "c")
-    assert first != second
-    assert launch.run(_load_under_ddp, 2, tmp_path / "c") == [first, first]
-
-
-def _replicas(seed: int) -> tuple[nn.Module, Codes]:
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
-    return model, Codes(model.parameters())
-
-
-def _save_under_ddp(path: Path) -> dict[str, Any]:
-    model, optimizer = _replicas(0)
+    model, optimizer = _build(0, "ddp")
     _train(model, optimizer)
-    dcp.save({"model": model, "optim": optimizer}, path)
-    return _slots(model, optimizer)
-
-
-def _load_under_ddp(path: Path) -> dict[str, Any]:
-    model, optimizer = _replicas(1)
-    dcp.load({"model": model, "optim": optimizer}, path)
-    return _slots(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    saved = gathered(_slots(model, optimizer))
+    assert saved[0] != saved[1]
+    model, optimizer = _build(1, "ddp")
+    dcp.load({"model": model, "optim": optimizer}, tmp_path / "c")
+    assert _slots(model, optimizer) == saved[0]

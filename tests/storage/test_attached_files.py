@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,46 +14,36 @@ import dcp_plugin as dcp
 from dcp_plugin.media.disk import posix
 from tests import launch
 from tests.compare import assert_same, full_state
+from tests.dying import die_at
 from tests.launch import on_ranks
 from tests.layouts import build, train
 from tests.places import is_tidy, names_in
 
 
-def _note(text: str) -> Any:
+@on_ranks(2)
+def test_files_of_all_ranks_are_part_of_the_checkpoint_also_in_the_background(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "deep").mkdir(exist_ok=True)
-        (directory / "deep" / f"note_{dist.get_rank() if dist.is_initialized() else 0}.txt").write_text(text)
+        (directory / "deep" / f"note_{dist.get_rank()}.txt").write_text("hello")
 
-    return write
-
-
-def test_files_of_all_ranks_are_part_of_the_checkpoint_also_in_the_background(tmp_path: Path) -> None:
-    launch.run(_save_with_files, 2, tmp_path / "ck")
+    checkpointer = dcp.Checkpointer(async_save=True)
+    checkpointer.save({"n": 1}, tmp_path / "ck", files=write)
+    checkpointer.close()
+    dist.barrier()  # rank 0 notes the figures of a save after it is published
     assert {path.name for path in (tmp_path / "ck" / "deep").iterdir()} == {"note_0.txt", "note_1.txt"}
     assert is_tidy(tmp_path)
 
 
-def _save_with_files(path: Path) -> None:
-    checkpointer = dcp.Checkpointer(async_save=True)
-    checkpointer.save({"n": 1}, path, files=_note("hello"))
-    checkpointer.close()
-
-
+@on_ranks(2)
 def test_a_failure_to_add_files_is_raised_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
-    said = launch.run(_fail_to_add, 2, tmp_path / "ck")
-    assert all("rank 1: OSError: no room" in text for text in said)
-    assert names_in(tmp_path) == []
-
-
-def _fail_to_add(path: Path) -> str:
     def add(directory: Path) -> None:
         if dist.get_rank() == 1:
             raise OSError("no room")
 
-    with pytest.raises(dcp.CheckpointError) as caught:
-        dcp.Checkpointer().save({"n": 1}, path, files=add)
+    with pytest.raises(dcp.CheckpointError, match="rank 1: OSError: no room"):
+        dcp.Checkpointer().save({"n": 1}, tmp_path / "ck", files=add)
     dist.barrier()
-    return str(caught.value)
+    assert names_in(tmp_path) == []
 
 
 def test_an_overwrite_replaces_attached_files_and_keeps_those_of_others(tmp_path: Path) -> None:
@@ -71,14 +59,7 @@ def test_an_overwrite_replaces_attached_files_and_keeps_those_of_others(tmp_path
 
 
 def _die_after_the_exchange(path: Path) -> None:
-    exchange = posix.exchange
-
-    def die(*names: Any) -> bool:
-        exchange(*names)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    posix.exchange = die
+    die_at(posix, "exchange", after=True)
     dcp.Checkpointer().save({"n": 2}, path, files=lambda directory: (directory / "new.bin").write_text("2"))
 
 
@@ -86,7 +67,7 @@ def test_files_of_others_survive_a_kill_in_the_middle_of_an_overwrite(tmp_path: 
     path = tmp_path / "ck"
     dcp.Checkpointer().save({"n": 1}, path, files=lambda directory: (directory / "old.bin").write_text("1"))
     (path / "log.txt").write_text("theirs")
-    launch.outcomes_of(_die_after_the_exchange, 1, path)
+    launch.run(_die_after_the_exchange, 1, path, killed=[0])
     dcp.save({"n": 3}, tmp_path / "next")
     assert (path / "log.txt").read_text() == "theirs"
     assert (path / "new.bin").exists() and not (path / "old.bin").exists()

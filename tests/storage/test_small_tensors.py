@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import adapters_of, gather_state
 from dcp_plugin.tensors.kinds import is_dense_memory
 from tests.compare import assert_same
+from tests.memory import calls_of
 
 MOST_CALLS = 50
 """For one tensor. They are 41; when each stage looked at it anew, they were 115."""
@@ -35,18 +35,8 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
 def _calls(count: int) -> int:
     """Calls, of Python's functions and of C's, for so many tensors."""
     state = {f"tensor_{number}": torch.zeros(16) for number in range(count)}
-    calls = 0
-
-    def count_one(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count_one)
-    try:
-        written = _before_the_first_write(state)
-    finally:
-        sys.setprofile(before)
+    written: list[Any] = []
+    calls = calls_of(lambda: written.extend(_before_the_first_write(state)), ("call", "c_call"))
     assert [item.data.data_ptr() for item in written] == [tensor.data_ptr() for tensor in state.values()]
     return calls
 

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import random
-import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,55 +15,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.utils.serialization import config as serialization
 
 import dcp_plugin as dcp
-from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import stretches
 from dcp_plugin.media.disk.files import LocalFile
 from dcp_plugin.storage.fetch import MOST_WASTE, covering, of_box, runs_of
 from dcp_plugin.storage.reading import _taken, batches_of
 from dcp_plugin.tensors.host_memory import READ_PIECE
+from tests.boxes import Boxes, read_boxes
 from tests.compare import assert_same, same_bytes
+from tests.damage import flip
 from tests.memory import extra_peak
 
 MIB = 1 << 20
-
-
-class _Boxes(LoadPlanner):
-    """Reads boxes of stored chunks into tensors of their shape."""
-
-    def __init__(self, boxes: list[tuple[str, tuple[int, ...], torch.Tensor]]) -> None:
-        self.boxes = boxes
-
-    def plan(self) -> LoadPlan:
-        items = []
-        for number, (key, offsets, target) in enumerate(self.boxes):
-            corner = torch.Size([0] * target.dim())
-            where = MetadataIndex(key, corner, 0)
-            into = MetadataIndex(str(number), corner)
-            items.append(ReadItem(LoadItemType.TENSOR, into, corner, where, torch.Size(offsets), target.shape))
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self.boxes[int(read_item.dest_index.fqn)][2]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        assert tensor.data_ptr() == self.boxes[int(read_item.dest_index.fqn)][2].data_ptr()
-
-    set_up_planner = create_local_plan = create_global_plan = finish_plan = load_bytes = None  # type: ignore[assignment]
-
-
-_Boxes.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
-
-
-def _read(path: Path, *boxes: tuple[str, tuple[int, ...], torch.Tensor], **options: Any) -> dcp.ShardedReader:
-    reader = dcp.ShardedReader(path, **options)
-    planner = _Boxes(list(boxes))
-    reader.read_data(planner.plan(), planner).wait()
-    return reader
 
 
 def _box(tensor: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
@@ -101,9 +65,7 @@ def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: 
     chance = random.Random(1)
     state = {"big": torch.randn(700, 2500), "cube": torch.randn(40, 50, 60), "line": torch.randn(3 * MIB)}
     dcp.save(state, tmp_path / "ours", io_threads=io_threads)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save(dict(state), checkpoint_id=tmp_path / "stock")
+    stock.save(dict(state), checkpoint_id=tmp_path / "stock")
     boxes = []
     for key, tensor in state.items():
         for number in range(12):
@@ -114,7 +76,7 @@ def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: 
         for verify in (True, False):
             for _, _, target in boxes:
                 target.zero_()
-            _read(tmp_path / name, *boxes, io_threads=io_threads, verify=verify)
+            read_boxes(tmp_path / name, *boxes, io_threads=io_threads, verify=verify)
             for key, offsets, target in boxes:
                 expected = _box(state[key], offsets, tuple(target.shape)).to(target.dtype)
                 assert same_bytes(target.contiguous(), expected.contiguous())
@@ -124,7 +86,7 @@ def test_rows_are_read_with_at_most_a_block_at_either_end(tmp_path: Path) -> Non
     tensor = torch.randn(4000, 1001)
     dcp.save({"t": tensor}, tmp_path / "ck")
     target = torch.zeros(1333, 1001)
-    reader = _read(tmp_path / "ck", ("t", (1234, 0), target))
+    reader = read_boxes(tmp_path / "ck", ("t", (1234, 0), target))
     assert same_bytes(target, tensor[1234:2567].contiguous())
     block = 64 << 10  # of an item of 16 MiB
     assert target.nbytes < reader.bytes_read <= target.nbytes + 2 * block
@@ -135,61 +97,55 @@ def test_wide_columns_are_checked_and_narrow_ones_are_read_without_their_neighbo
     wide, narrow = torch.randn(64, 16384), torch.randn(256, 8192)
     dcp.save({"wide": wide, "narrow": narrow}, tmp_path / "ck")
     target = torch.zeros(64, 8192)
-    reader = _read(tmp_path / "ck", ("wide", (0, 4096), target))
+    reader = read_boxes(tmp_path / "ck", ("wide", (0, 4096), target))
     assert same_bytes(target, wide[:, 4096:12288].contiguous())
     assert reader.bytes_read == target.nbytes and reader.unchecked_bytes == 0
     target = torch.zeros(256, 128)
-    reader = _read(tmp_path / "ck", ("narrow", (0, 256), target))
+    reader = read_boxes(tmp_path / "ck", ("narrow", (0, 256), target))
     assert same_bytes(target, narrow[:, 256:384].contiguous())
     assert reader.bytes_read == target.nbytes == reader.unchecked_bytes
 
 
 def test_a_part_of_a_stock_tensor_is_all_that_is_read_of_it(tmp_path: Path) -> None:
     tensor = torch.randn(1000, 1000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock.save({"t": tensor}, checkpoint_id=tmp_path / "ck")
+    stock.save({"t": tensor}, checkpoint_id=tmp_path / "ck")
     target = torch.zeros(10, 1000)
-    reader = _read(tmp_path / "ck", ("t", (500, 0), target))
+    reader = read_boxes(tmp_path / "ck", ("t", (500, 0), target))
     assert same_bytes(target, tensor[500:510].contiguous())
     assert reader.bytes_read < target.nbytes + 4096
 
 
 def test_stock_items_of_another_layout_are_read_through_torch(tmp_path: Path) -> None:
     state = {"t": torch.randn(300, 7), "n": {"x": 1}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        aligned = serialization.save.storage_alignment
-        serialization.save.storage_alignment = 4096
-        try:
-            stock.save(dict(state), checkpoint_id=tmp_path / "other")
-        finally:
-            serialization.save.storage_alignment = aligned
-        writer = stock.FileSystemWriter(tmp_path / "zstd", _extensions=[ZStandard()])
-        stock.save(dict(state), storage_writer=writer)
+    aligned = serialization.save.storage_alignment
+    serialization.save.storage_alignment = 4096
+    try:
+        stock.save(dict(state), checkpoint_id=tmp_path / "other")
+    finally:
+        serialization.save.storage_alignment = aligned
+    writer = stock.FileSystemWriter(tmp_path / "zstd", _extensions=[ZStandard()])
+    stock.save(dict(state), storage_writer=writer)
     for name in ("other", "zstd"):
         target: dict[str, Any] = {"t": torch.zeros(300, 7), "n": {"x": 0}}
         dcp.load(target, tmp_path / name)
         assert same_bytes(target["t"], state["t"]) and target["n"] == {"x": 1}
         rows = torch.zeros(5, 7)
-        _read(tmp_path / name, ("t", (100, 0), rows))
+        read_boxes(tmp_path / name, ("t", (100, 0), rows))
         assert same_bytes(rows, state["t"][100:105].contiguous())
         assert dcp.verify(tmp_path / name).ok
 
 
 def test_a_stock_item_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, tensor in (("ck", torch.zeros(64)), ("bomb", torch.zeros(64 * MIB))):
-            writer = stock.FileSystemWriter(tmp_path / name, _extensions=[ZStandard()])
-            stock.save({"t": tensor}, storage_writer=writer)
+    for name, tensor in (("ck", torch.zeros(64)), ("bomb", torch.zeros(64 * MIB))):
+        writer = stock.FileSystemWriter(tmp_path / name, _extensions=[ZStandard()])
+        stock.save({"t": tensor}, storage_writer=writer)
     bomb = (tmp_path / "bomb" / "__0_0.distcp").read_bytes()
     length = (tmp_path / "ck" / "__0_0.distcp").stat().st_size
     reader = dcp.ShardedReader(tmp_path / "ck")
     reader.index.columns["place"][0, 1] = len(bomb)
     (tmp_path / "ck" / "__0_0.distcp").write_bytes(bomb)
     assert length < len(bomb) < MIB
-    planner = _Boxes([("t", (0,), torch.zeros(64))])
+    planner = Boxes(("t", (0,), torch.zeros(64)))
     with pytest.raises(dcp.CheckpointCorrupt, match=r"t in __0_0\.distcp is damaged"):
         assert extra_peak(lambda: reader.read_data(planner.plan(), planner)) < 64 * MIB
 
@@ -240,22 +196,10 @@ def test_a_load_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
     assert extra_peak(lambda: dcp.load({"t": target}, tmp_path / "ck")) < 32 * MIB
 
 
-def _flip(path: Path, key: str, byte: int) -> None:
-    """Change one byte of a key's payload."""
-    entry = dcp.ShardedReader(path).index[key]
-    assert isinstance(entry, StoredTensor)
-    place = entry.chunks[0].location
-    with open(path / place.file, "r+b") as file:
-        file.seek(place.offset + (place.payload_offset or 0) + byte)
-        changed = bytes([file.read(1)[0] ^ 1])
-        file.seek(-1, os.SEEK_CUR)
-        file.write(changed)
-
-
 def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path) -> None:
     tensor = torch.randn(1024, 1024)
     dcp.save({"fine": torch.randn(500), "t": tensor}, tmp_path / "ck")
-    _flip(tmp_path / "ck", "t", 600 * 4096 + 7)
+    flip(tmp_path / "ck", "t", byte=600 * 4096 + 7)
     for offsets, lengths in (
         ((0, 0), (1024, 1024)),
         ((590, 0), (20, 1024)),
@@ -263,10 +207,10 @@ def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path)
         ((0, 0), (1024, 1023)),
     ):
         with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d-\w+\.distcp .*block 150"):
-            _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)))
-        _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)), verify=False)
+            read_boxes(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)))
+        read_boxes(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)), verify=False)
     target = torch.zeros(500, 1024)
-    _read(tmp_path / "ck", ("t", (0, 0), target))
+    read_boxes(tmp_path / "ck", ("t", (0, 0), target))
     assert same_bytes(target, tensor[:500].contiguous())
     assert len(dcp.verify(tmp_path / "ck").errors) == 1
 
@@ -274,7 +218,7 @@ def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path)
 @pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
 def test_what_is_copied_is_checked_before_the_target_is_touched(tmp_path: Path, kind: str) -> None:
     dcp.save({"t": torch.randn(50, 40)}, tmp_path / "ck")
-    _flip(tmp_path / "ck", "t", 77)
+    flip(tmp_path / "ck", "t", byte=77)
     target = _target(kind, (50, 40)).fill_(3)
     with pytest.raises(dcp.CheckpointCorrupt):
         dcp.load({"t": target}, tmp_path / "ck")
@@ -287,12 +231,10 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
     tmp_path: Path, damage: str, writer: str
 ) -> None:
     state = {"first": torch.randn(100), "last": torch.randn(5000)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if writer == "ours":
-            dcp.save(dict(state), tmp_path / "ck")
-        else:
-            stock.save(dict(state), checkpoint_id=tmp_path / "ck")
+    if writer == "ours":
+        dcp.save(dict(state), tmp_path / "ck")
+    else:
+        stock.save(dict(state), checkpoint_id=tmp_path / "ck")
     reader = dcp.ShardedReader(tmp_path / "ck")
     assert len(reader.index) == 2
     file = next((tmp_path / "ck").glob("__0_0*.distcp"))
@@ -302,7 +244,7 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
         file.unlink()
         if damage == "a directory":
             file.mkdir()
-    planner = _Boxes([("first", (0,), torch.zeros(100)), ("last", (0,), torch.zeros(5000))])
+    planner = Boxes(("first", (0,), torch.zeros(100)), ("last", (0,), torch.zeros(5000)))
     key = "last" if damage == "truncated" else "first"
     with pytest.raises(dcp.CheckpointCorrupt, match=rf"({key}.*{file.name}|{file.name}.*{key})"):
         reader.read_data(planner.plan(), planner)

@@ -108,19 +108,15 @@ def _contents(checkpoint: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(checkpoint.glob("*.distcp"))]
 
 
-def _aligned(size: int, by: int = 0) -> torch.Tensor:
-    """Random bytes that begin ``by`` bytes behind a page."""
-    memory = torch.randint(256, (size + 2 * PAGE,), dtype=torch.uint8)
-    return memory[-memory.data_ptr() % PAGE + by :][:size]
-
-
 @pytest.mark.parametrize(
     ("before", "by", "in_place"), [(0, 0, True), (4096, 0, True), (BUFFER, 0, True), (64, 0, False), (0, 64, False)]
 )
 def test_aligned_memory_is_written_from_where_it_is(tmp_path: Path, before: int, by: int, in_place: bool) -> None:
     if not _takes_direct(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    head, body = random.Random(0).randbytes(before), _aligned(5 * BUFFER + 100, by)
+    size = 5 * BUFFER + 100
+    memory = torch.randint(256, (size + 2 * PAGE,), dtype=torch.uint8)
+    head, body = random.Random(0).randbytes(before), memory[-memory.data_ptr() % PAGE + by :][:size]
     written: list[int] = []
     with BlockFile(tmp_path / "file", before + body.nbytes + 7, True, written.append) as file:
         file.write(head)
@@ -131,7 +127,6 @@ def test_aligned_memory_is_written_from_where_it_is(tmp_path: Path, before: int,
     assert (tmp_path / "file").read_bytes() == head + body.numpy().tobytes() + b"the end"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("async_save", [True, False])
 def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: bool) -> None:
     sizes = [3, MIB, 70_001, MIB // 4, 2 * MIB + 1, MIB // 4 - 1]  # fp32

@@ -35,10 +35,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d")
 pytestmark = pytest.mark.ranks
 
 
-def _torchrun(*arguments: object) -> Program:
-    return Program(*TORCHRUN, "--standalone", "--nproc-per-node=2", *arguments, env={**os.environ, **ENVIRONMENT})
-
-
 def _train(root: Path, *more: object, steps: int = STEPS) -> list[object]:
     return [ELASTIC / "train.py", "--root", root, "--steps", steps, "--every", 8, *more]
 
@@ -76,7 +72,9 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_ends_with_the_bytes_of_a_run
     tmp_path: Path, memory: Path, local: bool
 ) -> None:
     more = ["--local-dir", memory] if local else []
-    killed = _torchrun("--max-restarts=2", DYING, "killed", 1, 8, *_train(tmp_path / "killed", *more))
+    own = ["--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    train = [DYING, "killed", 1, 8, *_train(tmp_path / "killed", *more)]
+    killed = Program(*TORCHRUN, *own, *train, env={**os.environ, **ENVIRONMENT})
     straight = _uninterrupted(tmp_path / "straight")
     said, errors = killed.communicate()
     assert killed.returncode == 0, errors[-3000:]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,9 +20,10 @@ import dcp_plugin as dcp
 from dcp_plugin.media import medium_of, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, as_path
-from tests import fixtures, launch
-from tests.fixtures import Description, core, described, frameworks, interruptions, tiers
+from tests import fixtures
+from tests.fixtures import core, described, frameworks, interruptions, tiers
 from tests.fixtures.interruptions import IN_BUCKET, ON_DISK, Stage
+from tests.launch import on_ranks
 from tests.object_server import Bucket
 from tests.places import copy_folder
 
@@ -72,7 +72,6 @@ def test_every_value_is_read_and_verified_without_a_process_group(frozen: Path, 
     assert dcp.inspect(frozen / name).step == next((steps[end] for end in steps if name.endswith(end)), 3)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", IN_FOLDERS)
 def test_stock_loads_every_tensor_of_a_published_checkpoint(frozen: Path, name: str) -> None:
     wanted = {
@@ -101,31 +100,6 @@ def test_files_of_each_rank_are_beside_the_tensors(frozen: Path) -> None:
     assert dcp.inspect(frozen / "core" / "plain-1").metrics["loss"] == 0.5
 
 
-def _load_core(frozen: Path, layouts: dict[str, str]) -> dict[str, Description]:
-    """The states of these checkpoints, each loaded into a layout with other values."""
-    warnings.simplefilter("ignore")
-    found = {}
-    for name, layout in layouts.items():
-        state = core.core_state(layout, seed=2, all_kinds=name in core.OF_ALL_KINDS)
-        dcp.load(state, frozen / "core" / name)
-        found[f"core/{name}"] = described(core.whole(state))
-    return found
-
-
-def _load_runs(frozen: Path) -> dict[str, Description]:
-    found = {}
-    for name in ("runs/reuse/step-1", "runs/reuse/step-2", "runs/trainable-only/base", "runs/trainable-only/tuned"):
-        model, optimizer = core.tuned(seed=9)
-        state = {"model": model, "optim": optimizer}
-        dcp.load(state, frozen / name)
-        found[name] = described(core.whole(state))
-    return found
-
-
-def _load_on(frozen: Path, layouts: dict[str, str]) -> dict[str, Description]:
-    return _load_core(frozen, layouts) | _load_runs(frozen)
-
-
 LOADED_ON = {
     1: dict.fromkeys(core.LAYOUTS, "plain"),
     2: {name: name.partition("-")[0] for name in core.LAYOUTS if name.endswith("-4")},
@@ -136,36 +110,37 @@ LOADED_ON = {
 
 @pytest.mark.one_of
 @pytest.mark.parametrize("ranks", LOADED_ON)
+@on_ranks(of=lambda ranks: ranks)
 def test_another_number_of_ranks_loads_every_byte(frozen: Path, ranks: int) -> None:
-    for found in launch.run(_load_on, ranks, frozen, LOADED_ON[ranks]):
-        assert found == {name: EXPECTED[name] for name in found}
-        assert len(found) == len(LOADED_ON[ranks]) + 4
+    """Each into a layout with other values."""
+    warnings.simplefilter("ignore")
+    for name, layout in LOADED_ON[ranks].items():
+        state = core.core_state(layout, seed=2, all_kinds=name in core.OF_ALL_KINDS)
+        dcp.load(state, frozen / "core" / name)
+        assert described(core.whole(state)) == EXPECTED[f"core/{name}"], name
+    for name in ("runs/reuse/step-1", "runs/reuse/step-2", "runs/trainable-only/base", "runs/trainable-only/tuned"):
+        model, optimizer = core.tuned(seed=9)
+        state = {"model": model, "optim": optimizer}
+        dcp.load(state, frozen / name)
+        assert described(core.whole(state)) == EXPECTED[name], name
 
 
-def _resume(frozen: Path, names: list[str]) -> dict[str, tuple[Description, int]]:
-    return {name: frameworks.resume(frozen, name, frameworks.RESUMED[name][0]) for name in names}
+@on_ranks(1, 2)
+def test_each_framework_resumes_on_another_number_of_ranks(frozen: Path, world_size: int) -> None:
+    names = {name: layout for name, (layout, number) in frameworks.RESUMED.items() if number == world_size}
+    assert names
+    for name, layout in names.items():
+        found, step = frameworks.resume(frozen, name, layout)
+        assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
+        assert step == frameworks.STEPS
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_framework_resumes_on_another_number_of_ranks(frozen: Path, ranks: int) -> None:
-    names = [name for name, (_, number) in frameworks.RESUMED.items() if number == ranks]
-    for resumed in launch.run(_resume, ranks, frozen, names):
-        for name, (found, step) in resumed.items():
-            assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
-            assert step == frameworks.STEPS
-        assert len(resumed) == len(names)
-
-
-def _resume_with_stock(frozen: Path, names: list[str]) -> dict[str, tuple[Description, int]]:
-    return {name: frameworks.resume_with_stock(frozen, name) for name in names}
-
-
+@on_ranks(2)
 def test_stock_frameworks_resume_from_the_keys_that_they_look_for(frozen: Path) -> None:
-    for resumed in launch.run(_resume_with_stock, 2, frozen, list(frameworks.BY_STOCK)):
-        for name, (found, step) in resumed.items():
-            assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
-            assert step == frameworks.STEPS
-        assert len(resumed) == len(frameworks.BY_STOCK)
+    for name in frameworks.BY_STOCK:
+        found, step = frameworks.resume_with_stock(frozen, name)
+        assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
+        assert step == frameworks.STEPS
 
 
 def _assert_found(root: Where, stage: Stage) -> None:
@@ -236,27 +211,27 @@ def test_objects_that_were_put_into_another_bucket_are_the_same_checkpoints(
     assert dcp.latest(root / "bucket" / "reuse") == str(root / "bucket" / "reuse" / "step-2")
 
 
-def _recover(local_dirs: list[str]) -> tuple[Description, Any, int | None]:
-    """Resume from what nodes have, each rank on the node of its ``local_dir``."""
-    warnings.simplefilter("ignore")
-    state = tiers.sharded_state(0)
-    start = dcp.resume_or_init(state, tiers.ROOT, local_dir=local_dirs[dist.get_rank()])
-    return described(state), str(start.path), start.step
+@pytest.fixture
+def local(frozen: Path, tmp_path: Path, lost: int | None) -> Path:
+    """What the nodes have, without the one that is lost."""
+    shutil.copytree(frozen / "local", tmp_path / "local")
+    if lost is not None:
+        shutil.rmtree(tmp_path / "local" / f"node-{lost}")
+    return tmp_path / "local"
 
 
 @pytest.mark.one_of("nodes", "lost", count=3)
 @pytest.mark.parametrize(
     ("nodes", "lost"), [([0], 1), ([1], 0), ([0, 1], None), ([0, 1, 1], None), ([0, 0, 2], 1), ([2, 1, 1], 0)]
 )
+@on_ranks(of=lambda nodes: len(nodes))
 def test_the_local_tier_is_recovered_on_any_ranks_and_without_a_node(
-    frozen: Path, tmp_path: Path, nodes: list[int], lost: int | None
+    local: Path, nodes: list[int], lost: int | None
 ) -> None:
-    """Node 2 is new, and has nothing."""
-    shutil.copytree(frozen / "local", tmp_path / "local")
-    if lost is not None:
-        shutil.rmtree(tmp_path / "local" / f"node-{lost}")
-    local_dirs = [str(tmp_path / "local" / f"node-{node}") for node in nodes]
+    """The number of each rank's node. Node 2 is new, and has nothing."""
+    warnings.simplefilter("ignore")
+    state = tiers.sharded_state(0)
+    start = dcp.resume_or_init(state, tiers.ROOT, local_dir=str(local / f"node-{nodes[dist.get_rank()]}"))
+    assert described(state) == EXPECTED["local"]
     newest = tiers.STEPS[-1]
-    for found, path, step in launch.run(_recover, len(nodes), local_dirs):
-        assert found == EXPECTED["local"]
-        assert (path, step) == (str(tiers.ROOT / f"step-{newest}"), newest)
+    assert (str(start.path), start.step) == (str(tiers.ROOT / f"step-{newest}"), newest)

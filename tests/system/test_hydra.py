@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import re
 import shutil
@@ -25,7 +24,8 @@ from hydra.core.hydra_config import HydraConfig
 import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.paths import Where
-from tests import launch, programs
+from tests import programs
+from tests.launch import gathered, on_ranks
 from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.programs import HYDRA
@@ -202,15 +202,11 @@ def test_the_page_on_hydra_lists_the_options() -> None:
     assert sorted(f"{group}/{name}" for group, name in listed) == OPTIONS
 
 
-def _write_application_of_the_page(folder: Path) -> None:
+def test_the_application_on_the_page_starts_from_pretrained_weights_and_resumes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
     for name in ("finetune.yaml", "finetune.py"):
         (code,) = re.findall(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-        (folder / name).write_text(code)
-
-
-def test_the_application_on_the_page_starts_from_pretrained_weights_and_resumes(tmp_path: Path) -> None:
-    _write_application_of_the_page(tmp_path)
+        (tmp_path / name).write_text(code)
     dcp.save({"model": torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)}), "step": 9}, tmp_path / "pretrained")
     tune = (tmp_path / "finetune.py", f"init_from={tmp_path}/pretrained")
     assert run(*tune).stdout == "warm-started at step 0\n"
@@ -405,24 +401,17 @@ def test_a_run_that_goes_on_with_other_settings_says_which(starts: Callable[...,
     assert starts(first) == []
 
 
-def _starts_beside_another(root: Path) -> list[bool]:
-    """This rank is one job of a sweep, the other rank another: whether it is refused, in directory after directory."""
-    rank = dist.get_rank()
-    _become(f"+lr={rank}")
-    refused = []
+@on_ranks(2)
+def test_of_two_jobs_that_start_at_once_in_one_directory_one_is_refused(tmp_path: Path) -> None:
+    _become(f"+lr={dist.get_rank()}")  # each rank is another job of a sweep
     for number in range(40):
         dist.barrier()
         try:
-            dcp.resolve_resume("auto", root / str(number))
-            refused.append(False)
+            dcp.resolve_resume("auto", tmp_path / str(number))
+            is_refused = False
         except CheckpointMismatch:
-            refused.append(True)
-    return refused
-
-
-def test_of_two_jobs_that_start_at_once_in_one_directory_one_is_refused(tmp_path: Path) -> None:
-    first, second = launch.run(_starts_beside_another, 2, tmp_path)
-    assert len(first) == 40 and all(map(operator.or_, first, second))
+            is_refused = True
+        assert any(gathered(is_refused)), number
 
 
 def test_no_directory_of_a_job_is_inside_of_another_ones(app: Path) -> None:

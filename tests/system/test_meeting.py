@@ -7,7 +7,6 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
@@ -17,102 +16,64 @@ import dcp_plugin as dcp
 from dcp_plugin import events, meeting
 from dcp_plugin.meeting import meet
 from tests import launch
-from tests.launch import on_ranks
+from tests.dying import lose
+from tests.launch import gathered, on_ranks
 from tests.limits import HANG
-from tests.slowness import RankGate, has_ended
+from tests.slowness import RankGate
 
 STATE = {"n": 1, "t": torch.ones(4)}
 
 
-def _pids() -> list[int]:
-    pids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    return pids
-
-
-def _lose(lost: int) -> None:
-    """Rank ``lost`` dies here; the others go on when it is dead."""
-    pid = _pids()[lost]
-    if dist.get_rank() == lost:
-        os.kill(pid, signal.SIGKILL)
-    has_ended(pid)
-
-
-def _outlive_each_other() -> None:
-    """Rank 0 hosts the store: the others need it until they have failed, too."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"failed {dist.get_rank()}", "")
-    if dist.get_rank() == 0:
-        store.wait(["failed 2"], timedelta(seconds=HANG))
-
-
-def _refused(call: Any) -> dcp.RankFailure:
-    with pytest.raises(dcp.RankFailure) as caught:
-        call()
-    return caught.value
-
-
-def _call_without_rank_1(root: Path, what: str) -> str:
-    ours = dcp.Checkpointer(timeout=1, async_save=what == "async")
-    if what == "after a save":
-        ours.save(STATE, root / "before")
-        ours.close()
-    _lose(1)
-    state = dict(STATE)
-    error = _refused(lambda: ours.load(state, root / "there") if what == "load" else ours.save(state, root / "ck"))
-    _outlive_each_other()
-    return str(error)
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    dcp.save(STATE, tmp_path / "there")
+    return tmp_path / "there"
 
 
 @pytest.mark.one_of
 @pytest.mark.parametrize("what", ["first save", "async", "load", "after a save"])
-def test_a_rank_that_died_before_the_ranks_met_is_named_on_all_others(tmp_path: Path, what: str) -> None:
-    dcp.save(STATE, tmp_path / "there")
-    outcomes = launch.outcomes_of(_call_without_rank_1, 3, tmp_path, what)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    for rank in (0, 2):
-        assert not outcomes[rank].traceback, outcomes[rank].traceback
-        assert f"rank {rank} could not meet the other ranks" in outcomes[rank].result
-        assert "waited 1 s for rank 1. " in outcomes[rank].result
+@on_ranks(3, killed=[1])
+def test_a_rank_that_died_before_the_ranks_met_is_named_on_all_others(tmp_path: Path, there: Path, what: str) -> None:
+    rank = dist.get_rank()
+    ours = dcp.Checkpointer(timeout=1, async_save=what == "async")
+    if what == "after a save":
+        ours.save(STATE, tmp_path / "before")
+        ours.close()
+    lose(1)
+    state = dict(STATE)
+    with pytest.raises(dcp.RankFailure) as caught:
+        ours.load(state, there) if what == "load" else ours.save(state, tmp_path / "ck")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"failed {rank}", "")
+    if rank == 0:  # it hosts the store, which the other needs until it has failed, too
+        store.wait(["failed 2"], timedelta(seconds=HANG))
+    assert f"rank {rank} could not meet the other ranks" in str(caught.value)
+    assert "waited 1 s for rank 1. " in str(caught.value)
     assert not (tmp_path / "ck").exists()
 
 
-def _call_without_the_host() -> str:
-    _lose(0)
-    return str(_refused(lambda: dcp.save(STATE, "nowhere", timeout=1)))
-
-
+@on_ranks(2, killed=[0])
 def test_the_loss_of_the_rank_that_hosts_the_store_is_ours_to_say(tmp_path: Path) -> None:
-    outcomes = launch.outcomes_of(_call_without_the_host, 2)
-    assert not outcomes[1].traceback, outcomes[1].traceback
-    assert "process that hosts the store (a launcher or rank 0) has ended" in outcomes[1].result
+    lose(0)
+    with pytest.raises(dcp.RankFailure, match=r"process that hosts the store \(a launcher or rank 0\) has ended"):
+        dcp.save(STATE, "nowhere", timeout=1)
 
 
-def _call_while_the_host_stands_still(root: Path) -> str:
-    host = _pids()[0]
-    path = root / "stopped"
+@on_ranks(2)
+def test_a_host_of_the_store_that_hangs_holds_nobody(tmp_path: Path) -> None:
+    host = gathered(os.getpid())[0]
     if dist.get_rank() == 0:
         os.kill(host, signal.SIGSTOP)  # until rank 1 lets it go on
     else:
-        _stopped(host)
+        while Path(f"/proc/{host}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+            pass
     try:
-        return str(_refused(lambda: dcp.save(STATE, path, timeout=1)))
+        with pytest.raises(dcp.RankFailure) as caught:
+            dcp.save(STATE, tmp_path / "stopped", timeout=1)
     finally:
         os.kill(host, signal.SIGCONT)
-
-
-def _stopped(pid: int) -> None:
-    """Wait until a process stands still."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
-        pass
-
-
-def test_a_host_of_the_store_that_hangs_holds_nobody(tmp_path: Path) -> None:
-    outcomes = launch.outcomes_of(_call_while_the_host_stands_still, 2, tmp_path)
-    assert not outcomes[1].traceback, outcomes[1].traceback
-    assert "within 1 s: the store of the process group does not answer" in outcomes[1].result
-    assert not outcomes[0].traceback, outcomes[0].traceback
-    assert "rank 0" in outcomes[0].result, "it came too late, and is told so, too"
+    late, in_time = "rank 0", "within 1 s: the store of the process group does not answer"
+    assert (in_time if dist.get_rank() else late) in str(caught.value)
 
 
 @on_ranks(3)
@@ -122,8 +83,8 @@ def test_a_rank_that_comes_too_late_is_told_so_and_all_meet_the_next_time(tmp_pa
     ours = dcp.Checkpointer(timeout=20 if rank == 1 else 1)
     if rank == 1:  # something of the user's has raised here, and was caught
         gave_up()
-    error = _refused(lambda: ours.save(STATE, tmp_path / "a"))
-    assert "waited" in str(error) and "s for rank 1. " in str(error)
+    with pytest.raises(dcp.RankFailure, match=r"waited.*s for rank 1\. "):
+        ours.save(STATE, tmp_path / "a")
     gave_up.open()
     dist.barrier()
     dcp.save(STATE, tmp_path / "b", timeout=20)
@@ -131,27 +92,21 @@ def test_a_rank_that_comes_too_late_is_told_so_and_all_meet_the_next_time(tmp_pa
     assert dcp.verify(tmp_path / "b").ok and not (tmp_path / "a").exists()
 
 
-def _lose_a_rank_after_a_failed_background_save(root: Path) -> tuple[str, list[str]]:
+@on_ranks(2, killed=[1])
+def test_a_lost_rank_does_not_hide_the_failure_of_the_save_before(tmp_path: Path) -> None:
     def fail(event: events.Event) -> None:
         if dist.get_rank() == 0 and isinstance(event, events.BytesWritten):
             raise OSError("bad disk")
 
     events.subscribe(fail)
     ours = dcp.Checkpointer(timeout=1, async_save=True)
-    ours.save(STATE, root / "one").wait_done()
+    ours.save(STATE, tmp_path / "one").wait_done()
     ours._groups.close()  # as a rank that is lost in the background does
-    _lose(1)
-    error = _refused(lambda: ours.save(STATE, root / "two"))
+    lose(1)
+    with pytest.raises(dcp.RankFailure, match=r"for rank 1\. ") as caught:
+        ours.save(STATE, tmp_path / "two")
     ours.close()
-    return str(error), error.__notes__
-
-
-def test_a_lost_rank_does_not_hide_the_failure_of_the_save_before(tmp_path: Path) -> None:
-    outcomes = launch.outcomes_of(_lose_a_rank_after_a_failed_background_save, 2, tmp_path)
-    assert not outcomes[0].traceback, outcomes[0].traceback
-    said, notes = outcomes[0].result
-    assert "for rank 1. " in said
-    assert len(notes) == 2 and "one: bad disk" in notes[0]
+    assert len(caught.value.__notes__) == 2 and "one: bad disk" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("missing", [[], [0], [57], [1, 2, 3], [3, 999], list(range(100, 400))])
@@ -202,14 +157,11 @@ def _attend(stores: list[dist.Store], key: str, who: list[int]) -> dict[int, str
     return refused
 
 
-def _meet_in_a_fake_group() -> str:
+@on_ranks(1)
+def test_a_fake_process_group_is_no_crash() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    return str(_refused(lambda: meet(2)))
-
-
-def test_a_fake_process_group_is_no_crash() -> None:
-    (said,) = launch.run(_meet_in_a_fake_group, 1)
-    assert "the process group has no real ranks" in said
+    with pytest.raises(dcp.RankFailure, match="the process group has no real ranks"):
+        meet(2)

@@ -18,7 +18,7 @@ import dcp_plugin as dcp
 from dcp_plugin.rank_group import RankGroup
 from dcp_plugin.ranks import said_by_ranks
 from tests import launch
-from tests.launch import on_ranks
+from tests.launch import gathered, on_ranks
 
 SPLITS = {"halves": ([0, 1], [2, 3]), "one and three": ([0], [1, 2, 3]), "crossed": ([3, 1], [0, 2])}
 
@@ -105,16 +105,23 @@ def _load(path: Path, split: str) -> None:
     _assert_restored(state)
 
 
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, of which each has half of the layers."""
+    path = tmp_path_factory.mktemp("stages") / "halves"
+    launch.run(_save, 2, path, "halves")
+    return path
+
+
 @pytest.mark.one_of
 @pytest.mark.parametrize("split", SPLITS)
-def test_stages_load_what_stages_saved(tmp_path: Path, split: str) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    launch.run(_load, 2, tmp_path / "c", split)
+@on_ranks(2)
+def test_stages_load_what_stages_saved(halves: Path, split: str) -> None:
+    _load(halves, split)
 
 
-def test_one_rank_loads_what_two_stages_saved(tmp_path: Path) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    _load(tmp_path / "c", "all")
+def test_one_rank_loads_what_two_stages_saved(halves: Path) -> None:
+    _load(halves, "all")
 
 
 def test_two_stages_load_what_one_rank_saved(tmp_path: Path) -> None:
@@ -137,45 +144,37 @@ def test_stages_that_are_sharded_inside(tmp_path: Path) -> None:
         _assert_restored(state)
 
 
-def _refusal(path: Path, numbers: tuple[list[int], list[int]], **more: Any) -> None:
-    """A load of other layers fails on both ranks with the same message, and overwrites nothing."""
-    state = {**_blank(Stage(numbers[dist.get_rank()])), **more}
+def _refusal(path: Path, numbers: list[int], **more: Any) -> str:
+    """A load of other layers fails on both ranks with this message, and overwrites nothing."""
+    state = {**_blank(Stage(numbers)), **more}
     with pytest.raises(dcp.CheckpointMismatch) as raised:
         dcp.load(state, path)
     assert all((parameter == 0).all() for parameter in state["model"].parameters())
-    messages = [None, None]
-    dist.all_gather_object(messages, str(raised.value))
+    messages = gathered(str(raised.value))
     assert messages[0] == messages[1]
-    Path(f"{path}.message-{dist.get_rank()}").write_text(str(raised.value))
+    return str(raised.value)
 
 
-def test_a_key_that_one_stage_misses_is_an_error_that_names_the_rank(tmp_path: Path) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    launch.run(_refusal, 2, tmp_path / "c", ([0, 1], [2, 3, 4]))
-    message = (tmp_path / "c.message-0").read_text()
+@on_ranks(2)
+def test_a_key_that_one_stage_misses_is_an_error_that_names_the_rank(halves: Path) -> None:
+    message = _refusal(halves, [2, 3, 4] if dist.get_rank() else [0, 1])
     assert "rank 1: " in message
     assert "model.layers.4.weight is not in the checkpoint" in message
     assert "layers.0" not in message
     assert "rename=" not in message
 
 
-def test_a_key_that_no_stage_takes_is_an_error(tmp_path: Path) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    launch.run(_refusal, 2, tmp_path / "c", ([0, 1], [3]))
-    message = (tmp_path / "c.message-1").read_text()
+@on_ranks(2)
+def test_a_key_that_no_stage_takes_is_an_error(halves: Path) -> None:
+    message = _refusal(halves, [3] if dist.get_rank() else [0, 1])
     assert "model.layers.2.weight is only in the checkpoint" in message
     assert "layers.0" not in message
     assert "layers.3" not in message
 
 
-def _refusal_of_a_value(path: Path) -> None:
-    _refusal(path, SPLITS["halves"], **({"epoch": 0} if dist.get_rank() else {}))
-
-
-def test_no_rename_is_proposed_where_ranks_hold_different_keys(tmp_path: Path) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    launch.run(_refusal_of_a_value, 2, tmp_path / "c")
-    message = (tmp_path / "c.message-0").read_text()
+@on_ranks(2)
+def test_no_rename_is_proposed_where_ranks_hold_different_keys(halves: Path) -> None:
+    message = _refusal(halves, _mine("halves"), **({"epoch": 0} if dist.get_rank() else {}))
     assert "rank 1: " in message
     assert "epoch is not in the checkpoint" in message
     assert "rename=" not in message
@@ -191,44 +190,39 @@ def test_no_rename_is_proposed_that_would_lose_what_fits(tmp_path: Path) -> None
 
 @pytest.mark.one_of
 @pytest.mark.parametrize("include", ["model.layers.3.*", "optim.*"])
-def test_a_glob_may_match_on_one_rank_only(tmp_path: Path, include: str) -> None:
-    launch.run(_save, 2, tmp_path / "c", "halves")
-    launch.run(_load_part, 2, tmp_path / "c", include)
-
-
-def _load_part(path: Path, include: str) -> None:
+@on_ranks(2)
+def test_a_glob_may_match_on_one_rank_only(halves: Path, include: str) -> None:
     state = _blank(Stage(_mine("halves")))
-    dcp.load(state, path, dcp.PartialLoad(include=include))
+    dcp.load(state, halves, dcp.PartialLoad(include=include))
     for number, layer in state["model"].layers.items():
         assert (layer.weight == (4 if (number, include) == ("3", "model.layers.3.*") else 0)).all()
     with pytest.raises(dcp.CheckpointMismatch, match=r"'model\.nothing\.\*' matches no key"):
-        dcp.load(state, path, dcp.PartialLoad(include=(include, "model.nothing.*")))
+        dcp.load(state, halves, dcp.PartialLoad(include=(include, "model.nothing.*")))
 
 
-def test_hooks_of_a_stage_see_what_no_other_stage_has(tmp_path: Path) -> None:
-    """Old names are handed to the hooks of all stages, and each takes its own; names of other stages to none."""
+@pytest.fixture
+def of_one_rank(tmp_path: Path) -> Path:
+    """Checkpoints of all layers: under their names, under old names, and with a tensor of no layer."""
     whole = Stage([0, 1, 2, 3]).state_dict()
     dcp.save({"model": whole}, tmp_path / "new")
     dcp.save({"model": {key.replace("layers", "blocks"): value for key, value in whole.items()}}, tmp_path / "old")
-    for name in ("new", "old"):
-        launch.run(_load_hooked, 2, tmp_path / name)
     dcp.save({"model": {**whole, "stray": torch.zeros(1)}}, tmp_path / "stray")
-    launch.run(_refusal_after_hooks, 2, tmp_path / "stray")
+    return tmp_path
 
 
-def _load_hooked(path: Path) -> None:
-    stage = Hooked(_mine("halves"))
-    for parameter in stage.parameters():
-        nn.init.zeros_(parameter)
-    report = dcp.load({"model": stage}, path)
-    assert not report.unexpected
-    for number, layer in stage.layers.items():
-        assert (layer.weight == int(number) + 1).all()
-
-
-def _refusal_after_hooks(path: Path) -> None:
+@on_ranks(2)
+def test_hooks_of_a_stage_see_what_no_other_stage_has(of_one_rank: Path) -> None:
+    """Old names are handed to the hooks of all stages, and each takes its own; names of other stages to none."""
+    for name in ("new", "old"):
+        stage = Hooked(_mine("halves"))
+        for parameter in stage.parameters():
+            nn.init.zeros_(parameter)
+        report = dcp.load({"model": stage}, of_one_rank / name)
+        assert not report.unexpected
+        for number, layer in stage.layers.items():
+            assert (layer.weight == int(number) + 1).all()
     with pytest.raises(dcp.CheckpointMismatch, match=r"model\.stray: unexpected after the load hooks") as raised:
-        dcp.load({"model": Hooked(_mine("halves"))}, path)
+        dcp.load({"model": Hooked(_mine("halves"))}, of_one_rank / "stray")
     assert "layers" not in str(raised.value)
 
 

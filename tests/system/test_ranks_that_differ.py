@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,26 +17,22 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import calls, events, rank_group
-from tests import launch
+from tests.dying import lose
 from tests.launch import on_ranks
+from tests.messages import refusal
 from tests.places import names_in
-from tests.slowness import RankGate, has_ended
+from tests.slowness import RankGate
 
 HERE = Path(__file__)
 TIMEOUT = 600
 """Seconds. Who waits for the others waits longer than the test may."""
 
 
+_refused = partial(refusal, dcp.CheckpointMismatch)
+
+
 def _state(value: float = 0.0) -> dict[str, Any]:
     return {"t": torch.full((3,), value), "n": value}
-
-
-def _refused(call: Callable[[], object], *words: str) -> str:
-    with pytest.raises(dcp.CheckpointMismatch) as caught:
-        call()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    return message
 
 
 # Ranks that make different calls
@@ -92,7 +87,11 @@ def test_a_rank_that_resumes_does_not_meet_one_that_saves_or_loads(tmp_path: Pat
     resume = partial(dcp.resume_or_init, _state(), tmp_path, checkpointer=ours)
     for other in (partial(ours.load, _state(), path), partial(ours.save, _state(), path, step=6)):
         for resumes in (0, 1):
-            _refused(resume if dist.get_rank() == resumes else other, f"rank {resumes} looks for a checkpoint")
+            refusal(
+                dcp.CheckpointMismatch,
+                resume if dist.get_rank() == resumes else other,
+                f"rank {resumes} looks for a checkpoint",
+            )
     assert dcp.resume_or_init(_state(), tmp_path, checkpointer=ours).step == 5
 
 
@@ -171,7 +170,9 @@ def test_a_question_that_rank_0_alone_was_asked_is_no_answer_to_a_save(tmp_path:
         if dist.get_rank() > 0 or ours.due(2):
             ours.save(_state(2.0), tmp_path / "step-2", step=2)
 
-    _refused(save, "rank 1 saves", "step-2 (step 2) and rank 0 asks whether to save after step 2")
+    refusal(
+        dcp.CheckpointMismatch, save, "rank 1 saves", "step-2 (step 2) and rank 0 asks whether to save after step 2"
+    )
     ours.close()
     assert not (tmp_path / "step-2").exists()
 
@@ -189,7 +190,9 @@ def test_a_save_that_was_interrupted_and_begun_anew_does_not_go_on_with_the_old_
         with pytest.raises(KeyboardInterrupt):
             ours.save(_state(1.0), tmp_path / "ck", step=1)
         stop()
-    message = _refused(lambda: ours.save(_state(1.0), tmp_path / "ck", step=1), "has to plan", "has to write")
+    message = refusal(
+        dcp.CheckpointMismatch, lambda: ours.save(_state(1.0), tmp_path / "ck", step=1), "has to plan", "has to write"
+    )
     assert message.count("saves") == 2
     ours.close()
     assert not (tmp_path / "ck").exists()
@@ -200,7 +203,9 @@ def test_a_save_that_meets_an_exception_elsewhere_names_it(tmp_path: Path) -> No
     ours = dcp.Checkpointer(timeout=TIMEOUT)
     ours.save(_state(), tmp_path / "a", step=1)
     if dist.get_rank() == 1:
-        _refused(lambda: ours.save(_state(), tmp_path / "b", step=2), "is about to save what is left")
+        refusal(
+            dcp.CheckpointMismatch, lambda: ours.save(_state(), tmp_path / "b", step=2), "is about to save what is left"
+        )
     else:
         assert not ours.all_ranks_come_to("save what is left", 60.0)
     ours.close()
@@ -327,26 +332,15 @@ def test_a_rank_that_takes_long_to_write_is_not_asked_whether_it_saves(tmp_path:
     assert log.messages == []
 
 
-def _lose_rank_1(root: Path) -> str:
-    pids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    ours = dcp.Checkpointer(timeout=TIMEOUT)
-    ours.save(_state(), root / "first")
-    if dist.get_rank() == 1:
-        os.kill(pids[1], signal.SIGKILL)
-    has_ended(pids[1])
-    with pytest.raises(dcp.RankFailure) as caught:
-        ours.save(_state(), root / "ck")
-    return str(caught.value)
-
-
+@on_ranks(3, killed=[1])
 def test_a_rank_that_was_killed_is_no_rank_that_forgot_to_call(tmp_path: Path) -> None:
-    outcomes = launch.outcomes_of(_lose_rank_1, 3, tmp_path)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    for rank in (0, 2):
-        assert not outcomes[rank].traceback, outcomes[rank].traceback
-        assert "does every rank" not in outcomes[rank].result
-    assert "rank 1: " in outcomes[0].result, outcomes[0].result
+    ours = dcp.Checkpointer(timeout=TIMEOUT)
+    ours.save(_state(), tmp_path / "first")
+    lose(1)
+    with pytest.raises(dcp.RankFailure) as caught:
+        ours.save(_state(), tmp_path / "ck")
+    assert "does every rank" not in str(caught.value)
+    assert "rank 1: " in str(caught.value) or dist.get_rank() == 2
 
 
 # What a repeated save sends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from tests.objects import Holder
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +30,7 @@ def _state() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return {"model": model, "optim": optimizer, "loader": _Stateful()}
-
-
-class _Stateful:
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": 3}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state == {"position": 3}
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, path)
+    return {"model": model, "optim": optimizer, "loader": Holder({"position": 3})}
 
 
 def _save_and_load(state: dict[str, Any], path: Path) -> None:
@@ -60,16 +50,17 @@ def _in_background(state: dict[str, Any], path: Path, **options: Any) -> None:
     checkpointer.close()
 
 
-def _lazily(state: dict[str, Any], path: Path) -> None:
-    _in_background(state, path, staging="lazy")
-
-
 @pytest.mark.one_of(count=2)
-@pytest.mark.parametrize("use", [_save, _save_and_load, _resume, _in_background, _lazily])
+@pytest.mark.parametrize(
+    "use",
+    [dcp.save, _save_and_load, _resume, _in_background, partial(_in_background, staging="lazy")],
+    ids=["save", "save_and_load", "resume", "in_background", "lazily"],
+)
 def test_dropped_objects_are_freed_at_once(tmp_path: Path, use: Callable[[dict[str, Any], Path], None]) -> None:
     state = _state()
     use(state, tmp_path / "checkpoint")
     references = {name: weakref.ref(value) for name, value in state.items()}
     references["parameter"] = weakref.ref(state["model"].weight)
+    assert state["loader"].state == {"position": 3}
     del state
     assert [name for name, reference in references.items() if reference() is not None] == []

@@ -25,8 +25,6 @@ from tests import launch
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def _state(step: int, rows: int = 6) -> dict[str, Any]:
     sharded = torch.arange(rows * 2.0).reshape(rows, 2) + step

@@ -26,8 +26,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
 from dcp_plugin.tensors import _torch_sharded
+from tests import ways
 from tests.compare import same_bytes
+from tests.damage import flip_byte
 from tests.launch import on_ranks
+from tests.ways import LOADS
 
 Make = Callable[[int], torch.Tensor]
 """A tensor of a kind; another number, other values."""
@@ -124,10 +127,6 @@ def _checkpointable(tensor: torch.Tensor, shape: Any, offsets: Any, starts: Any,
     return tensor
 
 
-def _padded(at: int) -> torch.Tensor:
-    return _checkpointable(_numbers(at, 5, 8), (4, 6), ((0, 0), (2, 0)), ((0, 0), (3, 1)), ((2, 6), (2, 6)))
-
-
 def _left_by_grad(at: int) -> torch.Tensor:
     left = []
     torch.func.grad(lambda x: (left.append(x * 1), x.sum())[1])(_numbers(at))
@@ -170,7 +169,9 @@ KINDS: dict[str, Make] = {
     "sealed": lambda at: _Sealed(_numbers(at, dtype=torch.int8), _numbers(at, 4), 8),
     "collective": lambda at: AsyncCollectiveTensor(_numbers(at)),
     "local_shards": lambda at: LocalShardsWrapper([_numbers(at, 4, 2), _numbers(at + 9, 4, 4)], [(0, 0), (0, 2)]),
-    "checkpointable": _padded,
+    "checkpointable": lambda at: _checkpointable(
+        _numbers(at, 5, 8), (4, 6), ((0, 0), (2, 0)), ((0, 0), (3, 1)), ((2, 6), (2, 6))
+    ),
 }
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -265,34 +266,19 @@ def _save_async(state: Any, path: Path, staging: Any) -> None:
     checkpointer.close()
 
 
-SAVES: dict[str, Callable[[Any, Path], Any]] = {
-    "save": dcp.save,
+SAVES: dict[str, ways.Way] = {
+    **ways.SAVES,
     "async": lambda state, path: _save_async(state, path, "blocking"),
     "lazy": lambda state, path: _save_async(state, path, "lazy"),
-    "our planner, stock writer": lambda state, path: stock.save(
-        state, storage_writer=stock.FileSystemWriter(path), planner=dcp.ShardedSavePlanner()
-    ),
-    "our planner, our writer": lambda state, path: stock.save(
-        state, storage_writer=dcp.ShardedWriter(path), planner=dcp.ShardedSavePlanner()
-    ),
-    "stock planner, our writer": lambda state, path: stock.save(state, storage_writer=dcp.ShardedWriter(path)),
-    "stock": lambda state, path: stock.save(state, checkpoint_id=path),
-}
-LOADS: dict[str, Callable[[Any, Path], Any]] = {
-    "load": dcp.load,
-    "our planner, our reader": lambda state, path: stock.load(
-        state, storage_reader=dcp.ShardedReader(path), planner=dcp.ShardedLoadPlanner()
-    ),
-    "our planner, stock reader": lambda state, path: stock.load(
-        state, storage_reader=stock.FileSystemReader(path), planner=dcp.ShardedLoadPlanner()
-    ),
-    "stock planner, our reader": lambda state, path: stock.load(state, storage_reader=dcp.ShardedReader(path)),
-    "stock": lambda state, path: stock.load(state, checkpoint_id=path),
 }
 ONLY_OURS = {"sealed", "quantized_otherwise"}
 if not hasattr(stock, "CheckpointableTensor"):
     ONLY_OURS.add("checkpointable")
 """What stock DCP of this version of torch cannot load, or changes."""
+
+
+_MISMATCH = dcp.CheckpointMismatch, stock.CheckpointException
+"""What stock raises has ours in it, as text."""
 
 
 def _quiet() -> None:
@@ -327,24 +313,19 @@ def test_every_kind_comes_back_through_every_door(tmp_path: Path) -> None:
         _assert_same(found["s"], state["s"], f"{save} -> {load}")
 
 
-def _any_of(cls: type[Exception]) -> tuple[type[BaseException], ...]:
-    """What stock raises has ours in it, as text."""
-    return cls, stock.CheckpointException
-
-
 @on_ranks(1)
 def test_what_has_nothing_to_store_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
     """Each by name, at every save and as a target; and all at once."""
     _quiet()
     dcp.save({"s": {"x": _numbers(1)}}, tmp_path / "good")
     for name, (make, reason) in REFUSED.items():
-        for save in ("save", "async", "lazy", "our planner, our writer"):
-            with pytest.raises(_any_of(dcp.CheckpointMismatch), match=reason) as said:
+        for save in ("ours", "async", "lazy", "our planner, our writer"):
+            with pytest.raises(_MISMATCH, match=reason) as said:
                 SAVES[save]({"s": {"x": make(1)}}, tmp_path / "new")
             assert "s.x is" in str(said.value), name
             assert not (tmp_path / "new").exists()
-        for load in ("load", "our planner, our reader"):
-            with pytest.raises(_any_of(dcp.CheckpointMismatch)) as said:
+        for load in ("ours", "our planner, our reader"):
+            with pytest.raises(_MISMATCH) as said:
                 LOADS[load]({"s": {"x": make(1)}}, tmp_path / "good")
             assert "s.x" in str(said.value), name
     with pytest.raises(dcp.CheckpointMismatch) as all_of_them:
@@ -395,9 +376,9 @@ def test_a_tensor_of_a_class_is_only_loaded_into_one_of_that_class(tmp_path: Pat
             {"s": {"plain": KINDS["sealed"](1)}}, directory, partial=dcp.PartialLoad(include=["s.plain"], cast=True)
         )
     on_meta = {"plain": torch.empty(4, 6, device="meta"), "wide": torch.empty(4, 6, device="meta")}
-    for load in ("load", "our planner, our reader"):
+    for load in ("ours", "our planner, our reader"):
         targets = {"s": dict(on_meta)}
-        if load == "load":
+        if load == "ours":
             dcp.load(targets, directory, partial=dcp.PartialLoad(include=["s.plain", "s.wide"], cast=True))
         else:
             LOADS[load](targets, directory)
@@ -412,10 +393,7 @@ def test_a_flipped_bit_in_what_is_stored_whole_is_noticed(tmp_path: Path) -> Non
     _quiet()
     dcp.save({"s": {"two": _two(1)}}, directory)
     (file,) = directory.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    at = data.index(_numbers(51).numpy().tobytes())  # in the second part
-    data[at] ^= 1
-    file.write_bytes(data)
+    flip_byte(file, file.read_bytes().index(_numbers(51).numpy().tobytes()))  # in the second part
     assert [line for line in dcp.verify(directory).errors if "s.two" in line]
     with pytest.raises(dcp.CheckpointCorrupt, match=r"s\.two"):
         dcp.load({"s": {"two": _two(2)}}, directory)
@@ -529,44 +507,6 @@ if not hasattr(stock, "CheckpointableTensor"):
     STOCK_CANNOT_LOAD |= {"checkpointable", "checkpointable_parameter"}
 
 
-def _reshard(path: Path, rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    whole = _numbers(1, 8, 6)
-    found: dict[str, Any] = {
-        "two": DTensor.from_local(_two(5, 8, 3), mesh, [Shard(1)], run_check=False),
-        "two_replicated": DTensor.from_local(_two(5, 2, 6), mesh, [Shard(0)], run_check=False),
-        "checkpointable": torch.zeros(8, 6),
-        "checkpointable_parameter": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]),
-        "shards": torch.zeros(8, 6, dtype=torch.bfloat16),
-        "on_one_rank": torch.zeros(8, 6, dtype=torch.float64),
-        "plain_0_8": _checkpointable(torch.zeros(4, 6), (8, 6), ((4 * rank, 0),), ((0, 0),), ((4, 6),)),
-    }
-    wanted: dict[str, Any] = {
-        "two": TwoTensor(*(one[:, 3 * rank : 3 * rank + 3] for one in (whole, whole + 1))),
-        "two_replicated": TwoTensor(*(one[2 * rank : 2 * rank + 2] for one in (_two(1).a, _two(1).b))),
-        "checkpointable": whole,
-        "checkpointable_parameter": (whole + 1)[:, 3 * rank : 3 * rank + 3],
-        "shards": whole.bfloat16(),
-        "on_one_rank": whole.double(),
-        "plain_0_8": found["plain_0_8"],
-    }
-    dcp.load({"s": found}, path, partial=dcp.PartialLoad(include=[f"s.{key}" for key in found]))
-    _assert_same(found, wanted, f"resharded, rank {rank}")
-    assert torch.equal(found["plain_0_8"], whole[4 * rank : 4 * rank + 4])
-    for key, target, reason in (
-        ("sealed", DTensor.from_local(_sealed_columns(), mesh, [Shard(1)], run_check=False), "no part can be taken"),
-        ("plain_0_8", DTensor.from_local(torch.zeros(8, 6), mesh, [Partial()], run_check=False), "summand"),
-        ("plain_0_8", distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2)]), "several boxes"),
-    ):
-        with pytest.raises(dcp.CheckpointMismatch, match=rf"s\.{key} is .*{reason}"):
-            dcp.load({"s": {key: target}}, path, partial=dcp.PartialLoad(include=[f"s.{key}"]))
-    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
-    bad = {"x": partial, "y": _Closed(_numbers(1)) if rank == 1 else _numbers(1)}
-    with pytest.raises(dcp.CheckpointMismatch, match=r"s\.y is a _Closed") as said:
-        dcp.save({"s": bad}, path.parent / "bad")
-    assert "s.x is a DTensor with the placements" in str(said.value) and not (path.parent / "bad").exists()
-
-
 class _Rows(nn.Module):
     """This rank's rows of a weight, behind a row of padding."""
 
@@ -627,12 +567,8 @@ def test_a_module_of_local_rows_and_its_optimizer_are_saved_and_loaded_whole(tmp
     assert same_bytes(whole["model"]["weight"][4 * rank : 4 * rank + 4], model.weight.detach()[1:])
 
 
-def _sealed_columns() -> _Sealed:
-    return _Sealed(_numbers(1, 8, 3, dtype=torch.int8), _numbers(1, 4), 8)
-
-
 @on_ranks(2)
-def test_sharded_kinds_come_back_through_every_door_and_in_other_layouts(tmp_path: Path) -> None:
+def test_sharded_kinds_come_back_through_every_door(tmp_path: Path) -> None:
     _quiet()
     rank = dist.get_rank()
     for save, load in itertools.product(SAVES, LOADS):
@@ -650,4 +586,46 @@ def test_sharded_kinds_come_back_through_every_door_and_in_other_layouts(tmp_pat
             LOADS[load](found, path)
         _assert_same(found["s"], state, f"{save} -> {load}, rank {rank}")
         dist.barrier()
-    _reshard(tmp_path / "save", rank)
+
+
+@on_ranks(2)
+def test_sharded_kinds_are_loaded_into_other_layouts(tmp_path: Path) -> None:
+    _quiet()
+    rank, path = dist.get_rank(), tmp_path / "checkpoint"
+    dcp.save({"s": _distributed(1, rank)}, path)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = _numbers(1, 8, 6)
+    found: dict[str, Any] = {
+        "two": DTensor.from_local(_two(5, 8, 3), mesh, [Shard(1)], run_check=False),
+        "two_replicated": DTensor.from_local(_two(5, 2, 6), mesh, [Shard(0)], run_check=False),
+        "checkpointable": torch.zeros(8, 6),
+        "checkpointable_parameter": distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]),
+        "shards": torch.zeros(8, 6, dtype=torch.bfloat16),
+        "on_one_rank": torch.zeros(8, 6, dtype=torch.float64),
+        "plain_0_8": _checkpointable(torch.zeros(4, 6), (8, 6), ((4 * rank, 0),), ((0, 0),), ((4, 6),)),
+    }
+    wanted: dict[str, Any] = {
+        "two": TwoTensor(*(one[:, 3 * rank : 3 * rank + 3] for one in (whole, whole + 1))),
+        "two_replicated": TwoTensor(*(one[2 * rank : 2 * rank + 2] for one in (_two(1).a, _two(1).b))),
+        "checkpointable": whole,
+        "checkpointable_parameter": (whole + 1)[:, 3 * rank : 3 * rank + 3],
+        "shards": whole.bfloat16(),
+        "on_one_rank": whole.double(),
+        "plain_0_8": found["plain_0_8"],
+    }
+    dcp.load({"s": found}, path, partial=dcp.PartialLoad(include=[f"s.{key}" for key in found]))
+    _assert_same(found, wanted, f"resharded, rank {rank}")
+    assert torch.equal(found["plain_0_8"], whole[4 * rank : 4 * rank + 4])
+    columns = _Sealed(_numbers(1, 8, 3, dtype=torch.int8), _numbers(1, 4), 8)
+    for key, target, reason in (
+        ("sealed", DTensor.from_local(columns, mesh, [Shard(1)], run_check=False), "no part can be taken"),
+        ("plain_0_8", DTensor.from_local(torch.zeros(8, 6), mesh, [Partial()], run_check=False), "summand"),
+        ("plain_0_8", distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2)]), "several boxes"),
+    ):
+        with pytest.raises(dcp.CheckpointMismatch, match=rf"s\.{key} is .*{reason}"):
+            dcp.load({"s": {key: target}}, path, partial=dcp.PartialLoad(include=[f"s.{key}"]))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    bad = {"x": partial, "y": _Closed(_numbers(1)) if rank == 1 else _numbers(1)}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"s\.y is a _Closed") as said:
+        dcp.save({"s": bad}, path.parent / "bad")
+    assert "s.x is a DTensor with the placements" in str(said.value) and not (path.parent / "bad").exists()

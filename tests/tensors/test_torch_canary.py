@@ -28,7 +28,6 @@ from dcp_plugin.format.pickles.unpickler import FILE, load
 from dcp_plugin.state.module import gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.tensors import _torch, _torch_modules, _torch_sharded
-from tests import launch
 from tests.compare import full, same_bytes
 from tests.launch import on_ranks
 
@@ -120,31 +119,20 @@ def test_optimizers_of_torch_have_no_state_dict_of_their_own_and_hooks_are_found
     assert _torch_modules.has_own_state_dict(optimizer)
 
 
-class _Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-        self.other.weight = self.one.weight
-
-
-def _tied_flat_parameter() -> dict[str, str]:
-    model = FullyShardedDataParallel(_Tied(), device_id=torch.device("cpu"), use_orig_params=False)
-    return same_flat_parameter(model)
-
-
+@on_ranks(2)
 def test_a_flat_parameter_knows_its_tied_weights() -> None:
-    assert launch.run(_tied_flat_parameter, 2) == [{"other.weight": "one.weight"}] * 2
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    model = FullyShardedDataParallel(tied, device_id=torch.device("cpu"), use_orig_params=False)
+    assert same_flat_parameter(model) == {"1.weight": "0.weight"}
 
 
-def _dtensor_chunks() -> list[Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+@on_ranks(3, 4)
+def test_dtensor_tells_where_its_shard_is(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     value = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-    return [(chunk.offsets, chunk.sizes) for chunk in _torch.sharded_value(value).chunks]
-
-
-def test_dtensor_tells_where_its_shard_is() -> None:
-    assert launch.run(_dtensor_chunks, 3) == [[((0,), (2,))], [((2,), (2,))], [((4,), (1,))]]
-    assert launch.run(_dtensor_chunks, 4)[3] == []
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in _torch.sharded_value(value).chunks]
+    assert chunks == [[((0,), (2,))], [((2,), (2,))], [((4,), (1,))], []][dist.get_rank()]
 
 
 @on_ranks(2)
@@ -258,20 +246,15 @@ def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools()
     assert callable(getattr(threading, "_register_atexit", None)), "background saves that nobody waits for would fail"
 
 
-def _devices() -> tuple[str, str]:
-    return str(_torch._get_object_coll_device()), str(_torch.with_memory(torch.empty(2, device="meta")).device)
-
-
+@on_ranks(1)
 def test_a_process_group_tells_on_which_device_it_communicates() -> None:
-    assert launch.run(_devices, 1) == [("cpu", "cpu")]
+    assert str(_torch._get_object_coll_device()) == "cpu"
+    assert str(_torch.with_memory(torch.empty(2, device="meta")).device) == "cpu"
 
 
-def _meets_in_the_store() -> bytes:
-    store = _torch.default_store()
-    if torch.distributed.get_rank() == 1:
-        store.compare_set("canary", "", "of rank 1")
-    return store.get("canary")
-
-
+@on_ranks(2)
 def test_the_ranks_of_a_process_group_share_its_store() -> None:
-    assert launch.run(_meets_in_the_store, 2) == [b"of rank 1"] * 2
+    store = _torch.default_store()
+    if dist.get_rank() == 1:
+        store.compare_set("canary", "", "of rank 1")
+    assert store.get("canary") == b"of rank 1"

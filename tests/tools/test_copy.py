@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.media import WORKSPACE, medium_of, tree
 from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import figures
 from tests import programs
+from tests.commands import invoke, json_of
+from tests.compare import assert_same
 from tests.faults.network import Cut
 from tests.faults.proxy import Proxy
+from tests.foreign import LIGHTNING, hugging_face
 from tests.object_server import Bucket
 from tests.places import names_in
+from tests.places import save_file as save_torch_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 SIZES = (1, 2, 3, 4)
@@ -52,14 +51,7 @@ def _assert_has(path: Where, state: dict[str, Any]) -> None:
     """Every byte, dtype and shape, and its own checksums."""
     report = dcp.verify(path)
     assert report.ok and not report.unverified, str(report)
-    found = dcp.read(path)
-    assert found.keys() == state.keys()
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape), key
-            assert found[key].view(torch.uint8).equal(value.view(torch.uint8)), key
-        else:
-            assert found[key] == value
+    assert_same(dcp.read(path), state)
 
 
 def _files(path: Where) -> dict[str, bytes]:
@@ -76,10 +68,6 @@ def _nothing_in_flight(place: Where) -> bool:
     workspace = place / WORKSPACE
     found = medium_of(workspace).entries(workspace) if medium_of(place).kind(workspace) else []
     return all(one.path.suffix == figures.SUFFIX for one in found)
-
-
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["copy", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture(params=["disk to disk", "disk to s3", "s3 to s3", "s3 to disk"])
@@ -134,22 +122,13 @@ def test_what_other_readers_look_for_is_renamed_with_the_files(bucket: Bucket, t
     assert _files(again) == _files(there), "the names are those of the same save"
 
 
-def _stock(path: Path) -> None:
-    stock.save({"w": torch.randn(100, 10), "n": 1}, checkpoint_id=str(path), no_dist=True)
-
-
-def _hugging_face(path: Path) -> None:
-    path.mkdir(parents=True)
-    names = {f"model-0000{n}-of-00002.safetensors": {f"w{n}": torch.randn(300_000)} for n in (1, 2)}
-    for name, tensors in names.items():
-        save_file(tensors, path / name)
-    index = {key: name for name, tensors in names.items() for key in tensors}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+def _snapshot(path: Path) -> None:
+    hugging_face(path, *({f"w{n}": torch.randn(300_000)} for n in (1, 2)))
     (path / "config.json").write_text("{}")
 
 
 def test_a_copy_leaves_out_extra_files_that_are_links_out_of_the_checkpoint(tmp_path: Path) -> None:
-    _hugging_face(tmp_path / "from")
+    _snapshot(tmp_path / "from")
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "from" / "tokenizer.json").symlink_to(tmp_path / "secret")
     (tmp_path / "from" / "same.json").symlink_to("config.json")
@@ -165,7 +144,7 @@ def test_a_file_that_becomes_a_link_after_the_check_is_not_copied(
     monkeypatch.setattr(LocalFiles, "leads_elsewhere", lambda files, name: False)  # it is a link from now on
     for number, name in enumerate(("tokenizer.json", "other.index.json")):
         source = tmp_path / str(number)
-        _hugging_face(source)
+        _snapshot(source)
         (source / name).symlink_to(tmp_path / "secret")
         for target in (tmp_path / "to" / str(number), as_path(bucket.url) / str(number)):
             with pytest.raises(dcp.CheckpointCorrupt, match=f"{name}.*link out of the checkpoint"):
@@ -175,7 +154,7 @@ def test_a_file_that_becomes_a_link_after_the_check_is_not_copied(
 
 
 def test_a_copy_of_a_snapshot_of_hugging_face_s_cache_has_all_files(tmp_path: Path) -> None:
-    _hugging_face(tmp_path / "blobs")
+    _snapshot(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     for name in names_in(tmp_path / "blobs"):
@@ -184,14 +163,15 @@ def test_a_copy_of_a_snapshot_of_hugging_face_s_cache_has_all_files(tmp_path: Pa
     assert _files(tmp_path / "to") == _files(tmp_path / "blobs")
 
 
-def _lightning(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    said = {"pytorch-lightning_version": "2.5.0", "epoch": 1, "global_step": 3, "optimizer_states": [], "loops": {}}
-    torch.save({"state_dict": {"w": torch.randn(10)}, **said}, path)
+OTHER_TOOLS: dict[str, Callable[[Path], Any]] = {
+    "stock": lambda path: stock.save({"w": torch.randn(100, 10), "n": 1}, checkpoint_id=path),
+    "hugging_face": _snapshot,
+    "lightning": lambda path: save_torch_file({**LIGHTNING, "state_dict": {"w": torch.randn(10)}}, path),
+}
 
 
 @pytest.mark.one_of
-@pytest.mark.parametrize("make", [_stock, _hugging_face, _lightning])
+@pytest.mark.parametrize("make", OTHER_TOOLS.values(), ids=OTHER_TOOLS)
 def test_what_other_tools_saved_comes_as_it_is(bucket: Bucket, tmp_path: Path, make: Any) -> None:
     first, there, last = tmp_path / "from/ck", as_path(bucket.url) / "to/ck", tmp_path / "last/ck"
     make(first)
@@ -230,7 +210,8 @@ def test_a_run_keeps_its_links_and_its_next_copy_takes_what_is_new(tmp_path: Pat
         if step == 3:
             (run / "last").symlink_to("step-3")
             first = dcp.copy(run, target)
-            assert len(first.copied) == 3 and first.bytes_linked == 2 * MIB + _frame(first)
+            frame = first.bytes_linked % MIB  # around the payload of the item that is linked
+            assert len(first.copied) == 3 and first.bytes_linked == 2 * MIB + frame
             assert os.readlink(target / "last") == "step-3" and first.links == [target / "last"]
     second = dcp.copy(run, target)
     assert second.copied == [target / "step-4"] and len(second.skipped) == 3 and not second.links
@@ -244,11 +225,6 @@ def test_a_run_keeps_its_links_and_its_next_copy_takes_what_is_new(tmp_path: Pat
     for step, state in states.items():
         _assert_has(there / f"step-{step}", state)
     assert dcp.latest(there) == there / "step-4"
-
-
-def _frame(report: dcp.CopyReport) -> int:
-    """Bytes around the payload of the item that is linked."""
-    return report.bytes_linked % MIB
 
 
 def test_a_link_is_not_made_to_a_file_at_the_target_that_is_damaged(tmp_path: Path) -> None:
@@ -322,7 +298,7 @@ def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where
     if not isinstance(source, Path) and not isinstance(target, Path):
         assert dcp.copy(source, target / "ck").unverified, "the store copies what nobody reads"
         return
-    result = _run(source, target / "ck")
+    result = invoke("copy", source, target / "ck")
     assert result.exit_code == 3 and data.name in result.stderr and "t4" in result.stderr
     assert result.stderr.count("\n") == 2
     assert not medium_of(target).kind(target / "ck") and _nothing_in_flight(target)
@@ -392,7 +368,7 @@ def test_an_interrupted_copy_of_another_tool_s_files_continues_with_its_complete
     tmp_path: Path, changed: bool
 ) -> None:
     source, target = tmp_path / "from", tmp_path / "to/ck"
-    _hugging_face(source)
+    _snapshot(source)
     assert _dies("SIGKILL", 3, source, target).returncode == -signal.SIGKILL
     sizes = [path.stat().st_size for path in source.glob("*.safetensors")]
     staged = sorted((tmp_path / "to").rglob("*.safetensors"))
@@ -469,13 +445,10 @@ def test_a_source_that_is_deleted_meanwhile_and_a_full_target_leave_nothing(
 def test_what_is_there_is_replaced_only_if_that_is_asked_for(way: tuple[Where, Where]) -> None:
     source, target = way
     new, old = _save(source / "ck", 2), _save(target / "ck", 1)
-    result = _run(source / "ck", target / "ck")
+    result = invoke("copy", source / "ck", target / "ck")
     assert result.exit_code == 3 and "--overwrite" in result.stderr and result.stderr.count("\n") == 2
     _assert_has(target / "ck", old)
-    result = _run(source / "ck", target / "ck", "--overwrite", "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    jsonschema.validate(document, json.loads((ROOT / "docs/schemas/copy.json").read_text()))
+    document = json_of("copy", source / "ck", target / "ck", "--overwrite")
     assert document["copy"]["copied"] == [str(target / "ck")]
     _assert_has(target / "ck", new)
     assert _nothing_in_flight(target)
@@ -489,11 +462,10 @@ def test_wrong_places_are_one_line_and_status_3(tmp_path: Path) -> None:
     targets = {"gone": ["to"], "folder": ["to"], "file": ["to"], "ck": ["ck", "ck/in", "file/below", "folder", "file"]}
     for source, target in [(source, target) for source, places in targets.items() for target in places]:
         for more in ([], ["--overwrite"]):
-            result = _run(tmp_path / source, tmp_path / target, *more)
+            result = invoke("copy", tmp_path / source, tmp_path / target, *more)
             assert result.exit_code == 3 and result.stderr.strip(), (source, target)
             assert isinstance(result.exception, SystemExit), result.exception
-    failed = _run(tmp_path / "gone", tmp_path / "to", "--json")
-    jsonschema.validate(json.loads(failed.stdout), json.loads((ROOT / "docs/schemas/copy.json").read_text()))
+    json_of("copy", tmp_path / "gone", tmp_path / "to", status=3)
     assert names_in(tmp_path) == ["ck", "file", "folder"]
     assert (tmp_path / "folder/notes.txt").read_text() == "mine" and (tmp_path / "file").read_text() == "text"
 

@@ -3,7 +3,6 @@ wrote the checkpoints, however they are distributed and wherever they are."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -11,36 +10,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.paths import Where
 from dcp_plugin.tools import diff as diff_module
 from dcp_plugin.tools.agreement import paired
 from dcp_plugin.tools.amounts import ulps
 from dcp_plugin.tools.divergence import kind_of
 from tests import launch, places
+from tests.commands import invoke, json_of
+from tests.damage import flip_byte
 from tests.layouts import WORLD_SIZE, build, train
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schemas/diff.json").read_text())
-
-
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def _json(*arguments: object) -> Any:
-    document = json.loads(_run("diff", *arguments, "--json").stdout)
-    jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
-    return document
 
 
 def _state(**other: Any) -> dict[str, Any]:
@@ -283,7 +268,7 @@ def test_the_first_divergence_of_two_runs_is_one_element_of_one_step(place: Wher
 
 def test_two_runs_that_compute_the_same_are_bit_identical(tmp_path: Path) -> None:
     _pair_of_runs(tmp_path, planted=False)
-    result = _run("diff", tmp_path / "one", tmp_path / "two", "--first-divergence")
+    result = invoke("diff", tmp_path / "one", tmp_path / "two", "--first-divergence")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         "Bit-identical through step 300, in all of the 3 checkpoints that both runs have.",
@@ -291,7 +276,8 @@ def test_two_runs_that_compute_the_same_are_bit_identical(tmp_path: Path) -> Non
         f"only in {tmp_path / 'two'}: step 50",
         "texts that differ, and do not count: extra.path",
     ]
-    assert _json(tmp_path / "one", tmp_path / "two", "--first-divergence")["divergence"]["deterministic"] is True
+    document = json_of("diff", tmp_path / "one", tmp_path / "two", "--first-divergence")
+    assert document["divergence"]["deterministic"] is True
 
 
 def test_runs_without_a_common_step_and_what_is_no_run_are_told(tmp_path: Path) -> None:
@@ -342,7 +328,7 @@ def test_the_table_for_people(tmp_path: Path) -> None:
     twos = {"a": {"x": torch.tensor([1, 1, 1.5, 1]), "y": torch.ones(2, 2)}, "b": {"x": torch.ones(2, 4)}}
     dcp.save({"model": ones, "epoch": 1}, tmp_path / "a")
     dcp.save({"model": twos, "epoch": 2}, tmp_path / "b")
-    result = _run("diff", tmp_path / "a", tmp_path / "b")
+    result = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 1
     *lines, last = result.stdout.splitlines()
     assert lines == [
@@ -374,20 +360,21 @@ def test_exit_statuses_and_documents(tmp_path: Path) -> None:
     dcp.save(_state(), tmp_path / "a")
     dcp.save(_state(epoch=2), tmp_path / "b")
     dcp.save({"net": _state()["model"], "epoch": 1}, tmp_path / "c")
-    result = _run("diff", tmp_path / "a", tmp_path / "a")
+    result = invoke("diff", tmp_path / "a", tmp_path / "a")
     assert result.exit_code == 0 and "are equal: 5 keys" in result.stdout
-    assert _run("diff", tmp_path / "a", tmp_path / "b", "--include", "model.*").exit_code == 0
-    assert _run("diff", tmp_path / "a", tmp_path / "c", "--rename", "model.=net.").exit_code == 0
-    assert _run("diff", tmp_path / "a", tmp_path / "c").exit_code == 1
-    assert _run("diff", tmp_path / "a", tmp_path / "c", "--rename", "model.").exit_code == 2
-    assert _run("diff", tmp_path / "a", tmp_path / "b", "--first-divergence", "--rename", "a=b").exit_code == 2
+    assert invoke("diff", tmp_path / "a", tmp_path / "b", "--include", "model.*").exit_code == 0
+    assert invoke("diff", tmp_path / "a", tmp_path / "c", "--rename", "model.=net.").exit_code == 0
+    assert invoke("diff", tmp_path / "a", tmp_path / "c").exit_code == 1
+    assert invoke("diff", tmp_path / "a", tmp_path / "c", "--rename", "model.").exit_code == 2
+    assert invoke("diff", tmp_path / "a", tmp_path / "b", "--first-divergence", "--rename", "a=b").exit_code == 2
     for other in "bc":
-        found = _json(tmp_path / "a", tmp_path / other)["diff"]
+        found = json_of("diff", tmp_path / "a", tmp_path / other, status=1)["diff"]
         assert not found["equal"] and found["unchanged"] == (4 if other == "b" else 1)
     _pair_of_runs(tmp_path)
-    assert _json(tmp_path / "one", tmp_path / "two", "--first-divergence")["divergence"]["ulps"] == 1
+    document = json_of("diff", tmp_path / "one", tmp_path / "two", "--first-divergence", status=1)
+    assert document["divergence"]["ulps"] == 1
     steps = [tmp_path / run / "step-300" for run in ("one", "two")]
-    found = _json(*steps)["diff"]
+    found = json_of("diff", *steps, status=1)["diff"]
     assert [one["key"] for one in found["changed"]] == ["optim.state.inp.weight.exp_avg"]
     assert found["modules"][0]["module"] == "optim.state.inp" and found["modules"][0]["amount"]["differ"] == 1
 
@@ -397,14 +384,12 @@ def test_what_is_no_checkpoint_or_damaged_is_told_in_a_line(tmp_path: Path) -> N
     dcp.save({"model": nn.Linear(64, 64)}, tmp_path / "b")
     (tmp_path / "text.txt").write_text("nothing")
     for other in ("none", "text.txt"):
-        result = _run("diff", tmp_path / "a", tmp_path / other)
+        result = invoke("diff", tmp_path / "a", tmp_path / other)
         assert result.exit_code == 3 and str(tmp_path / other) in result.stderr and "Traceback" not in result.output
-    assert _json(tmp_path / "a", tmp_path / "none")["error"]["type"] == "CheckpointNotFound"
+    assert json_of("diff", tmp_path / "a", tmp_path / "none", status=3)["error"]["type"] == "CheckpointNotFound"
     data = next((tmp_path / "b").glob("*.distcp"))
-    damaged = bytearray(data.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    data.write_bytes(damaged)
-    result = _run("diff", tmp_path / "a", tmp_path / "b")
+    flip_byte(data)
+    result = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 3 and "model.weight" in result.stderr and str(data.name) in result.stderr
 
 

@@ -24,16 +24,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
-from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
-from dcp_plugin.cli.app import app
 from dcp_plugin.format import torch_archive
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import as_path
 from dcp_plugin.tensors import _torch
-from tests import launch, programs
+from tests import programs
+from tests.commands import invoke
 from tests.compare import assert_same, same_tree
+from tests.damage import flip
 from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state
 from tests.object_server import Bucket
@@ -77,15 +77,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def _nothing_at(out: Path) -> bool:
-    """Nothing is there, and nothing half-written beside it."""
-    return not os.path.lexists(out) and is_tidy(out.parent)
-
-
 def test_safetensors_have_the_module_byte_for_byte(path: Path, tmp_path: Path) -> None:
     report = dcp.export(path, tmp_path / "m.safetensors", "safetensors")
     assert_same(load_file(tmp_path / "m.safetensors"), dict(_model_state(path)))
@@ -116,7 +107,13 @@ def test_a_torch_file_is_what_torch_save_would_have_written(path: Path, tmp_path
     assert zipfile.ZipFile(tmp_path / "t.pt").testzip() is None
     written = io.BytesIO()
     torch.save({"x": contiguous, "v": VALUES}, written)
-    assert made == _with_id(written.getvalue(), b"0" * 40)
+    data, other = (
+        written.getvalue(),
+        b"0" * 40,
+    )  # another identifier, which torch makes of checksums in an order of its own
+    own = zipfile.ZipFile(written).read("archive/.data/serialization_id")
+    checksum = [struct.pack("<I", zlib.crc32(one)) for one in (own, other)]
+    assert made == data.replace(own, other).replace(*checksum)
 
 
 @pytest.mark.one_of
@@ -184,13 +181,6 @@ def test_an_optimizer_whose_order_is_not_known_keeps_its_names_and_a_note_says_s
     assert same_tree(torch.load(tmp_path / "t.pt")["optim"], {key[6:]: value for key, value in stored.items()})
 
 
-def _with_id(data: bytes, other: bytes) -> bytes:
-    """A file of torch's with another identifier, which is of its checksums in an order that is torch's own."""
-    own = zipfile.ZipFile(io.BytesIO(data)).read("archive/.data/serialization_id")
-    checksum = [struct.pack("<I", zlib.crc32(one)) for one in (own, other)]
-    return data.replace(own, other).replace(*checksum)
-
-
 @pytest.mark.long
 def test_offsets_beyond_4_gib_are_where_torch_writes_them(tmp_path: Path) -> None:
     tree = {
@@ -226,7 +216,6 @@ def test_a_checkpoint_that_is_laid_out_anew_has_the_same_bytes(path: Path, tmp_p
     assert_same(model.state_dict(), _model_state(path))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_reads_it(path: Path, tmp_path: Path) -> None:
     dcp.export(path, tmp_path / "d", "dcp", ranks=2, include=["model.*", "v.n"])
     state: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in _model_state(path).items()}}
@@ -243,7 +232,7 @@ def test_what_others_wrote_becomes_a_checkpoint(path: Path, tmp_path: Path) -> N
     dcp.export(path, tmp_path / "m.pt", "torch", include="model.*", rename={"model.": ""})
     assert_same(torch.load(tmp_path / "m.pt", weights_only=True), _model_state(path))
     for source in ("m.safetensors", "m.pt"):
-        result = _run("import", tmp_path / source, tmp_path / f"{source}.ck", "--json")
+        result = invoke("import", tmp_path / source, tmp_path / f"{source}.ck", "--json")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["export"]["tensors"] == 9
         model = _model()
@@ -265,7 +254,9 @@ def test_what_is_renamed_stays_nested(path: Path, tmp_path: Path) -> None:
     assert same_tree(torch.load(tmp_path / "t.pt"), {"a": {"b": rest}, "rest": VALUES["list"]})
 
 
-def _save_and_export(root: Path) -> None:
+@on_ranks(2)
+def test_each_rank_writes_some_of_the_files(tmp_path: Path) -> None:
+    root = tmp_path
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     whole = {key: value.clone() for key, value in model.state_dict().items()}
     for value in whole.values():
@@ -285,12 +276,9 @@ def _save_and_export(root: Path) -> None:
     assert_same({key: value for file in files for key, value in file.items()}, whole)
     assert_same(torch.load(root / "t.pt", weights_only=True)["model"], whole)
     assert_same(_model_state(root / "again"), whole)
-    outcome = ""
-    try:
+    with pytest.raises(dcp.CheckpointError, match="exists"):
         dcp.export(root / "ck", root / "hf", "safetensors")
-    except dcp.CheckpointError as error:
-        outcome = str(error)
-    assert "exists" in outcome
+    assert names_in(root) == ["again", "ck", "hf", "t.pt"]
 
 
 @on_ranks(2)
@@ -305,11 +293,6 @@ def test_an_export_on_one_rank_names_the_ranks_that_do_not_call_it(tmp_path: Pat
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_each_rank_writes_some_of_the_files(tmp_path: Path) -> None:
-    launch.run(_save_and_export, 2, tmp_path)
-    assert names_in(tmp_path) == ["again", "ck", "hf", "t.pt"]
-
-
 def test_from_a_bucket_and_into_one(path: Path, tmp_path: Path, bucket: Bucket) -> None:
     for made_as, name in [
         ("dcp", "ck"),
@@ -317,7 +300,7 @@ def test_from_a_bucket_and_into_one(path: Path, tmp_path: Path, bucket: Bucket) 
         ("safetensors", "m.safetensors"),
         ("safetensors", "folder"),
     ]:
-        result = _run("export", path, f"{bucket.url}/{name}", "--format", made_as)
+        result = invoke("export", path, f"{bucket.url}/{name}", "--format", made_as)
         assert result.exit_code == 0, result.output
     assert same_tree(dcp.read(f"{bucket.url}/ck"), dcp.read(path))
     for name in ("m.safetensors", "folder", "t.pt"):
@@ -325,7 +308,7 @@ def test_from_a_bucket_and_into_one(path: Path, tmp_path: Path, bucket: Bucket) 
         assert_same({key.removeprefix("model."): one for key, one in back.items()}, _model_state(path))
     dcp.export(f"{bucket.url}/ck", tmp_path / "m.safetensors", "safetensors")
     assert_same(load_file(tmp_path / "m.safetensors"), _model_state(path))
-    again = _run("export", path, f"{bucket.url}/t.pt", "--format", "torch")
+    again = invoke("export", path, f"{bucket.url}/t.pt", "--format", "torch")
     assert (again.exit_code, "exists" in again.stderr) == (3, True)
     assert bucket.unfinished_uploads() == []
 
@@ -350,37 +333,28 @@ def test_an_export_into_a_bucket_that_fails_deletes_only_what_it_has_written(
 # What goes wrong
 
 
-def _damaged(path: Path, to: Path) -> Path:
-    shutil.copytree(path, to)
-    data = max(to.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    key = max(dcp.inspect(to).tensors, key=lambda tensor: tensor.nbytes).key
-    content = dcp.read(to, key)[key].numpy().tobytes()
-    whole = bytearray(data.read_bytes())
-    whole[whole.index(content) + len(content) // 2] ^= 1
-    data.write_bytes(whole)
-    return to
-
-
 FORMATS = [("torch", "t.pt"), ("safetensors", "m.safetensors"), ("safetensors", "m"), ("hf", "hf"), ("dcp", "d")]
 
 
 @pytest.mark.parametrize(("made_as", "name"), FORMATS)
 def test_a_damaged_source_leaves_nothing(path: Path, tmp_path: Path, made_as: str, name: str) -> None:
-    source = _damaged(path, tmp_path / "source")
+    source = shutil.copytree(path, tmp_path / "source")
+    largest = max(dcp.inspect(source).tensors, key=lambda tensor: tensor.nbytes)
+    flip(source, largest.key, byte=largest.nbytes // 2)
     (tmp_path / "to").mkdir()
-    result = _run("export", source, tmp_path / "to" / name, "--format", made_as, "--json")
+    result = invoke("export", source, tmp_path / "to" / name, "--format", made_as, "--json")
     assert result.exit_code == 3, result.output
     assert json.loads(result.stdout)["error"]["type"] == "CheckpointCorrupt"
     assert result.stderr.count("\n") == 2 and "checksum" in result.stderr and str(source) in result.stderr
     assert os.listdir(tmp_path / "to") == []
 
 
-def _refused(path: Path, tmp_path: Path) -> list[tuple[list[object], int, str]]:
+def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(path: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_bytes(b"mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     out = tmp_path / "out"
-    return [
+    cases: list[tuple[list[object], int, str]] = [
         ([path, out, "--include", "model.0.wieght"], 3, "did you mean"),
         ([path, out, "--exclude", "*"], 3, "leaves none"),
         ([path, out, "--rename", "modle.="], 3, "no selected key starts with"),
@@ -404,11 +378,8 @@ def _refused(path: Path, tmp_path: Path) -> list[tuple[list[object], int, str]]:
         ([tmp_path / "nowhere", out], 3, "nothing is there"),
         ([path, out, "--format", "lightning", "--include", "x.*"], 3, "of one module"),
     ]
-
-
-def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(path: Path, tmp_path: Path) -> None:
-    for arguments, status, said in _refused(path, tmp_path):
-        result = _run("export", *arguments)
+    for arguments, status, said in cases:
+        result = invoke("export", *arguments)
         assert result.exit_code == status, (arguments, result.output)
         assert said in " ".join(result.stderr.replace("│", " ").split()), (arguments, result.stderr)
         assert status == 2 or result.stderr.count("\n") == 2, result.stderr
@@ -423,7 +394,7 @@ def test_a_full_disk_leaves_nothing(path: Path, tmp_path: Path, made_as: str, na
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "small", small], capture_output=True).returncode:
         pytest.skip("needs to mount")
     try:
-        result = _run("export", path, small / name, "--format", made_as)
+        result = invoke("export", path, small / name, "--format", made_as)
         assert result.exit_code == 3, result.output
         assert "No space left on device" in result.stderr and result.stderr.count("\n") == 2
         assert os.listdir(small) == []
@@ -431,29 +402,27 @@ def test_a_full_disk_leaves_nothing(path: Path, tmp_path: Path, made_as: str, na
         subprocess.run(["umount", small], check=True)
 
 
-STOPS = """
-import contextlib, signal, sys
-from dcp_plugin.cli import app, transfers
-
-@contextlib.contextmanager
-def stopping(title):
-    def stop(done, total):
-        print("in the middle", flush=True)
-        signal.pause()
-    yield stop
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
-transfers.progress = stopping
-app.app(sys.argv[1:])
-"""
-
-
 @pytest.mark.parametrize(
     ("made_as", "name"), [("torch", "t.pt"), ("dcp", "d"), pytest.param("safetensors", "m", marks=pytest.mark.long)]
 )
 def test_an_interrupted_export_leaves_nothing(path: Path, tmp_path: Path, made_as: str, name: str) -> None:
+    program = """
+        import contextlib, signal, sys
+        from dcp_plugin.cli import app, transfers
+
+        @contextlib.contextmanager
+        def stopping(title):
+            def stop(done, total):
+                print("in the middle", flush=True)
+                signal.pause()
+            yield stop
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
+        transfers.progress = stopping
+        app.app(sys.argv[1:])
+    """
     for number in (signal.SIGINT, signal.SIGKILL):
-        process = programs.Program("-c", STOPS, "export", path, tmp_path / name, "--format", made_as)
+        process = programs.Program("-c", program, "export", path, tmp_path / name, "--format", made_as)
         assert process.stdout.readline() == "in the middle\n"
         assert os.listdir(tmp_path) == [".dcp_plugin"]
         process.send_signal(number)
@@ -461,7 +430,7 @@ def test_an_interrupted_export_leaves_nothing(path: Path, tmp_path: Path, made_a
         assert not (tmp_path / name).exists()
         if number == signal.SIGINT:
             assert (process.returncode, said) == (130, "interrupted\n")
-            assert _nothing_at(tmp_path / name)
+            assert not os.path.lexists(tmp_path / name) and is_tidy(tmp_path)
     assert process.returncode == -signal.SIGKILL
     dcp.export(path, tmp_path / name, made_as)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == [name]

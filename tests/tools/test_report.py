@@ -9,26 +9,23 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import jsonschema
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin.cli import output
-from dcp_plugin.cli.app import app
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import figures
 from dcp_plugin.tools.contents import TensorInfo
 from dcp_plugin.tools.report.charts import charts_of
 from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, collect, heat_saves, modules_of
+from tests.commands import invoke, json_of
 from tests.limits import HANG
 
 HOSTILE = "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "report.json"
 
 
 def a_run(root: Where, saves: int = 4) -> Where:
@@ -107,7 +104,6 @@ def test_restarts_stragglers_and_what_others_have_written_into_the_figures(tmp_p
     assert dcp.report(tmp_path, tmp_path / "r.html").read_text().count("Rank 3 is slow") == 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_of_checkpoints_of_another_tool_the_page_says_what_is_missing(tmp_path: Path) -> None:
     stock.save({"model": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     run = collect(tmp_path)
@@ -148,14 +144,11 @@ def test_modules_are_folded_by_size_and_depth_and_a_hundred_thousand_keys_are_no
 
 def test_the_command_writes_a_page_or_says_the_figures(tmp_path: Path) -> None:
     run, out = a_run(tmp_path / "run"), tmp_path / "r.html"
-    done = CliRunner().invoke(app, ["report", str(run), "--out", str(out)])
+    done = invoke("report", run, "--out", out)
     assert (done.exit_code, done.stdout) == (0, f"{out}: 4 saves of {run}\n") and out.stat().st_size > 1 << 20
-    told = CliRunner().invoke(app, ["report", str(run), "--json"])
-    assert told.exit_code == 0
-    document = json.loads(told.stdout)
-    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(document)
+    document = json_of("report", run)
     assert document["out"] is None and len(document["report"]["saves"]) == 5
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "x")]).exit_code == output.FAILED
+    assert invoke("report", tmp_path / "x").exit_code == output.FAILED
 
 
 def test_without_plotly_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
