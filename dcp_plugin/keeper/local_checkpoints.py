@@ -25,7 +25,7 @@ import stat
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from dcp_plugin.format.summary import with_hash
@@ -202,7 +202,39 @@ def time_of(token: str) -> float:
     return int(token[:16], 16) / 1e9
 
 
-@dataclass
+def saves_in(folder: Path) -> tuple[list[LocalCheckpoint], list[str]]:
+    """Read a directory ``<key>``.
+
+    Returns:
+        Every save with a valid record, oldest first; and the excluded folders, with the reason.
+    """
+    entries: list[os.DirEntry[str]] = []
+    problems: list[str] = []
+    try:
+        entries = [entry for entry in os.scandir(_reached(folder)) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror}")
+    checkpoints = []
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        if entry.name.endswith(_GARBAGE):
+            continue
+        try:
+            if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
+                raise ValueError(reason)
+            record = Record.decode(_read_bounded(Path(entry.path, NODE)))
+            if record.token != entry.name:
+                raise ValueError("its record is of another save")
+            checkpoints.append(LocalCheckpoint(Path(entry.path), record))
+        except FileNotFoundError:  # it has no record yet, or was deleted just now
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(shown(f"{entry.path}: {error}"))
+    return sorted(checkpoints, key=_order), problems
+
+
+@dataclass(frozen=True)
 class LocalCheckpoints:
     """A node's parts of the saves to one folder of checkpoints.
 
@@ -213,14 +245,11 @@ class LocalCheckpoints:
 
     local_dir: Path
     root: Where
-    problems: list[str] = field(default_factory=list)
-    """Folders that the last :meth:`all` excluded, with the reason."""
-    key: str = ""
-    """The name of its folder, if the root is not known."""
 
     @property
     def folder(self) -> Path:
-        return self.local_dir / WORKSPACE / (self.key or key_of(self.root))
+        """The directory ``<key>``."""
+        return self.local_dir / WORKSPACE / key_of(self.root)
 
     def folder_of(self, token: str) -> Path:
         """Return the folder of a save, reached through the descriptor of its directory. Raises OSError."""
@@ -238,22 +267,8 @@ class LocalCheckpoints:
         return folder
 
     def all(self) -> list[LocalCheckpoint]:
-        """Return every save with a valid record, oldest first. Set :attr:`problems`."""
-        self.problems = []
-        checkpoints = []
-        for entry in self._entries():
-            try:
-                if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
-                    raise ValueError(reason)
-                record = Record.decode(_read_bounded(Path(entry.path, NODE)))
-                if record.token != entry.name:
-                    raise ValueError("its record is of another save")
-                checkpoints.append(LocalCheckpoint(Path(entry.path), record))
-            except FileNotFoundError:  # it has no record yet, or was deleted just now
-                continue
-            except (OSError, ValueError) as error:
-                self.problems.append(shown(f"{entry.path}: {error}"))
-        return sorted(checkpoints, key=_order)
+        """Return every save with a valid record, oldest first."""
+        return saves_in(self.folder)[0]
 
     def find(self, token: str) -> LocalCheckpoint | None:
         return next((checkpoint for checkpoint in self.all() if checkpoint.record.token == token), None)
@@ -261,17 +276,6 @@ class LocalCheckpoints:
     def of_path(self, path: Where) -> list[LocalCheckpoint]:
         """Return the saves to one path, oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.record.path == str(path)]
-
-    def _entries(self) -> list[os.DirEntry[str]]:
-        """Return the folders of saves, by name."""
-        try:
-            entries = [entry for entry in os.scandir(_reached(self.folder)) if entry.is_dir(follow_symlinks=False)]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self.problems.append(f"{self.folder}: {error.strerror}")
-            return []
-        return sorted((entry for entry in entries if not entry.name.endswith(_GARBAGE)), key=lambda entry: entry.name)
 
     def keep(self, count: int, needed: Collection[str]) -> list[str]:
         """Delete the saves older than the newest ``count`` complete saves, except for the tokens in ``needed``.
@@ -337,11 +341,11 @@ def checkpoints_below(local_dir: Path, root: Where) -> tuple[list[LocalCheckpoin
         keys = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     below = f"{str(root).rstrip('/')}/"
     for key in keys:
-        folder = LocalCheckpoints(local_dir, root, key=key)
-        parts = [part for part in folder.all() if part.record.path.startswith(below) and _has_key(part, key)]
+        saves, excluded = saves_in(local_dir / WORKSPACE / key)
+        parts = [part for part in saves if part.record.path.startswith(below) and _has_key(part, key)]
         checkpoints += parts
         if parts or key == key_of(root):
-            problems += folder.problems
+            problems += excluded
     return sorted(checkpoints, key=_order), problems
 
 
