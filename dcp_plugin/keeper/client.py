@@ -337,7 +337,7 @@ class KeeperClient:
         with suppress(OSError, SaveFailed):
             self._call("begin")  # a keeper that starts now finds it by itself
 
-    def wait(self, token: str, stage: str, timeout: float | None = None) -> State:
+    def wait(self, token: str, milestone: str, timeout: float | None = None) -> State:
         """Wait as :meth:`.Journal.wait` does; without ``timeout``, until the training stops waiting.
 
         Rank 0 logs the messages of the save.
@@ -351,13 +351,13 @@ class KeeperClient:
                 left = max(0.0, self._queue.closes_at - time.monotonic())
             step = min(_POLL, self._config.timeout / 2, *(() if left is None else (left,)))
             asked = time.monotonic()
-            state: State = self._call("wait", token, stage, step, self._logged[token])
+            state: State = self._call("wait", token, milestone, step, self._logged[token])
             if left is not None:
                 left -= min(step, time.monotonic() - asked)  # not the seconds in which another keeper was started
             for text in state.messages[self._logged[token] :] if self.rank == 0 else ():
                 logger.warning("keeper of rank %d: %s", self.rank, text)
             self._logged[token] = len(state.messages)
-            if state.has_reached(stage) or (left is not None and left <= 0):
+            if state.has_reached(milestone) or (left is not None and left <= 0):
                 return state
 
     def drain(self, token: str) -> bool:

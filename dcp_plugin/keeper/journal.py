@@ -176,9 +176,12 @@ class Journal:
             if older < token and older not in needed and self.state(older).end is not None:
                 self.spool.drop(name, f"{name.removesuffix('.job')}.part", f"{older}.go")
 
-    def wait(self, token: str, stage: str, seconds: float, known: float = math.inf) -> State:
-        """Wait until a save has reached a stage (a field of :class:`~dcp_plugin.keeper.records.State`), has ended, or
-        has more than ``known`` messages, but not longer than some seconds; return its state.
+    def wait(self, token: str, milestone: str, seconds: float, known: float = math.inf) -> State:
+        """Wait for news of a save: a milestone (a field of :class:`~dcp_plugin.keeper.records.State`), its end, or more
+        than ``known`` messages.
+
+        Returns:
+            The state of the save, also after ``seconds`` without news.
 
         Raises:
             SaveFailed: The journal has no records of the save.
@@ -189,7 +192,7 @@ class Journal:
 
         def has_news() -> bool:
             state = self.state(token)
-            return state.has_reached(stage) or len(state.messages) > known
+            return state.has_reached(milestone) or len(state.messages) > known
 
         with self._changed:
             self._changed.wait_for(has_news, seconds)

@@ -250,9 +250,9 @@ class State:
     """Warnings for the training; on the node of rank 0."""
     end: End | None = None
 
-    def has_reached(self, stage: str) -> bool:
-        """Return whether the save has reached a stage (the name of a field), or has ended."""
-        return self.end is not None or bool(getattr(self, stage))
+    def has_reached(self, milestone: str) -> bool:
+        """Return whether the save has reached a milestone (the name of a field), or has ended."""
+        return self.end is not None or bool(getattr(self, milestone))
 
 
 _TRAVELLING = (
