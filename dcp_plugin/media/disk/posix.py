@@ -1,7 +1,8 @@
-"""The few file-system operations that a commit needs: durable creation, atomic replacement, locks of the living.
+"""The file-system operations of a commit: directories opened without following links, syncs, exchanges of names, and
+locks that the kernel drops when their process ends.
 
-A rename is durable only when the directory that holds the name is synced; a file only when it is synced itself.
-Both are done here so that no caller forgets one.
+A new file or directory is durable when it is synced and the directory that has its name is synced. A rename is durable
+when both directories are synced. :func:`make_directories` and :func:`sync_tree` do that; otherwise the caller does.
 """
 
 from __future__ import annotations
