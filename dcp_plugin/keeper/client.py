@@ -160,7 +160,7 @@ class KeeperClient:
 
     # Requests
 
-    def lost(self) -> KeeperLost:
+    def _lost(self) -> KeeperLost:
         """Return the error that names the keeper of this node, which does not answer."""
         return KeeperLost(
             f"the keeper of rank {self.rank} on {socket.gethostname()} does not answer: it is "
@@ -248,13 +248,13 @@ class KeeperClient:
                     reply = keeper.ask(self._patience, what, *args)
                 break
             except TimeoutError as error:
-                raise self.lost() from error
+                raise self._lost() from error
             except OSError as error:
                 failing_since = failing_since or time.monotonic()
                 if self._closing:
                     raise
                 if time.monotonic() - failing_since > _START_SECONDS:
-                    raise self.lost() from error
+                    raise self._lost() from error
                 time.sleep(0.1)
         if isinstance(reply.failure, OSError):  # of the keeper's own work, unlike those above
             reason = f"{type(reply.failure).__name__}: {reply.failure}"
