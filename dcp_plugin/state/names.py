@@ -5,7 +5,7 @@ wrap. The first three use names that no user module has; DDP's ``module`` is rem
 instance.
 
 Optimizer state is named by the FQN of the parameter, so an optimizer needs one module that has all of its parameters.
-If the state has no such module, :func:`joint_module` composes one from the state, without copies:
+If the state has no such module, :func:`trained_module` composes one from the state, without copies:
 
 | parameters                                | their names                          |
 |-------------------------------------------|--------------------------------------|
@@ -166,59 +166,31 @@ def trained_module(
     """Return the module that has all parameters of an optimizer, composed from several modules if none has them all.
 
     An optimizer that lists no parameters (it contains other optimizers) trains any of the modules.
+
+    Raises:
+        CheckpointMismatch: The state has none of the parameters (the optimizer was made before the module was wrapped,
+            for example); or several modules have them, of which one contains FSDP1, whose optimizer state is gathered
+            through its own root. Or a module has the reserved name under which loose parameters are stored.
     """
     if not hasattr(optimizer, "param_groups"):
         return next(iter(modules.values())) if len(modules) == 1 else union_of(modules, {})
-    try:
-        return module_of(name, optimizer, modules)
-    except CheckpointMismatch:
-        joint = joint_module(name, optimizer, modules, state)
-        if joint is None:
-            raise
-        return joint
-
-
-def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module that an optimizer trains.
-
-    Raises:
-        CheckpointMismatch: No module has all of its parameters.
-    """
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for module in modules.values():
-        if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
-            return module
-    raise CheckpointMismatch(
-        f"no module of the state has all parameters of the optimizer {name!r} (its modules: "
-        f"{', '.join(modules) or 'none'}). Add the module to the state, under any name. If several modules share an "
-        f"optimizer, put them into one nn.ModuleDict. Make the optimizer after wrapping the module."
-    )
-
-
-def joint_module(
-    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
-) -> nn.Module | None:
-    """Return a composed module that has all parameters of an optimizer, if no single module has them all.
-
-    Return None if the state has none of the parameters (the optimizer was made before the module was wrapped, for
-    example), or if the module would have to join FSDP1 with others: its optimizer state is gathered through its own
-    root.
-
-    Raises:
-        CheckpointMismatch: A module has the reserved name under which loose parameters are stored.
-    """
-    loose = _by_place(optimizer)
-    wanted = {id(parameter) for parameter in loose.values()}
-    members: dict[str, nn.Module] = {}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing, members = set(trained), dict[str, nn.Module]()
     for member, module in modules.items():
-        if shared := wanted & {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
+        own = {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
+        if trained <= own:
+            return module
+        if shared := missing & own:
             members[member] = module
-            wanted -= shared
-    if not members and wanted.isdisjoint(map(id, _tensors(state))):
-        return None
-    if any(map(contains_fsdp1, members.values())):
-        return None
-    loose = {fqn: parameter for fqn, parameter in loose.items() if id(parameter) in wanted}
+            missing -= shared
+    is_in_state = bool(members) or not missing.isdisjoint(map(id, _tensors(state)))
+    if not is_in_state or any(map(contains_fsdp1, members.values())):
+        raise CheckpointMismatch(
+            f"no module of the state has all parameters of the optimizer {name!r} (its modules: "
+            f"{', '.join(modules) or 'none'}). Add the module to the state, under any name. If several modules share "
+            f"an optimizer, put them into one nn.ModuleDict. Make the optimizer after wrapping the module."
+        )
+    loose = {fqn: parameter for fqn, parameter in _by_place(optimizer).items() if id(parameter) in missing}
     if loose and LOOSE in members:
         raise CheckpointMismatch(
             f"a module of the state has the name {LOOSE!r}, under which the optimizer {name!r} stores its state of "
