@@ -288,11 +288,10 @@ class Checkpointer:
             if not self._writer.is_attached:
                 self._source.settle(location.parent, ranks)
             with self._open_in_source(location, ranks) as files:
-                if files is None or files.is_at_path:
-                    yield None
-                    return
-                yield files
-                ranks.agree(f"end to look at {location}", lambda: None)  # afterwards no rank reads this node's files
+                is_only_in_source = files is not None and not files.is_at_path
+                yield files if is_only_in_source else None
+                if is_only_in_source:  # after the meeting no rank reads this node's files
+                    ranks.agree(f"end to look at {location}", lambda: None)
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """Return the saves at or below ``root`` that are only on the nodes, where a load finds them. Collective.
