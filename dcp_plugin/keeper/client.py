@@ -147,14 +147,14 @@ class KeeperClient:
                 medium.discard(reservation)
                 self._store_clock = None if reservation.time is None else (reservation.time, began)
 
-    def store_time(self) -> float | None:
-        """Return the time by the clock of the store, in seconds since the epoch; None without a store.
+    def now(self) -> float:
+        """Return the time by the clock of the store, or of this host without a store, in seconds since the epoch.
 
         Saves are published with the time that they have in ``local_dir``, and others with the time of the store: one
         clock orders both, whoever sets that of this host.
         """
         if self._store_clock is None:
-            return None
+            return time.time()
         time_there, then = self._store_clock
         return time_there + _seconds_since_boot() - then
 

@@ -345,9 +345,9 @@ class KeptSaves:
         staged = self._pipeline.leave_out(request, staged, ranks)
 
         def name() -> Path:  # on rank 0
-            now = self.client.store_time()
+            now = self.client.now()
             self._pipeline.newest_time = newest = recorded_time(self._pipeline.newest_time, now)
-            behind = newest - recorded_time(0.0, now)
+            behind = newest - now
             if behind > 60.0 and not self._has_warned_of_clock:
                 self._has_warned_of_clock = True
                 logger.warning("the clock is %.0f s behind the newest save. Recorded times go on from there.", behind)

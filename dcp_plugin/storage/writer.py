@@ -173,7 +173,9 @@ class Publication:
         assert self._reservation is not None, "the coordinator has reserved it"
         names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
-        saved = self._reservation.time or recorded_time(max(seen, newest_time(self.medium, self.path.parent)))
+        saved = self._reservation.time or recorded_time(
+            max(seen, newest_time(self.medium, self.path.parent)), time.time()
+        )
         try:
             index.extra_files = comparisons_below(self.medium, self._reservation.directory) if attached else {}
             files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
@@ -194,16 +196,16 @@ class Publication:
             self._reservation = None
 
 
-def recorded_time(seen: float, now: float | None = None) -> float:
+def recorded_time(seen: float, now: float) -> float:
     """Return the recorded time of a save that begins now, in seconds since the epoch.
 
     Checkpoints are sorted by it, so it never runs back: a clock may be set back, and that of another host be ahead.
 
     Args:
         seen: The greatest recorded time that is known of the run.
-        now: The time by the clock of the store; None: by the clock of this host.
+        now: The time by the clock of the store, or of this host without a store.
     """
-    return max(time.time() if now is None else now, time_after(seen))
+    return max(now, time_after(seen))
 
 
 def compose(

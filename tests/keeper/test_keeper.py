@@ -34,6 +34,7 @@ import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format.summary import Summary
+from dcp_plugin.keeper import client as keeper_client
 from dcp_plugin.keeper import locks, plain, spool
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator, Save
@@ -238,7 +239,9 @@ def test_a_save_without_a_keeper_is_the_newest_after_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     root, local, now = tmp_path / "run", tmp_path / "local", [time.time()]
-    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: now[0]))
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: now[0]})
+    for module in (writer, keeper_client):
+        monkeypatch.setattr(module, "time", clock)
     settings: dict[str, Any] = {"local_dir": str(local), "local_keep": 9, "timeout": 5.0}
     checkpointer = dcp.Checkpointer(async_save=True, durable_every=100, keeper_linger=0.0, **settings)
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_plugin as dcp
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import DATA_SUFFIX, INDEX, SUMMARY
+from dcp_plugin.keeper import client as keeper_client
 from dcp_plugin.keeper import wire
 from dcp_plugin.keeper.local_checkpoints import (
     NODE,
@@ -358,7 +359,9 @@ def test_local_saves_after_a_clock_was_set_back_are_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     now, local, root = [0.0], tmp_path / "local", tmp_path / "run"
-    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1.7e9 + now[0]))
+    clock = SimpleNamespace(**vars(keeper_client.time) | {"time": lambda: 1.7e9 + now[0]})
+    for module in (writer, keeper_client):
+        monkeypatch.setattr(module, "time", clock)
     durable = 1 if names == "one path" else None
     times = []
     for step, (minutes, begins_anew) in enumerate([(900, True), (500, False), (600, True), (320, True)], start=1):
