@@ -99,23 +99,30 @@ def delete(path: Where) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse a path that is no checkpoint. Raise the errors of :func:`delete`."""
+    """Refuse to delete a path that is no checkpoint. Raise the errors of :func:`delete`."""
+    if _is_other_thing(path):
+        raise CheckpointError(
+            f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
+            f"those below a directory."
+        )
+
+
+def _is_other_thing(path: Where) -> bool:
+    """Return whether something is at a path, and is no checkpoint.
+
+    Raises:
+        CheckpointUnreadable: The file system fails to read it.
+    """
     medium = medium_of(path)
     try:
         kind = medium.kind(path)
         if kind == "folder":
             names = [name.rstrip("/") for name in medium.open(path).names()]
             is_ours = has_traces(names) or is_workspace(path.parent.name)
-            is_checkpoint = is_ours or is_checkpoint_folder(medium.open(path), path.name)
-        else:
-            is_checkpoint = not kind or Saved(medium.open(path.parent), path.name, 0.0).examined() is not None
+            return not (is_ours or is_checkpoint_folder(medium.open(path), path.name))
+        return bool(kind) and Saved(medium.open(path.parent), path.name, 0.0).examined() is None
     except OSError as error:
         raise cannot_read(path, error) from error
-    if not is_checkpoint:
-        raise CheckpointError(
-            f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
-            f"those below a directory."
-        )
 
 
 def link(path: PathLike, target: PathLike) -> None:
@@ -127,7 +134,10 @@ def link(path: PathLike, target: PathLike) -> None:
     """
     where = as_path(path)
     if not is_link(where):
-        refuse_other_things(where)
+        if _is_other_thing(where):
+            raise CheckpointError(
+                f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
+            )
         refuse_to_replace_a_base(where)
     medium_of(where).link(where, as_path(target))
 
