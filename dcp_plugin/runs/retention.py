@@ -23,7 +23,7 @@ from dcp_plugin.paths import PathLike, Where, as_path, is_link, resolved
 from dcp_plugin.retention import Retention
 from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
-from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass
+from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass, read_each
 from dcp_plugin.storage.published import read_summary, summary_if_readable, summary_of
 from dcp_plugin.types import CheckpointState
 
@@ -161,21 +161,29 @@ def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sib
     """
     patience = Patience()
     medium = snapshot(folder)  # the client of a store repeats requests by itself
+
+    def look(entry: Listed[Any]) -> _Sibling | Exception | None:
+        try:
+            return patience.read(functools.partial(_look_at, entry, medium, by_names))
+        except FileNotFoundError:  # another process deleted the entry
+            return None
+        except (CheckpointUnreadable, OSError) as error:
+            return error
+        except (CheckpointCorrupt, ValueError):
+            return None
+
+    entries = [
+        entry
+        for entry in patience.read(lambda: medium.entries(folder))
+        if not (entry.is_file or entry.path.name == LOST_AND_FOUND or is_workspace(entry.path.name))
+    ]
     siblings: dict[Where, _Sibling] = {}
     unreadable: dict[Where, Exception] = {}
-    for entry in patience.read(lambda: medium.entries(folder)):
-        if entry.is_file or entry.path.name == LOST_AND_FOUND or is_workspace(entry.path.name):
-            continue
-        try:
-            sibling = patience.read(functools.partial(_look_at, entry, medium, by_names))
-        except FileNotFoundError:  # another process deleted the entry
-            continue
-        except (CheckpointUnreadable, OSError) as error:
-            unreadable[entry.path] = error
-        except (CheckpointCorrupt, ValueError):
-            continue
-        else:
-            siblings |= {} if sibling is None else {entry.path: sibling}
+    for entry, sibling in zip(entries, read_each(entries, look, medium.open(folder)), strict=True):
+        if isinstance(sibling, Exception):
+            unreadable[entry.path] = sibling
+        elif sibling is not None:
+            siblings[entry.path] = sibling
     return siblings, unreadable
 
 

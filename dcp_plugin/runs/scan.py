@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +70,19 @@ class Patience:
                 if now >= self._until:
                     raise
             sleep(_PAUSE)
+
+
+def read_each(entries: Sequence[Listed[Any]], read: Callable[[Listed[Any]], T], files: Readable) -> list[T]:
+    """Return the results of ``read``. In a store the entries are read at the same time: one after the other, each would
+    take a round trip.
+
+    Args:
+        files: The files of the folder of the entries, which know the cost of a read.
+    """
+    if files.cost.at_once == 1:
+        return list(map(read, entries))
+    with ThreadPoolExecutor(files.cost.at_once, thread_name_prefix="dcp-scan") as pool:
+        return list(pool.map(read, entries))
 
 
 def may_pass(error: Exception) -> bool:
@@ -255,16 +268,15 @@ class Scan:
         return in_one_view(directory, _state_in, medium=self.medium)
 
     def _read_ahead(self, directory: Where, folders: list[Listed[Any]]) -> None:
-        """Examine the folders of a store at the same time: one after the other, each would take a round trip."""
+        """Examine the folders of a store at the same time."""
 
         def examine(folder: Listed[Any]) -> None:
             with suppress(OSError, CheckpointError):  # met again, and reported, by the caller
                 self._once((folder.path, folder.number), lambda: self._state(folder.path))
 
-        at_once = self.medium.open(directory).cost.at_once
-        if self._read_all and at_once > 1:
-            with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-scan") as pool:
-                list(pool.map(examine, folders))
+        files = self.medium.open(directory)
+        if self._read_all and files.cost.at_once > 1:
+            read_each(folders, examine, files)
 
     def _look_below(self, directory: Where, depth: int) -> None:
         entries = self._patience.read(lambda: self.medium.entries(directory))

@@ -22,9 +22,10 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.format import index_file
+from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import WORKSPACE, lease, medium_of
 from dcp_plugin.media.disk import commit
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import retention
 from dcp_plugin.storage import published, writer
 from tests import launch
@@ -32,6 +33,8 @@ from tests.dying import die_at
 from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS, OPTIMIZER, WEIGHTS
 from tests.forge import change_summary
 from tests.launch import on_ranks
+from tests.limits import HANG
+from tests.object_server import Bucket
 from tests.objects import attack
 from tests.places import delete_file, is_tidy, names_in, stock_writer
 
@@ -151,6 +154,23 @@ def test_a_policy_keeps_what_any_of_its_rules_keeps_after_each_save(place: Where
         for step, loss in enumerate((0.5, 0.4, 0.1, 0.3, 0.2, 0.9, 0.8)):
             checkpointer.save({"n": step}, place / f"step-{step}", step, metrics={"loss": loss})
     assert [state.step for state in dcp.list_checkpoints(place)] == [0, 2, 4, 6]
+
+
+def test_a_policy_reads_the_checkpoints_of_a_bucket_at_the_same_time(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = as_path(f"{bucket.url}/run")
+    for step in range(4):
+        dcp.save({"n": step}, run / f"step-{step}", step=step)
+    all_of_them, read_summary = threading.Barrier(4), retention.read_summary
+
+    def meet(path: Where) -> Summary | None:
+        all_of_them.wait(HANG)
+        return read_summary(path)
+
+    monkeypatch.setattr(retention, "read_summary", meet)
+    retention.prune(run / "step-3", dcp.Retention(every_steps=2))
+    assert [state.step for state in dcp.list_checkpoints(run)] == [0, 2, 3]
 
 
 def test_a_policy_selects_neither_the_newest_nor_a_base_nor_what_is_torn() -> None:
