@@ -15,6 +15,7 @@ from dcp_plugin.errors import size
 from dcp_plugin.tools.report.collect import RunFigures, Save, heat_saves
 
 _METRICS = ("--blue", "--orange", "--green", "--purple")
+_STAGES = ("--sky", "--blue", "--purple", "--grey")
 _MODULES = ("--m1", "--m2", "--m3", "--m4", "--m5", "--m6")
 _CHOICES = (("write_seconds", "Writing"), ("staging_seconds", "Copying"), ("blocked_seconds", "Waiting"))
 
@@ -112,20 +113,14 @@ def seconds(run: RunFigures) -> Chart:
     """Return the chart of the seconds of each save, by stage, with the seconds for which the training waited."""
     saves = [save for save in run.saves if save.error or save.seconds is not None]
     written = "Upload" if all(save.to_store for save in run.timed) else "Write"
-    stages = {
-        "Copy to host memory": "--sky",
-        written: "--blue",
-        "Upload from local_dir": "--purple",
-        "Plan, publish, queue": "--grey",
-    }
-    columns = zip(stages.items(), zip(*map(_stages, saves), strict=True), strict=True)
-    traces = [_bars(*stage, saves, column, _short, 1) for stage, column in columns if max(column) >= 0.0005]
-    waited, failed = [], []
-    for x, save in enumerate(saves):
-        y = None if save.error else save.blocked_seconds
-        waited.append(_Point(save, x, y, f"training waited {_short(save.blocked_seconds)}"))
-        if save.error:
-            failed.append(_Point(save, x, 0, _cut(save.error)))
+    names = ("Copy to host memory", written, "Upload from local_dir", "Plan, publish, queue")
+    stages = zip(names, _STAGES, zip(*map(_stages, saves), strict=True), strict=True)
+    traces = [_bars(name, colour, saves, took, _short, 1) for name, colour, took in stages if max(took) >= 0.0005]
+    waited = [
+        _Point(save, x, None if save.error else save.blocked_seconds, f"training waited {_short(save.blocked_seconds)}")
+        for x, save in enumerate(saves)
+    ]
+    failed = [_Point(save, x, 0, _cut(save.error)) for x, save in enumerate(saves) if save.error]
     traces.append(_trace("scatter", "Training waited", "--orange", waited) | {"look": "diamond"})
     if failed:
         traces.append(_trace("scatter", "Failed", "--red", failed) | {"look": "x"})
@@ -191,7 +186,7 @@ _UNITS = [("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)
 def reuse(run: RunFigures) -> Chart:
     """Return the chart of bytes written and bytes linked by each save."""
     saves = run.timed
-    written, linked = ([save.bytes or 0 for save in saves], [save.bytes_reused or 0 for save in saves])
+    written, linked = [save.bytes or 0 for save in saves], [save.bytes_reused or 0 for save in saves]
     largest = max(map(sum, zip(written, linked, strict=True)))
     name, unit = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
     bars = [

@@ -189,7 +189,7 @@ def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
     costs = {name: _number(record.get(name)) for name in _COSTS}
     costs |= {name: max(column) for name, column in ranks.items() if name in _COSTS}
     total, local = costs["seconds"], _number(record.get("local_seconds"))
-    uploaded = total is not None and local is not None and record.get("tier") == "durable"
+    was_uploaded = record.get("tier") == "durable"
     return Save(
         name=_text(record.get("path")),
         time=time,
@@ -198,7 +198,7 @@ def _save(record: dict[str, Any], trainings: dict[str, int]) -> Save | None:
         metrics=metrics,
         error=(_text(record.get("error")) or "unknown") if failed else "",
         **costs,
-        upload_seconds=max(0.0, (total or 0.0) - (local or 0.0)) if uploaded else None,
+        upload_seconds=None if total is None or local is None or not was_uploaded else max(0.0, total - local),
         bytes=_count(record.get("bytes")),
         bytes_reused=_count(record.get("bytes_reused")),
         to_store=record.get("place") == "store",
