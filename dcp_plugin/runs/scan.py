@@ -117,7 +117,7 @@ def state_of(path: Where, patience: Patience | None = None) -> CheckpointState |
         raise cannot_read(path, error) from error
 
 
-def _state_in(path: Where, files: Readable) -> CheckpointState | None:
+def _state_in(path: Where, files: Readable, summaries: bool = True) -> CheckpointState | None:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
     if reason and files.moved():
@@ -128,7 +128,7 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     step, metrics, bases = None, dict[str, float](), tuple[Where, ...]()
     try:
         with suppress(NewerFormat), damage_in(path):
-            if not reason and (summary := summary_in(files)) is not None:
+            if summaries and not reason and (summary := summary_in(files)) is not None:
                 written, step, metrics = summary.time, summary.step, dict(summary.metrics)
                 with suppress(CheckpointCorrupt):  # a summary without a valid base
                     bases = Base.of_summary(summary.base, path).places(path)
@@ -157,6 +157,8 @@ class Scan:
         read_all: Whether to read each checkpoint, and each file that may be one. Otherwise, where names of files show
             when a checkpoint was saved, nothing of it is read, and its step is unknown.
         in_flight: Whether to include saves in flight whose records have to be read.
+        summaries: False if the caller examines each checkpoint itself: the scan then reads no summary, and knows of a
+            checkpoint only what names of files show.
         patience: Retry that the scans of a search share, for 10 s in total.
 
     Raises:
@@ -183,9 +185,10 @@ class Scan:
         read_all: bool = False,
         in_flight: bool | None = None,
         patience: Patience | None = None,
+        summaries: bool = True,
     ) -> None:
         self._root, self._patience = root, patience or Patience()
-        self._others, self._read_all = others, read_all
+        self._others, self._read_all, self._summaries = others, read_all, summaries
         self._reads_records = read_all if in_flight is None else in_flight
         self._read: dict[object, Any] = {}
         """Results of reads in earlier rounds, by path and number of the entry."""
@@ -265,7 +268,7 @@ class Scan:
         time = None if self._read_all else time_from_names(directory, self.medium)
         if time is not None:
             return CheckpointState(directory, True, "", None, time)
-        return in_one_view(directory, _state_in, medium=self.medium)
+        return in_one_view(directory, lambda path, files: _state_in(path, files, self._summaries), medium=self.medium)
 
     def _read_ahead(self, directory: Where, folders: list[Listed[Any]]) -> None:
         """Examine the folders of a store at the same time."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
@@ -22,7 +22,7 @@ from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.foreign import Saved
-from dcp_plugin.runs.scan import Scan
+from dcp_plugin.runs.scan import Patience, Scan, cannot_read, may_pass
 from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
 from dcp_plugin.types import CheckpointState
 
@@ -128,17 +128,22 @@ class Found:
 
 def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
     """Return the result of :func:`list_runs`, with the scan and the bases."""
-    scan = Scan(root, others=True, in_flight=True)
-    warn_of_unreadable(scan.unreadable)
+    scan, patience = Scan(root, others=True, in_flight=True, summaries=False), Patience()
     candidates = [*scan.checkpoints(), *local_below(root, local_dir, storage_options)]
     at_once = medium_of(root).open(root).cost.at_once
     with ThreadPoolExecutor(at_once, thread_name_prefix="dcp-list") as pool:
-        looks = [look for look in pool.map(lambda candidate: _look(candidate, scan.medium), candidates) if look]
+        looks = [
+            look for look in pool.map(lambda candidate: _look(candidate, scan.medium, patience), candidates) if look
+        ]
     folders: dict[Where, list[_Looked]] = {}
     for look in sorted(looks, key=lambda look: (str(look.folder), look.listed.time, look.listed.step or -1)):
         folders.setdefault(look.folder, []).append(look)
     runs = [_run(folder, members) for folder, members in folders.items()]
-    unreadable = {*scan.unreadable, *(look.listed.path for look in looks if look.is_unreadable)}
+    failures = {look.listed.path: look.failure for look in looks if look.failure is not None}
+    warn_of_unreadable(
+        scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, NewerFormat)}
+    )
+    unreadable = {*scan.unreadable, *failures}
     return Found(runs, {look.listed.path: look.bases for look in looks if look.bases}, unreadable, scan)
 
 
@@ -148,7 +153,8 @@ class _Looked:
     found: CheckpointState | Saved
     usage: Usage = field(default_factory=Usage)
     bases: set[Where] = field(default_factory=set)
-    is_unreadable: bool = False
+    failure: CheckpointUnreadable | None = None
+    """The reason why the checkpoint cannot be read, and may be intact."""
 
     @property
     def folder(self) -> Where:
@@ -187,7 +193,7 @@ def _run(folder: Where, members: list[_Looked]) -> Run:
     return Run(folder, listed, Usage.of_all(member.usage for member in members).nbytes)
 
 
-def _look(checkpoint: CheckpointState | Saved, medium: Medium) -> _Looked | None:
+def _look(checkpoint: CheckpointState | Saved, medium: Medium, patience: Patience) -> _Looked | None:
     """Examine a checkpoint. Return None if it was deleted meanwhile, and for a file without a training."""
     try:
         if isinstance(checkpoint, Saved):
@@ -197,10 +203,17 @@ def _look(checkpoint: CheckpointState | Saved, medium: Medium) -> _Looked | None
         elif is_workspace(checkpoint.path.parent.name) and not checkpoint.committed:  # a save in flight, by its record
             look = _Looked(_entry(checkpoint, "torn", checkpoint.reason), checkpoint)
         else:
-            look = in_one_view(checkpoint.path, lambda _, files: _look_at_files(checkpoint, files), medium=medium)
+            look = patience.read(
+                lambda: in_one_view(checkpoint.path, lambda _, files: _look_at_files(checkpoint, files), medium=medium)
+            )
         return None if look is None else replace(look, usage=usage_of(medium, checkpoint.path))
-    except (OSError, CheckpointNotFound, CheckpointUnreadable):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, CheckpointUnreadable) as error:
+        if isinstance(checkpoint, Saved):
+            return None
+        failure = cannot_read(checkpoint.path, error)
+        return _Looked(_entry(checkpoint, "damaged", str(failure)), checkpoint, failure=failure)
 
 
 _State = Literal["whole", "torn", "damaged", "newer format", "foreign"]
@@ -237,7 +250,7 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
     reason = uncommitted_reason(names)
     state: _State = "torn"
     summary: Summary | None = None
-    is_unreadable = False
+    failure: CheckpointUnreadable | None = None
     if reason:
         state = "damaged" if DAMAGED in names else "torn"
         with suppress(CheckpointError, OSError):
@@ -251,23 +264,22 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
         except CheckpointError as error:
             if files.moved():
                 raise FileNotFoundError(f"{checkpoint.path} was replaced") from error
+            if may_pass(error):
+                raise
             state = "newer format" if isinstance(error, NewerFormat) else "damaged"
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
-            is_unreadable = isinstance(error, CheckpointUnreadable)
+            failure = error if isinstance(error, CheckpointUnreadable) else None
     tool = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
-    look = _Looked(_entry(checkpoint, state, reason, tool), checkpoint, is_unreadable=is_unreadable)
+    if summary is not None:
+        checkpoint = replace(checkpoint, step=summary.step, time=summary.time)
+    look = _Looked(_entry(checkpoint, state, reason, tool), checkpoint, failure=failure)
     return look if summary is None else _with_facts(look, summary)
 
 
 def _with_facts(look: _Looked, summary: Summary) -> _Looked:
-    """Return the look with the facts of the summary, and the base."""
+    """Return the look with further facts of the summary, and the base."""
     listed = replace(
-        look.listed,
-        step=summary.step,
-        time=summary.time,
-        world_size=summary.world_size,
-        layouts=list(summary.layouts),
-        metrics=dict(summary.metrics),
+        look.listed, world_size=summary.world_size, layouts=list(summary.layouts), metrics=dict(summary.metrics)
     )
     with suppress(CheckpointCorrupt):  # the summary names no valid base
         if summary.base:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dcp_plugin.media import WORKSPACE, Readable, medium_of
 from dcp_plugin.media.usage import usage
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import scan
+from dcp_plugin.tools import listing
 from tests import programs
 from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS, OPTIMIZER, WEIGHTS
 from tests.limits import HANG
@@ -187,6 +190,21 @@ def test_a_checkpoint_says_which_base_it_needs(place: Where) -> None:
     assert found == {"base": None, "step-1": place / "base"}
 
 
+def test_a_summary_is_read_once_and_that_of_the_newest_again(place: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        dcp.save({"n": step}, place / f"step-{step}", step=step)
+    reads, decode = Counter[str](), Summary.decode
+
+    def counted(data: bytes, label: str) -> Summary:
+        reads[Path(label).parent.name] += 1
+        return decode(data, label)
+
+    monkeypatch.setattr(Summary, "decode", counted)
+    (run,) = dcp.list_runs(place)
+    assert [one.step for one in run.checkpoints] == [1, 2, 3]
+    assert reads == {"step-1": 1, "step-2": 1, "step-3": 2}, "of the newest, a load would check all files"
+
+
 def test_checkpoints_in_a_store_are_read_at_the_same_time(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         dcp.save({"n": step}, f"{bucket.url}/step-{step}", step=step)
@@ -198,6 +216,19 @@ def test_checkpoints_in_a_store_are_read_at_the_same_time(bucket: Bucket, monkey
 
     monkeypatch.setattr(scan, "summary_in", meet)
     assert [state.step for state in dcp.list_checkpoints(bucket.url)] == [1, 2]
+
+
+def test_a_checkpoint_that_cannot_be_read_stays_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    dcp.save({"n": 1}, tmp_path / "step-1", step=1)
+    monkeypatch.setattr(listing, "summary_in", refused)
+    ((one,),) = (run.checkpoints for run in dcp.list_runs(tmp_path))
+    assert (one.path.name, one.state, one.resumes) == ("step-1", "damaged", False)
+    assert "Permission denied" in one.reason and "passing over what cannot be read" in caplog.text
 
 
 def test_nothing_and_what_cannot_be_listed(tmp_path: Path) -> None:
