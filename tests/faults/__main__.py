@@ -12,55 +12,42 @@ Other campaigns have arguments of their own (``--help``)::
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator
+from typing import Any
 
-from tests.faults import beside, counted, flips, fuzz, keepers, mounts, soak, stores
+from tests.faults import beside, flips, fuzz, keepers, mounts, soak, stores
+from tests.faults.campaign import Campaign, Parts
 from tests.faults.scenes import SCENES
 from tests.faults.sweep import after_power_loss, sweep
 from tests.faults.test_calls import FAULTS
 from tests.faults.victims import NO_EXCHANGE, NO_LINKS, Victims
 
+
+def _parts(chosen: Any) -> Parts:
+    no_ext4 = mounts.why_no_ext4()
+    if no_ext4:
+        print(f"no power cut from an ext4, no disks that are full: {no_ext4}")
+    with Victims() as victims:
+        for scene in SCENES:
+            for kind, lacks in {"": (), " without exchange and links": (NO_EXCHANGE, NO_LINKS)}.items():
+                for name, fault in FAULTS.items():
+                    yield f"{scene}, {name}{kind}", sweep(victims, scene, fault, lacks, chosen.every)
+            yield f"{scene}, power lost", after_power_loss(victims, scene, chosen.every)
+            if not no_ext4:
+                yield f"{scene}, power cut from an ext4", mounts.after_cuts(victims, scene, chosen.every)
+                yield f"{scene}, disk full from the start", mounts.on_full_disks(victims, scene, 4 * chosen.every)
+
+
 CAMPAIGNS = {
-    "beside": beside.main,
-    "flips": flips.main,
-    "fuzz": fuzz.main,
-    "keepers": keepers.main,
-    "soak": soak.main,
-    "stores": stores.main,
+    "": Campaign(__doc__, _parts, {"every": 1}),
+    "beside": beside.CAMPAIGN,
+    "flips": flips.CAMPAIGN,
+    "fuzz": fuzz.CAMPAIGN,
+    "keepers": keepers.CAMPAIGN,
+    "soak": soak.CAMPAIGN,
+    "stores": stores.CAMPAIGN,
 }
 
-
-def _runs(victims: Victims, scene: str, every: int) -> Iterator[tuple[str, Iterator[object]]]:
-    """What is done to a scene, and what came of it each time: None, or what was wrong."""
-    for kind, lacks in {"": (), " without exchange and links": (NO_EXCHANGE, NO_LINKS)}.items():
-        for name, fault in FAULTS.items():
-            yield name + kind, sweep(victims, scene, fault, lacks, every)
-    yield "power lost", after_power_loss(victims, scene, every)
-    if said := mounts.why_no_ext4():
-        print(f"no power cut from an ext4, no disks that are full: {said}")
-    else:
-        yield "power cut from an ext4", mounts.after_cuts(victims, scene, every)
-        yield "disk full from the start", mounts.on_full_disks(victims, scene, 4 * every)
-
-
-def main() -> int:
-    if sys.argv[1:2] and sys.argv[1] in CAMPAIGNS:
-        return CAMPAIGNS[sys.argv[1]](sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("scenes", nargs="*", choices=[[], *SCENES], help="some scenes only")
-    parser.add_argument("--every", type=int, default=1, help="only every so many calls, and states")
-    chosen = parser.parse_args()
-    wrong = injected = 0
-    with Victims() as victims:
-        for scene in chosen.scenes or SCENES:
-            for name, found in _runs(victims, scene, chosen.every):
-                times, bad = counted(f"{scene}, {name}", found)
-                injected, wrong = injected + times, wrong + bad
-    print(f"{injected} faults, {wrong} wrong")
-    return bool(wrong)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in CAMPAIGNS else ""
+    sys.exit(CAMPAIGNS[named].run(named, sys.argv[2 if named else 1 :]))

@@ -6,7 +6,6 @@ that is not; and what it misses was deleted meanwhile.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as stock
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
 from dcp_plugin.runs import retention
+from tests.faults.campaign import Campaign, Parts
 from tests.faults.scenes import NEW, number_in, save, save_and_keep_two
 from tests.faults.victims import NO_EXCHANGE, Beside, Fault, Victims
 
@@ -261,25 +261,17 @@ def wrong_in(results: Counter[str]) -> dict[str, int]:
     return {said: number for said, number in results.items() if said.startswith(_WRONG)}
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults beside", description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000, help="looks and loads by chance")
-    parser.add_argument("--every", type=int, default=1, help="only every so many calls of a reader; 0: none")
-    parser.add_argument("--partly", action="store_true", help="stop the writer at each of its calls, too")
-    chosen = parser.parse_args(arguments)
-    total: Counter[str] = Counter()
+def _parts(chosen: Any) -> Parts:
     with Victims() as victims:
         for kind, lacks in FILE_SYSTEMS.items() if chosen.every else ():
             for writer in WRITERS:
                 for reader in READERS:
-                    found = list(windows(victims, writer, reader, lacks, chosen.every, partly=chosen.partly))
-                    bad = [one for one in found if one is not None]
-                    print(
-                        "\n".join([f"{writer}{kind}, {reader}: {len(found)} stops, {len(bad)} wrong", *bad]), flush=True
-                    )
-                    total.update({"stops": len(found), f"{_WRONG} at a stop": len(bad)})
+                    found = windows(victims, writer, reader, lacks, chosen.every, partly=chosen.partly)
+                    yield f"{writer}{kind}, {reader}", found
         for name, results in by_chance(victims, chosen.count) if chosen.count else ():
-            print(f"{name}: {dict(results)}", flush=True)
-            total.update(results)
-    print(dict(+total))
-    return bool(wrong_in(+total))
+            print(f"{name}: {dict(results)}")
+            results.pop("saves", None)
+            yield f"{name}, by chance", (said if said.startswith(_WRONG) else "" for said in results.elements())
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"count": 10_000, "every": 1, "partly": False})

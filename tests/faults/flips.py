@@ -10,7 +10,6 @@ checkpoint is stock's: it has no checksums.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import re
@@ -33,6 +32,7 @@ from dcp_plugin.integration.stored import keys_by_name
 from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import same_tree
+from tests.faults.campaign import Campaign, Parts
 from tests.finetune import build as build_tuned
 from tests.finetune import train as train_tuned
 
@@ -124,22 +124,10 @@ def _flip(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _cut(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    return data[: rng.choice((0, len(data) - 1, rng.randrange(len(data))))]
-
-
-def _extend(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    return data + rng.choice((bytes(rng.randrange(1, 100)), rng.randbytes(BLOCK), data))
-
-
 def _zero(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
     start = rng.randrange(len(data)) // BLOCK * BLOCK
     length = len(data[start : start + BLOCK])
     return data[:start] + bytes(length) + data[start + length :]
-
-
-def _replace(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    return rng.choice(others) if others else b""
 
 
 def _shuffle(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
@@ -150,7 +138,14 @@ def _shuffle(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
     return b"".join(blocks)
 
 
-DAMAGE = {"bit": _flip, "cut": _cut, "longer": _extend, "zeroed": _zero, "of another": _replace, "shuffled": _shuffle}
+DAMAGE: dict[str, Callable[[bytes, list[bytes], random.Random], bytes]] = {
+    "bit": _flip,
+    "cut": lambda data, others, rng: data[: rng.choice((0, len(data) - 1, rng.randrange(len(data))))],
+    "longer": lambda data, others, rng: data + rng.choice((bytes(rng.randrange(1, 100)), rng.randbytes(BLOCK), data)),
+    "zeroed": _zero,
+    "of another": lambda data, others, rng: rng.choice(others) if others else b"",
+    "shuffled": _shuffle,
+}
 SWAPPED = "swapped"
 """Two files of a checkpoint have each other's bytes."""
 WEIGHTS = (6, 1, 1, 1, 1, 1, 1)
@@ -204,7 +199,11 @@ class Subject:
             file = rng.choice(list(self.files))
             kind = rng.choices([*DAMAGE, SWAPPED], WEIGHTS)[0]
             checkpoint = self.root / file.relative_to(self.root).parts[0]
-            changed = self._swapped(file, checkpoint, rng) if kind == SWAPPED else self._changed(file, kind, rng)
+            if kind == SWAPPED:
+                other = rng.choice([path for path in self.files if checkpoint in path.parents])
+                changed = {other: self.files[file], file: self.files[other]}
+            else:
+                changed = {file: DAMAGE[kind](self.files[file], list(self.files.values()), rng)}
             if changed[file] != self.files[file]:
                 break
         try:
@@ -215,13 +214,6 @@ class Subject:
         finally:
             for path in changed:
                 path.write_bytes(self.files[path])
-
-    def _changed(self, file: Path, kind: str, rng: random.Random) -> dict[Path, bytes]:
-        return {file: DAMAGE[kind](self.files[file], list(self.files.values()), rng)}
-
-    def _swapped(self, file: Path, checkpoint: Path, rng: random.Random) -> dict[Path, bytes]:
-        other = rng.choice([path for path in self.files if checkpoint in path.parents])
-        return {other: self.files[file], file: self.files[other]}
 
     def _wrong(self, checkpoint: Path, name: str) -> list[str]:
         wrong = []
@@ -254,35 +246,29 @@ def _loaded(path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     return state
 
 
-def damaged(seed: int, count: int, scenes: list[str] | None = None) -> Iterator[Damaged]:
-    """This many times, spread over the scenes."""
-    chosen = scenes or list(SCENES)
+def damaged(seed: int, count: int, scene: str) -> Iterator[Damaged]:
+    """Damage the checkpoints of a scene so many times."""
     rng = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="dcp-flips-") as made, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(prefix="dcp-flips-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subjects = [Subject(scene, Path(made) / str(number)) for number, scene in enumerate(chosen)]
-        for number in range(count):
-            yield subjects[number % len(subjects)].damage(rng)
+        subject = Subject(scene, Path(folder) / "checkpoints")
+        for _ in range(count):
+            yield subject.damage(rng)
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults flips", description=__doc__)
-    parser.add_argument("--count", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scene", choices=SCENES, action="append", help="these only")
-    chosen = parser.parse_args(arguments)
+def _parts(chosen: Any) -> Parts:
     logging.getLogger("dcp_plugin").setLevel(logging.ERROR)  # what is passed over, each time
     done: Counter[tuple[str, str, str]] = Counter()
-    wrong = 0
-    for one in damaged(chosen.seed, chosen.count, chosen.scene):
-        done[one.scene, one.kind, one.damage] += 1
-        if one.wrong:
-            wrong += 1
-            print(one, flush=True)
-    for scene, kind in sorted({key[:2] for key in done}):
-        counts = ", ".join(
-            f"{done[scene, kind, damage]} {damage}" for damage in (*DAMAGE, SWAPPED) if done[scene, kind, damage]
-        )
-        print(f"{scene:12} {kind:36} {counts}")
-    print(f"{chosen.count} times, {wrong} wrong")
-    return bool(wrong)
+
+    def found(scene: str) -> Iterator[str]:
+        for one in damaged(chosen.seed, -(-chosen.count // len(SCENES)), scene):
+            done[one.scene, one.kind, one.damage] += 1
+            yield str(one) if one.wrong else ""
+
+    for scene in SCENES:
+        yield scene, found(scene)
+    for (scene, kind, damage), times in sorted(done.items()):
+        print(f"{scene:12} {kind:36} {damage:12} {times}")
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"count": 5000, "seed": 0})

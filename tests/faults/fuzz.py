@@ -8,10 +8,10 @@ and time than a file of that size is worth. ``python -m tests.faults fuzz --minu
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint import metadata as stock_metadata
 
 import dcp_plugin as dcp
 from dcp_plugin.format.summary import NewerFormat, with_hash
+from tests.faults.campaign import Campaign, Parts
 from tests.faults.victims import Victims
 from tests.forge import change_summary
 
@@ -408,13 +409,9 @@ class Found:
         return f"{self.kind}, case {self.case}: {'; '.join(self.wrong)}"
 
 
-def cases(victims: Victims, seed: int, kinds: dict[str, Any] | None = None) -> Iterator[Found]:
-    """Cases without end, each kind in its turn. The same seed makes the same ones."""
-    number = 0
-    while True:
-        for kind in kinds or KINDS:
-            yield one_case(victims, kind, f"{seed}-{number}")
-        number += 1
+def cases(victims: Victims, seed: int, kind: str) -> Iterator[Found]:
+    """Cases without end. The same seed makes the same ones."""
+    return (one_case(victims, kind, f"{seed}-{number}") for number in itertools.count())
 
 
 def one_case(victims: Victims, kind: str, case: str) -> Found:
@@ -435,28 +432,23 @@ def one_case(victims: Victims, kind: str, case: str) -> Found:
         shutil.rmtree(root)
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=list(KINDS), action="append", help="some kinds only")
-    parser.add_argument("--case", help="one case only, as it was printed")
-    chosen = parser.parse_args(arguments)
-    kinds = dict.fromkeys(chosen.kind or KINDS)
-    counts: collections.Counter[str] = collections.Counter()
-    wrong = 0
-    until = time.monotonic() + 60 * chosen.minutes
-    with Victims() as victims:
-        found = (one_case(victims, kind, chosen.case) for kind in kinds) if chosen.case else None
-        for one in found or cases(victims, chosen.seed, kinds):
-            counts[one.kind] += 1
-            counts.update(one.ends)
-            if one.wrong:
-                wrong += 1
-                print(one, flush=True)
+def _parts(chosen: Any) -> Parts:
+    kinds = [kind for kind in KINDS if chosen.only in kind]
+    ends: collections.Counter[str] = collections.Counter()
+
+    def found(victims: Victims, kind: str) -> Iterator[str]:
+        until = time.monotonic() + 60 * chosen.minutes / len(kinds)
+        for one in [one_case(victims, kind, chosen.case)] if chosen.case else cases(victims, chosen.seed, kind):
+            ends.update(one.ends)
+            yield str(one) if one.wrong else ""
             if time.monotonic() > until:
-                break
-    for name, count in sorted(counts.items()):
+                return
+
+    with Victims() as victims:
+        for kind in kinds:
+            yield kind, found(victims, kind)
+    for name, count in sorted(ends.items()):
         print(f"{name}: {count}")
-    print(f"{sum(counts[kind] for kind in KINDS)} cases, {wrong} wrong")
-    return bool(wrong)
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"minutes": 30.0, "seed": 0, "case": ""})

@@ -7,7 +7,6 @@ many lost hosts as it has copies; what is loaded is what was saved, byte by byte
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
@@ -17,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +25,9 @@ from typing import Any
 
 import dcp_plugin as dcp
 from tests import object_server
+from tests.faults.campaign import Campaign, Parts
 from tests.faults.kept import ALL, Life, live, noted
-from tests.host_process import Process, Ranks
+from tests.host_process import Process
 from tests.hosts import Host, Hosts, hosts
 from tests.limits import HANG
 
@@ -54,6 +54,10 @@ class Training:
     """The folder of checkpoints, if it is in a bucket."""
     told: dict[str, int] = field(default_factory=dict)
     """The newest step of which a rank was told so: ``"returned"``, ``"local"``, ``"durable"``."""
+    promised: str = "returned"
+    """What of what was told has to be there in the next life."""
+    from_durable: bool = False
+    """Whether the next life may read from the durable storage."""
     _count: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -72,16 +76,16 @@ class Training:
         root = self.url or str(self.root)
         return Life(root, notes, **{"layout": self.layout, "config": config, "in_keeper": self.folder, **what})
 
-    def start(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1) -> Ranks:
-        return self.hosts.launch(live, life, on=on, ranks_per_host=ranks_per_host, env=self.env)
-
     def run(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1, **does: Any) -> list[str]:
-        """A life to its end; what is wrong. ``does`` is what its commands mean."""
-        return self.end(life, self.start(life, on, ranks_per_host), does)
+        """A life to its end; what is wrong. ``does`` is what its commands mean.
 
-    def end(self, life: Life, ranks: Ranks, does: Mapping[str, Callable[[], object]] | None = None) -> list[str]:
-        """Wait until all ranks have ended. If one was to be killed, the others are then, as launchers do it."""
-        self._obey(life, ranks, dict(does or {}))
+        If one rank was to be killed or stopped, the others are killed when it is, as launchers do it.
+        """
+        ranks = self.hosts.launch(live, life, on=on, ranks_per_host=ranks_per_host, env=self.env)
+        while does and is_alive(ranks[0]):
+            for name in [name for name in does if (life.notes / name).exists()]:
+                does.pop(name)()
+                (life.notes / f"{name}.done").touch()
         first = [ranks[life.dies[0]]] if life.dies is not None and life.dies[0] != ALL else []
         if life.stops is not None:
             first = [ranks[1 - life.stops[0]]]
@@ -102,18 +106,18 @@ class Training:
             wrong.append(f"close: {error}")
         return wrong
 
-    @staticmethod
-    def _obey(life: Life, ranks: Ranks, does: dict[str, Callable[[], object]]) -> None:
-        while does and is_alive(ranks[0]):
-            for name in [name for name in does if (life.notes / name).exists()]:
-                does.pop(name)()
-                (life.notes / f"{name}.done").touch()
-
     def wait_for_keepers(self) -> None:
         """Until none is left, which they are not for long with ``keeper_linger=0``."""
         for host in self.hosts:
             while host.processes():
                 time.sleep(0.01)
+
+    def not_published(self, step: int) -> list[str]:
+        """What is wrong if the newest save at its path is not of this step."""
+        newest = dcp.latest(self.root)
+        if newest is not None and newest.name == f"step-{step}":
+            return []
+        return [f"published is {newest}, not step {step}, and {self.told} were told"]
 
     def learn(self, life: Life) -> list[str]:
         """From what a life has noted; what is wrong with what it has resumed."""
@@ -131,11 +135,6 @@ class Training:
                 if what in one:
                     self.told[what] = max(self.told.get(what, 0), one[what])
         return wrong
-
-    promised = "returned"
-    """What of what was told has to be there in the next life."""
-    from_durable = False
-    """Whether the next life may read from there."""
 
 
 def is_alive(process: Process) -> bool:
@@ -170,10 +169,7 @@ def after_save(folder: Path, count: int, **config: Any) -> Iterator[list[str]]:
         for _ in range(count):
             wrong = trained.run(trained.life(saves=3, ends=False))
             trained.wait_for_keepers()
-            newest = dcp.latest(trained.root)
-            if newest is None or int(newest.name.rpartition("-")[2]) != trained.told["returned"]:
-                wrong.append(f"published is {newest}, and {trained.told} were told")
-            yield wrong
+            yield wrong + trained.not_published(trained.told["returned"])
         yield trained.run(trained.life(saves=0))
 
 
@@ -218,13 +214,13 @@ def without_keepers(folder: Path, count: int, seed: int, **config: Any) -> Itera
         yield trained.run(trained.life(saves=0))
 
 
-def unfinished(trained: Training, but: Sequence[int] = ()) -> list[str]:
+def unfinished(trained: Training) -> list[str]:
     """Saves of the life before that did not end as they should."""
     return [
         f"step {step}: {end}"
         for one in trained.results
         for step, end in one["ends"].items()
-        if end not in ("local", "durable") and step not in but
+        if end not in ("local", "durable")
     ]
 
 
@@ -270,10 +266,7 @@ def cut(folder: Path, stage: str) -> list[str]:
             _await_word(trained.hosts[0], "is tried again")
         trained.hosts[1].mend()
         trained.wait_for_keepers()
-        newest = dcp.latest(trained.root)
-        if newest is None or newest.name != f"step-{trained.told['returned']}":
-            wrong.append(f"published is {newest}, and {trained.told} were told")
-        return wrong + trained.run(trained.life(saves=1))
+        return wrong + trained.not_published(trained.told["returned"]) + trained.run(trained.life(saves=1))
 
 
 def _await_word(host: Host, word: str) -> None:
@@ -292,9 +285,7 @@ def store_down(folder: Path, seconds: float = 0.0) -> list[str]:
         life = trained.life(saves=8, commands={3: "away", 5: "later", 7: "back"}, waits="local")
         wrong = trained.run(life, away=away.take_away, later=lambda: time.sleep(seconds), back=away.give_back)
         wrong += [one for one in unfinished(trained) if "newer" not in one] + not_local(trained, 1)
-        newest = dcp.latest(trained.root)
-        if newest is None or newest.name != "step-8":
-            wrong.append(f"published is {newest}")
+        wrong += trained.not_published(8)
         trained.from_durable = True  # a training that has ended leaves nothing in memory
         return wrong + trained.run(trained.life(saves=0))
 
@@ -430,64 +421,56 @@ def abandoned(folder: Path) -> list[str]:
         return wrong + [f"resumed {found}, not 4"] * (found != {4})
 
 
-def _campaign(count: int, seed: int) -> dict[str, Callable[[Path], Iterable[list[str]]]]:
-    chance = random.Random(seed)
-    few = max(1, count // 20)
-    losses = [chance.choice([1, 1, 2]) for _ in range(few)]
-    pairs, fours = [("tp", (0, 1), 1), ("ddp", (0, 1), 1)], [("fsdp2_tp", (0, 1), 2), ("fsdp2_hsdp", (0, 1), 2)]
-    return {
-        "ranks killed": lambda folder: killed(folder, count // 2, seed, replicas=1, durable_every=5),
-        "ranks killed, no durable storage": lambda folder: killed(folder, count - count // 2, seed, durable_every=None),
-        "killed after save": lambda folder: after_save(folder, few),
-        "killed after save, no local_dir": lambda folder: after_save(folder, few, local_dir=None, writer="process"),
-        "hosts lost": lambda folder: lost(folder, losses, seed),
-        "a host fewer, other layouts": lambda folder: reshaped(folder, [*pairs, *fours]),
-        "keepers killed": lambda folder: without_keepers(folder, few, seed, replicas=1, durable_every=3),
-        "memory full": lambda folder: [full(folder, "memory")],
-        "disk full": lambda folder: [full(folder, "disk")],
-        "link slow": lambda folder: [slow(folder)],
-        "link cut": lambda folder: [cut(folder, "at once")],
-        "link cut until that is noticed": lambda folder: [cut(folder, "noticed")],
-        "durable storage down": lambda folder: [store_down(folder)],
-        "durable storage down for ten minutes": lambda folder: [store_down(folder, 600.0)],
-        "stopped": lambda folder: stopped(folder, count // 2, seed),
-        **{f"clocks set back, {tier}": partial(_once, clocks, tier) for tier in TIERS},
-        "a branch abandoned": lambda folder: [abandoned(folder)],
-        "of another run": lambda folder: [stale(folder, "run")],
-        "of another user": lambda folder: [stale(folder, "user")],
-        "of another version": lambda folder: [stale(folder, "format")],
-        "leaks": lambda folder: [leaks(folder, max(8, count // 4), seed)],
-    }
-
-
 TIERS = ("disk", "one path", "bucket", "local", "local, one path", "local, bucket", "local, bucket, one path")
+LAYOUTS = (("tp", (0, 1), 1), ("ddp", (0, 1), 1), ("fsdp2_tp", (0, 1), 2), ("fsdp2_hsdp", (0, 1), 2))
 
 
-def _once(run: Callable[[Path, str], list[str]], what: str, folder: Path) -> list[list[str]]:
-    return [run(folder, what)]
+def _parts(chosen: Any) -> Parts:
+    count, seed = chosen.count, chosen.seed
+    chance, few = random.Random(seed), max(1, count // 20)
+    losses = [chance.choice([1, 1, 2]) for _ in range(few)]
+    parts: dict[str, Callable[[Path], Iterable[list[str]]]] = {
+        "ranks killed": partial(killed, count=count // 2, seed=seed, replicas=1, durable_every=5),
+        "ranks killed, no durable storage": partial(killed, count=count - count // 2, seed=seed, durable_every=None),
+        "killed after save": partial(after_save, count=few),
+        "killed after save, no local_dir": partial(after_save, count=few, local_dir=None, writer="process"),
+        "hosts lost": partial(lost, numbers=losses, seed=seed),
+        "a host fewer, other layouts": partial(reshaped, layouts=LAYOUTS),
+        "keepers killed": partial(without_keepers, count=few, seed=seed, replicas=1, durable_every=3),
+        "memory full": _once(full, "memory"),
+        "disk full": _once(full, "disk"),
+        "link slow": _once(slow),
+        "link cut": _once(cut, "at once"),
+        "link cut until that is noticed": _once(cut, "noticed"),
+        "durable storage down": _once(store_down),
+        "durable storage down for ten minutes": _once(store_down, 600.0),
+        "stopped": partial(stopped, count=count // 2, seed=seed),
+        **{f"clocks set back, {tier}": _once(clocks, tier) for tier in TIERS},
+        "a branch abandoned": _once(abandoned),
+        "of another run": _once(stale, "run"),
+        "of another user": _once(stale, "user"),
+        "of another version": _once(stale, "format"),
+        "leaks": _once(leaks, max(8, count // 4), seed),
+    }
+    return ((name, _in_a_folder(run)) for name, run in parts.items())
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults keepers", description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="kills of ranks; of the others, in proportion")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="those with this in their names")
-    chosen = parser.parse_args(arguments)
-    wrong = 0
-    for name, run in _campaign(chosen.count, chosen.seed).items():
-        if chosen.only not in name:
-            continue
-        folder, began, results = Path(tempfile.mkdtemp(prefix="dcp-keepers-")), time.monotonic(), []
-        try:
-            for one in run(folder):
-                results.append(one)
-                print(*one, sep="\n", end="\n" if one else "", flush=True)
-        except Exception as error:
-            results.append([f"{type(error).__name__}: {error}"])
-            print(results[-1][0])
-        bad = sum(map(bool, results))
-        print(f"{name}: {len(results)} times, {bad} wrong, {time.monotonic() - began:.0f} s", flush=True)
-        wrong += bad
-        if not bad:
-            shutil.rmtree(folder, ignore_errors=True)
-    return bool(wrong)
+def _once(run: Callable[..., list[str]], *args: Any) -> Callable[[Path], list[list[str]]]:
+    return lambda folder: [run(folder, *args)]
+
+
+def _in_a_folder(run: Callable[[Path], Iterable[list[str]]]) -> Iterator[str]:
+    """What is wrong each time; the folder stays if anything is."""
+    folder, is_wrong = Path(tempfile.mkdtemp(prefix="dcp-keepers-")), False
+    try:
+        for wrong in run(folder):
+            is_wrong = is_wrong or bool(wrong)
+            yield "\n".join(wrong)
+    except Exception as error:
+        is_wrong = True
+        yield f"{type(error).__name__}: {error}"
+    if not is_wrong:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"count": 200, "seed": 0})

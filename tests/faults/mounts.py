@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.faults.oracle import find, wrong
-from tests.faults.scenes import NEW, SCENES, Scene, prepare
+from tests.faults.oracle import look
+from tests.faults.scenes import SCENES, Scene, prepare
+from tests.faults.sweep import act
 from tests.faults.victims import Fault, Outcome, Victims
 
 _SIZE = 48 << 20
@@ -38,8 +39,7 @@ def why_no_ext4() -> str:
         return "needs root and mkfs.ext4"
     with tempfile.TemporaryDirectory() as place:
         try:
-            image = _new_image(Path(place))
-            with _mounted(image, Path(place)):
+            with _mounted(_new_image(Path(place))):
                 return ""
         except subprocess.CalledProcessError as error:
             return f"cannot mount an ext4 here: {error.stderr.decode().strip()}"
@@ -60,19 +60,15 @@ def after_cuts(victims: Victims, scene_name: str, every: int = 1, start: int = 1
         every: Take every so many calls only, from ``start`` on.
     """
     scene = SCENES[scene_name]
-    with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
-        place = Path(made)
-        template = _prepared(victims, scene, place)
+    with _prepared(victims, scene) as template:
         number, outcome = start, Outcome(-9)
         while outcome.exit_code:
             image = _copy(template)
-            with _mounted(image, place) as root:
-                cut = Fault("cut").nth(number)
-                outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=[cut])
-            with _mounted(_copy(image, "afterwards"), place) as root:
-                seen = victims.run(find, root, scene, below=root)
-            found = wrong(scene, outcome, seen)
-            yield f"{scene_name}, power cut at call {number}: {'; '.join(found)}" if found else None
+            with _mounted(image) as root:
+                outcome = act(victims, scene, root, [Fault("cut").nth(number)])
+            with _mounted(_copy(image, "afterwards")) as root:
+                problems = look(victims, scene, root, outcome)
+            yield f"{scene_name}, power cut at call {number}: {'; '.join(problems)}" if problems else None
             number += every
 
 
@@ -83,30 +79,28 @@ def on_full_disks(victims: Victims, scene_name: str, every: int = 1) -> Iterator
         every: How many blocks of 16 KiB there are more each time.
     """
     scene = SCENES[scene_name]
-    with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
-        place = Path(made)
-        template = _prepared(victims, scene, place)
+    with _prepared(victims, scene) as template:
         free, outcome = 0, Outcome(-9)
         while outcome.exit_code or outcome.error is not None:
-            image = _copy(template)
-            with _mounted(image, place) as root:
+            with _mounted(_copy(template)) as root:
                 filler = _fill(root, free)
-                outcome = victims.run(scene.act, root / scene.target, NEW, below=root)
+                outcome = act(victims, scene, root)
                 filler.unlink()
-                seen = victims.run(find, root, scene, below=root)
-            found = wrong(scene, outcome, seen)
-            said = f"{scene_name}, {free} bytes free ({outcome.error!r:.200})"
-            yield f"{said}: {'; '.join(found)}" if found else None
+                problems = look(victims, scene, root, outcome)
+            place = f"{scene_name}, {free} bytes free ({outcome.error!r:.200})"
+            yield f"{place}: {'; '.join(problems)}" if problems else None
             free += every << 14
 
 
-def _prepared(victims: Victims, scene: Scene, place: Path) -> Path:
-    """The image of a file system with what is there before a scene."""
-    template = _new_image(place)
-    with _mounted(template, place) as root:
-        assert victims.run(prepare, scene, root, below=root).error is None
-        _run("sync", "-f", root)  # where another process still has the mount, umount writes nothing
-    return template
+@contextmanager
+def _prepared(victims: Victims, scene: Scene) -> Iterator[Path]:
+    """The image of a file system with what is there before a scene, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="dcp-faults-") as folder:
+        template = _new_image(Path(folder))
+        with _mounted(template) as root:
+            assert victims.run(prepare, scene, root, below=root).error is None
+            _run("sync", "-f", root)  # where another process still has the mount, umount writes nothing
+        yield template
 
 
 def _fill(root: Path, free: int) -> Path:
@@ -138,9 +132,9 @@ def _copy(image: Path, name: str = "image") -> Path:
 
 
 @contextmanager
-def _mounted(image: Path, place: Path) -> Iterator[Path]:
+def _mounted(image: Path) -> Iterator[Path]:
     """A directory on the file system of an image."""
-    mount = place / "mount"
+    mount = image.with_name("mount")
     mount.mkdir(exist_ok=True)
     _run("mount", "-o", "loop", image, mount)
     try:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from dcp_plugin.media import WORKSPACE
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.runs import figures
 from tests.faults.scenes import NEW, Scene, number_in, resume, save
-from tests.faults.victims import Outcome
+from tests.faults.victims import Fault, Outcome, Victims
 
 NEXT = 10
 
@@ -77,6 +78,11 @@ def _files(root: Where) -> list[str]:
 
 def _text(path: Where) -> str:
     return path.read_text() if isinstance(path, Path) and path.exists() else "(gone)"
+
+
+def look(victims: Victims, scene: Scene, root: Path, outcome: Outcome, faults: Sequence[Fault] = ()) -> list[str]:
+    """:func:`wrong` of what :func:`find` returns in a victim, with faults of the file system itself."""
+    return wrong(scene, outcome, victims.run(find, root, scene, below=root, faults=faults))
 
 
 def wrong(scene: Scene, outcome: Outcome, seen: Outcome) -> list[str]:

@@ -106,25 +106,21 @@ class Recording:
     changes: list[Change] = field(default_factory=list)
     moments: list[tuple[int, frozenset[int]]] = field(default_factory=list)
 
-    def states(
-        self, seed: int = 0, choices: int = 4, only_at_the_end: bool = False
-    ) -> Iterator[tuple[str, Disk, bool]]:
+    def states(self) -> Iterator[tuple[str, Disk, bool]]:
         """Every state that is told apart: at each moment nothing and everything of what was pending, all but one and
-        one alone of it, and some random choices.
+        one alone of it, and four random choices.
 
         Yields:
             Words that say which, the state, and whether the process had come to its end by then.
         """
         seen: set[object] = set()
-        chance = random.Random(seed)
+        chance = random.Random(0)
         for moment, (count, durable) in enumerate(self.moments, start=1):
             finished = moment == len(self.moments)
-            if only_at_the_end and not finished:
-                continue
             pending = [at for at in range(count) if at not in durable]
             kept = [frozenset[int](), frozenset(pending)]
             kept += [frozenset([one]) for one in pending] + [frozenset(pending) - {one} for one in pending]
-            kept += [frozenset(at for at in pending if chance.random() < 0.5) for _ in range(choices)]
+            kept += [frozenset(at for at in pending if chance.random() < 0.5) for _ in range(4)]
             for chosen in dict.fromkeys(kept):
                 disk = Disk(self.root, [self.changes[at] for at in range(count) if at in durable or at in chosen])
                 if (mark := (disk.fingerprint(), finished)) not in seen:

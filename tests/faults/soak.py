@@ -7,7 +7,6 @@ shared memory, and what lies in the directory of the run.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import os
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from tests import launch
+from tests.faults.campaign import Campaign, Parts
 from tests.layouts import WORLD_SIZE, build, train, whole_state
 from tests.places import names_in
 
@@ -186,9 +186,10 @@ def grown(before: dict[str, int], now: dict[str, int]) -> list[str]:
     return [f"{name}: {count} more" for name, count in more.items() if count > allowed.get(name, 0)]
 
 
-def soak(minutes: float, seed: int, most_lives: int = 1 << 30) -> list[str]:
-    """Everything that went wrong in so many minutes, or lives. Prints a line for each life."""
-    chance, problems = random.Random(seed), []
+def soak(minutes: float, seed: int, most_lives: int = 1 << 30) -> Iterator[list[str]]:
+    """What is wrong with each life of so many minutes, or with each of so many lives; at last, what is left of all.
+    Print a line for each life."""
+    chance, wrong = random.Random(seed), False
     root = Path(tempfile.mkdtemp(prefix="dcp-soak-"))
     end, tag, lives, killed, held = time.monotonic() + 60 * minutes, 1, 0, 0, holdings()
     own = dcp.Checkpointer(async_save=True, keep_last=2)
@@ -198,23 +199,23 @@ def soak(minutes: float, seed: int, most_lives: int = 1 << 30) -> list[str]:
             outcomes = launch.outcomes_of(live, WORLD_SIZE[life.layout], root, life)
             tag, lives = tag + life.saves, lives + 1
             killed += any(outcome.exit_code not in (0, None) for outcome in outcomes)
-            said = [o.traceback for o in outcomes if o.traceback and not _is_excused(o, outcomes)]
-            said += _leftovers(root / "run") if not any(o.traceback or o.exit_code for o in outcomes) else []
+            problems = [o.traceback for o in outcomes if o.traceback and not _is_excused(o, outcomes)]
+            problems += _leftovers(root / "run") if not any(o.traceback or o.exit_code for o in outcomes) else []
             own.save({"life": lives, "w": torch.full((1 << 16,), float(lives))}, root / "own" / f"step-{lives}")
             if lives == _WARM:
                 held = holdings()
-            print(f"{lives}: {life} {'WRONG ' + str(said) if said else ''}", flush=True)
-            problems += [f"{life}: {one}" for one in said]
+            print(f"{lives}: {life}", flush=True)
+            wrong = wrong or bool(problems)
+            yield problems
     own.close()
-    if lives > _WARM:
-        problems += grown(held, holdings())
+    problems = grown(held, holdings()) if lives > _WARM else []
     problems += [f"the reader: {what} ({count} times)" for what, count in seen.items() if what not in _FINE]
     there = names_in(root / "own")
     problems += [f"left of keep_last=2: {there}"] if len(there) != min(2, lives) else []
     print(f"{lives} lives, {killed} of them killed, {tag - 1} saves begun, the reader: {dict(seen)}")
-    if not problems:
+    if not wrong and not problems:
         shutil.rmtree(root)
-    return problems
+    yield problems
 
 
 _FINE = ("nothing there", "deleted meanwhile", "loaded")
@@ -230,11 +231,8 @@ def _leftovers(run: Path) -> list[str]:
     return [f"left behind: {name}" for name in names_in(run) if run / name not in committed]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
-    problems = soak(chosen.minutes, chosen.seed)
-    print("\n".join(problems) or "nothing wrong")
-    return bool(problems)
+def _parts(chosen: Any) -> Parts:
+    yield "lives", soak(chosen.minutes, chosen.seed)
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"minutes": 30.0, "seed": 0})

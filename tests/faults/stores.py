@@ -6,7 +6,6 @@ same, and after one more save nothing of the dead is in the bucket, nor any uplo
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -18,9 +17,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as stock
@@ -30,9 +29,10 @@ from dcp_plugin.format import METADATA
 from dcp_plugin.format.packed import end_of, token_in
 from dcp_plugin.paths import as_path
 from dcp_plugin.runs import figures
-from tests.faults import counted
+from tests.faults.campaign import Campaign, Parts
+from tests.faults.network import Call
 from tests.faults.oracle import Facts, find, wrong
-from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
+from tests.faults.proxy import Hangup, Proxy, where
 from tests.faults.scenes import NEW, SCENES, Scene, number_in, prepare, resume, save, state_of
 from tests.faults.victims import Outcome, Victims
 from tests.limits import HANG
@@ -42,35 +42,15 @@ IN_BUCKETS = [name for name, scene in SCENES.items() if not scene.others]
 PRELOADED = ("obstore", "obstore.store", "s3fs", "torch.distributed.checkpoint._fsspec_filesystem")
 
 
-def _is_left(key: str) -> bool:
-    """Whether it is in a workspace, and not the figures that stay there."""
-    return "/.dcp_plugin/" in key and not key.endswith(figures.SUFFIX)
+def killing(pid: Path, moment: Literal["arrived", "done"]) -> Call:
+    """Kill the process of which the number is in a file, and answer nothing."""
 
-
-@dataclass
-class Killed(Fault):
-    """A process is killed when a request has come.
-
-    Args:
-        pid: In this file, the process tells its number.
-        moment: "before" the store has seen the request, or "after" it has done it, before the answer.
-    """
-
-    pid: Path
-    moment: str
-
-    def arrived(self, request: Request, closed: threading.Event) -> None:
-        if self.moment == "before":
-            self._kill()
-
-    def done(self) -> None:
-        if self.moment == "after":
-            self._kill()
-
-    def _kill(self) -> None:
+    def kill() -> None:
         with suppress(ProcessLookupError):
-            os.kill(int(self.pid.read_text()), signal.SIGKILL)
+            os.kill(int(pid.read_text()), signal.SIGKILL)
         raise Hangup(reset=True)
+
+    return Call(kill, moment)
 
 
 @contextmanager
@@ -145,7 +125,7 @@ class Place:
         assert outcome.error is None, outcome.traceback
         self._published = {token_in(part) for key in self.keys("template") for part in key.split("/")}
         if after_a_dead_one:
-            proxy.on(where("PUT", ".metadata"), Killed(below / "pid", "before"))
+            proxy.on(where("PUT", ".metadata"), killing(below / "pid", "arrived"))
             victims.run(acting, self.through, below / "pid", save, f"{bucket.url}/template/step-0", 0, below=below)
         self._template = self.keys("template")
 
@@ -176,7 +156,8 @@ class Place:
         published = {end[0] for data in last if (end := end_of(data)) is not None}
         for key in self.keys(root):
             tokens = {token_in(part) for part in key.split("/")}
-            if _is_left(key) or not tokens <= published | self._published | {""}:
+            is_record = "/.dcp_plugin/" in key and not key.endswith(figures.SUFFIX)
+            if is_record or not tokens <= published | self._published | {""}:
                 left.append(key)
         return [f"left after the next save: {left}"] if left else []
 
@@ -194,14 +175,12 @@ def at_each_request(
         outcome, said, total = place.once(lambda pid: None)
         yield f"{scene}, no fault: {outcome.error!r} {said}" if said or outcome.error else None
         for at in range(start - 1, 2 * total, every):
-            number, moment = at // 2, ("before", "after")[at % 2]
-
-            def kill(pid: Path, number: int = number, moment: str = moment) -> None:
-                proxy.on(lambda request: True, Killed(pid, moment), skip=number)
-
-            outcome, said, _ = place.once(kill)
+            number, moment = at // 2, ("arrived", "done")[at % 2]
+            outcome, said, _ = place.once(
+                lambda pid, at=at, moment=moment: proxy.on(where(), killing(pid, moment), skip=at // 2)
+            )
             request = next((one for one in proxy.requests if one.number == number), None)
-            place_of = f"{scene}, killed {moment} request {number} of {total} ({request and request.method} "
+            place_of = f"{scene}, killed when request {number} of {total} was {moment} ({request and request.method} "
             place_of += f"{request and request.path.rpartition('/')[2]})"
             yield f"{place_of}: {'; '.join(said)}" if said else None
 
@@ -305,45 +284,39 @@ def races(server: Server, writers: int, rounds: int) -> Iterator[str | None]:
     with _with(environment):
         save(as_path(f"{url}/last"), 1)
         save(as_path(f"{url}/next"), 2)
-    if left := [*bucket.unfinished_uploads(), *_strays(bucket)]:
+    if left := strays(bucket, kept=1):
         yield f"{writers} writers have left {left}"
 
 
-def _strays(bucket: Bucket) -> list[str]:
-    """Records, and objects of saves that are neither published nor the last one that was, in any place."""
+def keys_in(bucket: Bucket) -> list[str]:
     import obstore
     from obstore.store import from_url
 
-    store = from_url(bucket.url)
-    keys = [str(one["path"]) for page in obstore.list(store) for one in page]
-    strays = [key for key in keys if _is_left(key)]
-    for folder in {key.rpartition("/")[0] for key in keys if key.endswith(METADATA)}:
-        tokens = {token_in(key[len(folder) + 1 :]) for key in keys if key.startswith(f"{folder}/")} - {""}
-        strays += [f"{folder}: {tokens}"] if len(tokens) > 2 else []
-    return strays
+    store = from_url(bucket.url, endpoint=bucket.server.url, client_options={"allow_http": True})
+    return sorted(one["path"] for page in obstore.list(store) for one in page)
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults stores", description=__doc__)
-    parser.add_argument("scenes", nargs="*", choices=[[], *IN_BUCKETS], help="some scenes only")
-    parser.add_argument("--every", type=int, default=1, help="only every so many requests; 0: none")
-    parser.add_argument("--count", type=int, default=200, help="random moments")
-    parser.add_argument("--races", type=int, default=50, help="races of two and of four writers")
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args(arguments)
-    total = wrong = 0
+def strays(bucket: Bucket, kept: int = 0) -> list[str]:
+    """Uploads, records, and objects of saves that are not published, but for so many before in each place."""
+    keys = keys_in(bucket)
+    folders = {key.rpartition("/")[0] for key in keys if key.endswith(f"/{METADATA}")}
+    alone = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
+    tokens = [{token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders]
+    return [
+        *(key for key in alone if not key.endswith(figures.SUFFIX)),
+        *bucket.unfinished_uploads(),
+        *(f"{of_one}" for of_one in tokens if len(of_one - {""}) > 1 + kept),
+    ]
+
+
+def _parts(chosen: Any) -> Parts:
     with serving() as server, Victims(PRELOADED) as victims:
-        runs: list[tuple[str, Iterator[str | None]]] = []
-        if chosen.every:
-            runs += [
-                (name, at_each_request(victims, server, name, chosen.every)) for name in chosen.scenes or IN_BUCKETS
-            ]
+        for name in IN_BUCKETS if chosen.every else ():
+            yield name, at_each_request(victims, server, name, chosen.every)
         if chosen.count:
-            runs.append(("by chance", by_chance(victims, server, chosen.count, chosen.seed)))
+            yield "by chance", by_chance(victims, server, chosen.count, chosen.seed)
         for writers in (2, 4) if chosen.races else ():
-            runs.append((f"races of {writers}", races(server, writers, chosen.races)))
-        for name, found in runs:
-            times, bad = counted(name, found)
-            total, wrong = total + times, wrong + bad
-    print(f"{total} faults, {wrong} wrong")
-    return bool(wrong)
+            yield f"races of {writers}", races(server, writers, chosen.races)
+
+
+CAMPAIGN = Campaign(__doc__, _parts, {"every": 1, "count": 200, "races": 50, "seed": 1})

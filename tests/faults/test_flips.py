@@ -18,7 +18,7 @@ SUMMARY = "dcp_plugin.json"
 @pytest.mark.one_of
 @pytest.mark.parametrize("scene", SCENES)
 def test_damage_to_any_file_is_noticed(scene: str) -> None:
-    found = list(damaged(len(scene), 40, [scene]))
+    found = list(damaged(len(scene), 40, scene))
     assert [str(one) for one in found if one.wrong] == []
     assert len(found) == 40
 

@@ -132,8 +132,7 @@ def test_a_summary_that_lies_is_passed_over(tmp_path: Path, change: dict[str, An
 
 
 def test_a_sample_of_hostile_files(victims: Victims) -> None:
-    found = list(islice(cases(victims, seed=0), 2 * len(KINDS)))
-    assert len({one.kind for one in found}) == len(KINDS)
+    found = [one for kind in KINDS for one in islice(cases(victims, 0, kind), 2)]
     assert [str(one) for one in found if one.wrong] == []
 
 

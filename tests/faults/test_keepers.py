@@ -42,8 +42,7 @@ def test_a_neighbour_has_what_a_lost_host_had_and_the_durable_storage_what_two_h
 
 @pytest.mark.long
 def test_a_host_fewer_and_other_layouts_load_every_byte(tmp_path: Path) -> None:
-    layouts = [("tp", (0, 1), 1), ("ddp", (0, 1), 1), ("fsdp2_tp", (0, 1), 2), ("fsdp2_hsdp", (0, 1), 2)]
-    _nothing_wrong(keepers.reshaped(tmp_path, layouts), 5)
+    _nothing_wrong(keepers.reshaped(tmp_path, keepers.LAYOUTS), 5)
 
 
 @pytest.mark.long

@@ -12,8 +12,9 @@ import dcp_plugin as dcp
 from dcp_plugin.media.disk import posix
 from tests import launch
 from tests.faults import mounts
-from tests.faults.oracle import find, problems
-from tests.faults.scenes import NEW, SCENES, prepare, save
+from tests.faults.oracle import look
+from tests.faults.scenes import SCENES, prepare, save
+from tests.faults.sweep import act
 from tests.faults.victims import Victims
 from tests.places import names_in
 
@@ -42,10 +43,8 @@ def test_a_disk_that_is_full_has_what_was_there(victims: Victims) -> None:
 def test_a_mount_like_nfs(victims: Victims, scene: str) -> None:
     with mounts.like_nfs() as root:
         prepare(SCENES[scene], root)
-        outcome = victims.run(SCENES[scene].act, root / SCENES[scene].target, NEW, below=root)
-        seen = victims.run(find, root, SCENES[scene], below=root)
-        assert seen.error is None, seen.traceback
-        assert problems(SCENES[scene], outcome, seen.result) == []
+        outcome = act(victims, SCENES[scene], root)
+        assert look(victims, SCENES[scene], root, outcome) == []
 
 
 def _end_within_a_save(path: Path) -> None:

@@ -37,7 +37,7 @@ def test_what_is_not_synced_may_be_lost_in_the_model(tmp_path: Path) -> None:
         log.with_name(f"{log.name}.data").write_bytes(b"abc")
         log.write_text("".join(f"{call.format(root=tmp_path)}\t0\t3\n" for call in calls))
         told = recording(Node(entries={}), tmp_path, log)
-        return {disk.fingerprint() for _, disk, finished in told.states(only_at_the_end=True) if finished}
+        return {disk.fingerprint() for _, disk, finished in told.states() if finished}
 
     create, write = "create\t{root}/a\t", "write\t{root}/a\t"
     sync_file, sync_directory = "sync\t{root}/a\t", "sync\t{root}\t"

@@ -23,18 +23,26 @@ from obstore.store import from_url
 
 import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointUnreadable
-from dcp_plugin.format.packed import token_in
 from dcp_plugin.media import lease
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, as_path
-from dcp_plugin.runs import figures, retention
+from dcp_plugin.runs import retention
 from tests import launch, sampling
 from tests.faults import stores
 from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
 from tests.faults.proxy import Proxy, Request, where
 from tests.faults.scenes import number_in, save
-from tests.faults.stores import IN_BUCKETS, PRELOADED, Killed, acting, at_each_request, stock_number
+from tests.faults.stores import (
+    IN_BUCKETS,
+    PRELOADED,
+    acting,
+    at_each_request,
+    keys_in,
+    killing,
+    stock_number,
+    strays,
+)
 from tests.faults.victims import Outcome, Victims
 from tests.object_server import Bucket, Server
 
@@ -60,27 +68,6 @@ def root(bucket: Bucket) -> ObjectPath:
     path = as_path(f"{bucket.url}/run", QUICK)
     assert isinstance(path, ObjectPath)
     return path
-
-
-def _keys(bucket: Bucket) -> list[str]:
-    store = from_url(bucket.url, endpoint=bucket.server.url, client_options={"allow_http": True})
-    return sorted(one["path"] for page in obstore.list(store) for one in page)
-
-
-def _left(bucket: Bucket, kept: int = 0) -> list[str]:
-    """Uploads, records, and objects of saves that are not published, but for the one before in each place."""
-    keys = _keys(bucket)
-    folders = {key.rpartition("/")[0] for key in keys if key.endswith("/.metadata")}
-    strays = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
-    strays = [key for key in strays if not key.endswith(figures.SUFFIX)]
-    tokens = {
-        folder: {token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders
-    }
-    return (
-        strays
-        + bucket.unfinished_uploads()
-        + [f"{tokens}" for tokens in tokens.values() if len(tokens - {""}) > 1 + kept]
-    )
 
 
 def _without_leases(url: ObjectPath, number: int) -> None:
@@ -113,13 +100,13 @@ def _save_in_parts(url: str, number: int) -> None:
 def test_parts_that_the_dead_had_sent_are_given_back(
     others: Victims, bucket: Bucket, proxy: Proxy, root: ObjectPath, tmp_path: Path
 ) -> None:
-    proxy.on(where("PUT", ".distcp", query="partNumber"), Killed(tmp_path / "pid", "after"))
+    proxy.on(where("PUT", ".distcp", query="partNumber"), killing(tmp_path / "pid", "done"))
     through = bucket.server.environment(proxy.url)
     others.run(acting, through, tmp_path / "pid", _save_in_parts, str(root / "step-1"), 1, below=tmp_path)
     assert len(bucket.unfinished_uploads()) in (1, 2)
     assert dcp.latest(root) is None
     save(root / "step-2", 2)
-    assert bucket.unfinished_uploads() == [] and _left(bucket) == []
+    assert bucket.unfinished_uploads() == [] and strays(bucket) == []
 
 
 def test_many_records_of_the_dead_do_not_hold_up_a_save(
@@ -139,7 +126,7 @@ def test_many_records_of_the_dead_do_not_hold_up_a_save(
     has_saved.set()
     (thread,) = [one for one in threading.enumerate() if one.name == "dcp-sweep"]
     thread.join()
-    assert not _left(bucket)
+    assert not strays(bucket)
     records = proxy.count(lambda request: request.method == "GET" and request.path.endswith(".json"))
     deletions = proxy.count(lambda request: request.method == "POST" and "delete" in request.query)
     assert records <= 2 * 51 and deletions < 50 + 20, "the save and the thread read each record once"
@@ -174,7 +161,7 @@ def test_who_was_taken_for_dead_just_before_the_commit_publishes_nothing(
     if before is not None:
         assert number_in(root / "last") == before
     save(root / "next", 6)
-    assert not _left(bucket)
+    assert not strays(bucket)
     assert {state.path.name for state in dcp.list_checkpoints(root)} == {"other", "next"} | (
         {"last"} if before else set()
     )
@@ -206,7 +193,7 @@ def test_what_a_save_writes_while_another_one_cleans_the_same_path_stays(
     proxy.on(cleans, Call(begin))
     outcome = others.run(acting, bucket.server.environment(proxy.url), None, save, f"{root}/last", 3, below=tmp_path)
     assert outcome.error is None
-    assert len(begun) == 1 and f"run/last/__0_0-{begun[0].token}.distcp" in _keys(bucket)
+    assert len(begun) == 1 and f"run/last/__0_0-{begun[0].token}.distcp" in keys_in(bucket)
     commit.discard(begun[0])
     assert number_in(root / "last") == 3
 
@@ -235,7 +222,7 @@ def test_a_removal_that_died_long_ago_deletes_no_newer_checkpoint(
     save(root / "step-2", 2)
     assert _beside(others, bucket, tmp_path, _without_leases, f"{root}/step-3", 3).error is None
     assert number_in(root / "step-2") == 2
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 def test_to_delete_spares_a_save_in_flight(bucket: Bucket, root: ObjectPath) -> None:
@@ -243,9 +230,9 @@ def test_to_delete_spares_a_save_in_flight(bucket: Bucket, root: ObjectPath) -> 
     key = f"run/step-1/__0_0-{reservation.token}.distcp"
     obstore.put(from_url(bucket.url), key, b"data")
     retention.remove(root / "step-1")
-    assert key in _keys(bucket)
+    assert key in keys_in(bucket)
     commit.discard(reservation)
-    assert not _keys(bucket)
+    assert not keys_in(bucket)
 
 
 def test_a_record_that_goes_while_it_is_read_is_of_no_importance(
@@ -267,7 +254,7 @@ def test_a_store_that_is_slow_is_no_clock_that_is_wrong(
     save(root / "step-1", 1)
     save(root / "step-2", 2)
     assert dcp.latest(root) == root / "step-2"
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 def test_what_failed_is_deleted_by_the_next_save_of_the_same_process(
@@ -277,10 +264,10 @@ def test_what_failed_is_deleted_by_the_next_save_of_the_same_process(
     proxy.on(where("POST", query="delete"), Answer(500, "InternalError"), times=None)
     with pytest.raises(dcp.SaveFailed, match=f"{root}/step-1.*InternalError"):
         save(root / "step-1", 1)
-    assert _left(bucket)
+    assert strays(bucket)
     proxy.forget()
     save(root / "step-2", 2)
-    assert not _left(bucket)
+    assert not strays(bucket)
     assert dcp.latest(root) == root / "step-2"
 
 
@@ -349,7 +336,7 @@ def test_a_save_that_is_refused_says_where_and_why_and_leaves_the_old_one(
     proxy.forget()
     assert number_in(root / "last") == 1
     save(root / "next", 3)
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 @pytest.mark.one_of(count=2)
@@ -379,7 +366,7 @@ def test_a_store_that_has_answered_once_is_asked_for_up_to_three_minutes(
     proxy.on(where(method, path, query), Answer(503, "SlowDown"), times=40)
     save(root / "last", 2)
     save(root / "next", 3)
-    assert number_in(root / "last") == 2 and not _left(bucket, kept=1)
+    assert number_in(root / "last") == 2 and not strays(bucket, kept=1)
 
 
 def test_a_store_that_has_never_answered_is_given_up_within_20_s(bucket: Bucket) -> None:
@@ -419,7 +406,7 @@ def test_what_fails_once_is_asked_again(bucket: Bucket, proxy: Proxy, root: Obje
         assert number_in(root / "last") == at, proxy.requests[at]
     proxy.forget()
     save(root / "next", 3)
-    assert not _left(bucket, kept=1)
+    assert not strays(bucket, kept=1)
 
 
 def test_a_byte_that_is_wrong_is_never_loaded(bucket: Bucket, proxy: Proxy, root: ObjectPath) -> None:
@@ -446,7 +433,7 @@ def test_a_byte_that_was_wrong_on_the_way_up_is_not_stored(bucket: Bucket, proxy
     proxy.on(where("PUT", ".metadata"), Flip(40, up=True))
     save(root / "next", 3)  # that is tried again
     assert number_in(root / "next") == 3 and dcp.verify(root / "next").ok
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 def _save_within(url: str, options: dict[str, Any], number: int, timeout: float) -> None:
@@ -471,7 +458,7 @@ def test_two_ranks_of_which_one_hears_nothing(bucket: Bucket, proxy: Proxy, root
         assert f"{root}/last" in outcome.traceback and f"rank {silent}" in outcome.traceback
     proxy.forget()
     save(root / "next", 3)
-    assert not _left(bucket)
+    assert not strays(bucket)
     assert dcp.latest(root) == root / "next"
 
 
@@ -504,7 +491,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_publishes_nothing(
     # Python hears of it when it is back from obstore, which may be in code whose exceptions nobody gets.
     assert (outcome.result, number_in(root / "last")) in (("KeyboardInterrupt", 1), ("saved", 2))
     save(root / "next", 3)
-    assert not _left(bucket, kept=int(outcome.result == "saved"))  # what was saved over stays until the save after it
+    assert not strays(bucket, kept=int(outcome.result == "saved"))  # what was saved over stays until the save after it
 
 
 def _fork_and_save(url: str) -> str:
@@ -525,7 +512,7 @@ def _fork_and_save(url: str) -> str:
 def test_a_fork_is_told_what_to_do(others: Victims, bucket: Bucket, root: ObjectPath, tmp_path: Path) -> None:
     outcome = _beside(others, bucket, tmp_path, _fork_and_save, str(root))
     assert "spawn" in outcome.result and "forked" in outcome.result
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
@@ -538,7 +525,7 @@ def test_a_clock_that_is_wrong_by_hours_is_not_believed(
     save(root / "c", 3)
     times = [dcp.inspect(root / name).time for name in "abc"]
     assert max(times) - min(times) < 1800  # a store tells full seconds: which came first within one, nobody knows
-    assert not _left(bucket)
+    assert not strays(bucket)
 
 
 def _save_at_another_time(url: ObjectPath, hours: int) -> None:
