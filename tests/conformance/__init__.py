@@ -11,10 +11,8 @@ see with ``note(...)``. ``python -m tests.conformance NAME`` runs the cases that
 differs; ``CONFORMANCE_EXAMPLES=500`` draws more combinations of the lists than CI does.
 
 The oracle is stock DCP; ``oracle="torch.save"`` or ``"right"`` (the training that was not interrupted) where DCP
-cannot do what is asked. What differs on purpose is declared in the entry, with the reason from ``reasons.py``:
-``differs={aspect: REASON}``; then rewrite ``docs/differences.md`` with ``--write-docs``. What is wrong and being mended
-stands in ``known.py``. A corpus is a function in ``CORPORA`` of ``cases.py``; the runs of Lightning, Accelerate and
-transformers can become another one.
+cannot do what is asked. What differs on purpose is declared in the entry, by a constant of ``differences.py``, with its
+reason in ``docs/differences.md``. A corpus is an entry in ``CORPORA`` of ``cases.py``.
 """
 
 from __future__ import annotations

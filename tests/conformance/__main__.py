@@ -7,9 +7,7 @@ import time
 
 from tests.conformance import warm_up
 from tests.conformance.cases import all_cases, find
-from tests.conformance.checking import verdicts
-from tests.conformance.differences import PAGE, page
-from tests.conformance.launching import slowest
+from tests.conformance.launching import slowest, verdicts
 
 
 def main() -> None:
@@ -20,11 +18,7 @@ def main() -> None:
         "--all", action="store_true", help="show what is declared, what only ours can do, and what both cannot"
     )
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="show the N cases that take longest")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/differences.md")
     arguments = parser.parse_args()
-    if arguments.write_docs:
-        PAGE.write_text(page((case.name, case.differs) for case in all_cases()))
-        return
     chosen = [find(name) for name in arguments.names if name.startswith("random/")] or [
         case for case in all_cases() if all(part in case.name for part in arguments.names)
     ]

@@ -6,8 +6,8 @@ saved value, the target, and the number of ranks; both values are made on each r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +16,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from tests.conformance.differences import FILLED_FROM_EMPTY, GROWN_VALUES, HANDED_OVER
+from tests.conformance.entries import Entry
 from tests.conformance.modules import Small
 from tests.conformance.tools import Tool
 from tests.conformance.trace import Trace, describe_module
 
 
 @dataclass(frozen=True)
-class ContainerEntry:
+class ContainerEntry(Entry):
     saved: Callable[[int], Any]
     target: Callable[[int], Any]
     world_size: int = 1
-    differs: Mapping[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = ("plain",)
 
 
 class Box:
@@ -128,7 +129,7 @@ CONTAINERS: dict[str, ContainerEntry] = {
 }
 
 
-def run(entry: ContainerEntry, tool: Tool, trace: Trace) -> None:
+def run(entry: ContainerEntry, variant: str, tool: Tool, trace: Trace) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(1)
     tool.save({"it": entry.saved(rank)})

@@ -1,79 +1,52 @@
-"""Where we differ from stock on purpose: the aspects of a case that may differ, each with the reason.
+"""Where we differ from stock on purpose: the aspects of a case that may differ, each with its reason.
 
-``docs/differences.md`` is made of these (``python -m tests.conformance --write-docs``), under the titles below.
+A reason is named by its title in ``docs/differences.md``, behind the name of the framework where it is one's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from tests.conformance.reasons import (
-    ASKED_FOR_ITS_KEYS,
-    CUTS_NOTHING,
-    EPOCHS,
-    EXACT_KEYS,
-    EXACT_SLOTS,
-    EXTRA_KEYS,
-    FILLS_EMPTY,
-    FINDS_UNSHARDED,
-    GROWS,
-    HANDS_OVER,
-    NAMES_GO_ON,
-    NO_STEP,
-    ONE_ORDER,
-    OWN_ERRORS,
-    REASONS,
-    RESTORES_STATE,
-    STRICT,
-    UNKNOWN_URL,
-)
-
-Differs = Mapping[str, str]
-
-STEPLESS: Differs = dict.fromkeys(("resumed state", "losses", "what the save left"), NO_STEP)
-ACCUMULATING: Differs = dict.fromkeys(("resumed state", "losses"), RESTORES_STATE)
-UNSHARDED: Differs = dict.fromkeys(("resumed state", "losses"), FINDS_UNSHARDED)
-UNCAST_SLOTS: Differs = {"resumed state": EXACT_SLOTS}
-EXTRAS_TRAVEL: Differs = {"calls during load": EXTRA_KEYS}
-UNCAST_SLOT: Differs = {"values": EXACT_SLOTS}
-EXTRA_STATES: dict[str, Differs] = {
-    name: {"what else is there": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")
-}
-GROWN_VALUES: Differs = {"values": GROWS}
-HANDED_OVER: Differs = {"values": HANDS_OVER}
-FILLED_FROM_EMPTY: Differs = {"values": FILLS_EMPTY}
-CALLED_IN_ONE_ORDER: Differs = dict.fromkeys(("order of calls during save", "order of calls during load"), ONE_ORDER)
-FLOATS_FOR_INTEGERS: Differs = {"load": CUTS_NOTHING}
-UNKNOWN_KIND_OF_URL: Differs = {"exception": UNKNOWN_URL}
-UNEXPECTED_KEYS: Differs = {"load": STRICT}
-OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
-NEXT_EPOCH_BEGUN: Differs = {"calls during load": EPOCHS}
-NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCHS)
-RESUMED_BY_ACCELERATE: Differs = {"calls during load": ASKED_FOR_ITS_KEYS, "values": NAMES_GO_ON}
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 
-INTRO = """\
-# Differences from stock
-
-Code that uses `torch.distributed.checkpoint` does the same with `dcp_plugin`: the same hooks are called in the same
-order, and the same values are restored with their types. This page lists the deliberate exceptions, with their reasons.
-
-`tests/conformance` runs the same code with both and fails for any other difference, and for a listed one that is gone.
-The page is generated from these tests: `python -m tests.conformance --write-docs`.
-"""
+Differs = Mapping[str, str]
 
 
-GROUPS = ("Every framework", "Lightning", "Accelerate", "transformers")
+def titles() -> Iterator[str]:
+    """The titles of all reasons on the page."""
+    group = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            group = "" if line == "## Every framework" else f"{line.removeprefix('## ')}: "
+        elif line.startswith("| "):
+            yield group + line.split(" | ")[0].removeprefix("| ")
 
 
-def page(cases: Iterable[tuple[str, Mapping[str, str]]]) -> str:
-    """Return the page. ``cases`` are the names of all cases with their declared differences."""
-    declared = {reason for _, differs in cases for reason in differs.values()}
-    assert declared <= set(REASONS.values()), "a declared reason has no title in reasons.py"
-    tables = {group: f"## {group}\n\n| subject | difference |\n|---|---|\n" for group in GROUPS}
-    for title, reason in REASONS.items():
-        group, _, subject = title.rpartition(": ")
-        tables[group or GROUPS[0]] += f"| {subject} | {' '.join(reason.split())} |\n"
-    return "\n".join([INTRO, *tables.values()])
+def _of(title: str, *aspects: str) -> Differs:
+    """Let these aspects differ for the reason with this title."""
+    return dict.fromkeys(aspects, title)
+
+
+STEPLESS = _of("A save takes no step", "resumed state", "losses", "what the save left")
+ACCUMULATING = _of("Optimizer state is restored during gradient accumulation", "resumed state", "losses")
+UNSHARDED = _of("The optimizer state of an unsharded root is saved", "resumed state", "losses")
+UNCAST_SLOTS = _of("Optimizer state keeps its dtype and type", "resumed state")
+UNCAST_SLOT = _of("Optimizer state keeps its dtype and type", "values")
+EXTRAS_TRAVEL = _of("All of an optimizer's own state_dict is restored", "calls during load")
+EXTRA_STATE = _of("Extra state keeps its keys", "what else is there")
+EXACT_KEYS = _of("Extra state keeps its keys", "resumed state")
+GROWN_VALUES = _of("Plain values are those of the checkpoint", "values")
+HANDED_OVER = _of("A Stateful gets all its tensors", "values")
+FILLED_FROM_EMPTY = _of("An empty mapping and None are filled", "values")
+CALLED_IN_ONE_ORDER = _of("Objects are called in one order", "order of calls during save", "order of calls during load")
+FLOATS_FOR_INTEGERS = _of("Integers do not take floating-point numbers", "load")
+UNKNOWN_KIND_OF_URL = _of("An unknown kind of URL is a ValueError", "exception")
+UNEXPECTED_KEYS = _of("An unexpected key is an error", "load")
+OWN_EXCEPTION = _of("A failure on one rank is a failure on all", "exception")
+NEXT_EPOCH_BEGUN = _of("Lightning: between two epochs", "calls during load")
+NO_EPOCH_SKIPPED = _of("Lightning: between two epochs", "calls during load", "resumed state", "values")
+RESUMED_BY_ACCELERATE = {
+    **_of("Accelerate: a registered object is asked for its state first", "calls during load"),
+    **_of("Accelerate: automatic names continue", "values"),
+}

@@ -7,11 +7,11 @@ in it. A planner is one line, too. Each goes each of ``WAYS``, and the user sees
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_plugin
-from tests.conformance.reasons import EXACT_KEYS
+from tests.conformance.differences import EXACT_KEYS
+from tests.conformance.entries import Entry
 from tests.conformance.steps import step
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace
@@ -230,65 +231,68 @@ def flat(at: int) -> State:
     return {"weight": torch.full((2, 3), 1.0 * at), "bias": tensor(at), "step": at}
 
 
+def flat_and_nested(at: int) -> State:
+    return {**flat(at), "nested": {"l": [tensor(at), at]}}
+
+
+ONE_RANK = (
+    "stock_to_ours", "ours_to_stock", "writer_to_stock", "stock_to_reader", "planner_to_stock", "stock_to_planner",
+    "planner_alone",
+)  # fmt: skip
+TWO_RANKS = ("stock_to_ours", "ours_to_stock", "writer_to_stock", "stock_to_reader", "planner_alone")
+PLANNERS_OF_USERS = ("writer_to_stock", "stock_to_reader", "writer_to_reader")
+
+
 @dataclass(frozen=True)
-class PlannerEntry:
-    make: Make = lambda at: {**flat(at), "nested": {"l": [tensor(at), at]}}
+class InterchangeEntry(Entry):
+    make: Make = flat_and_nested
     load: Make | None = None
     """What is loaded into, if it is another state."""
-    save_planner: Callable[[], Any] = dcp.DefaultSavePlanner
-    load_planner: Callable[[], Any] = dcp.DefaultLoadPlanner
+    world_size: int = 1
+    variants: tuple[str, ...] = ONE_RANK
+    save_planner: Callable[[], Any] | None = None
+    load_planner: Callable[[], Any] | None = None
+
+    def differs_in(self, variant: str) -> Mapping[str, str]:
+        """Declared differences are those of our planner for loads."""
+        return self.differs if variant in ("stock_to_ours", "stock_to_planner", "planner_alone") else {}
 
 
-PLANNERS: dict[str, PlannerEntry] = {
-    "renames": PlannerEntry(flat, save_planner=RenamingSavePlanner, load_planner=RenamingLoadPlanner),
-    "halves": PlannerEntry(flat, save_planner=HalvingSavePlanner),
-    "has_planner_data_of_its_own": PlannerEntry(flat, save_planner=SavePlannerWithMore),
-    "materializes": PlannerEntry(load_planner=MaterializingLoadPlanner),
-    "caches_plans": PlannerEntry(save_planner=lambda: dcp.DefaultSavePlanner(enable_plan_caching=True)),
-    "does_not_flatten": PlannerEntry(
+Planned = partial(
+    InterchangeEntry,
+    variants=PLANNERS_OF_USERS,
+    save_planner=dcp.DefaultSavePlanner,
+    load_planner=dcp.DefaultLoadPlanner,
+)
+
+PLANNERS: dict[str, InterchangeEntry] = {
+    "renames": Planned(flat, save_planner=RenamingSavePlanner, load_planner=RenamingLoadPlanner),
+    "halves": Planned(flat, save_planner=HalvingSavePlanner),
+    "has_planner_data_of_its_own": Planned(flat, save_planner=SavePlannerWithMore),
+    "materializes": Planned(load_planner=MaterializingLoadPlanner),
+    "caches_plans": Planned(save_planner=lambda: dcp.DefaultSavePlanner(enable_plan_caching=True)),
+    "does_not_flatten": Planned(
         flat,
         save_planner=lambda: dcp.DefaultSavePlanner(flatten_state_dict=False),
         load_planner=lambda: dcp.DefaultLoadPlanner(flatten_state_dict=False),
     ),
-    "takes_a_part": PlannerEntry(
+    "takes_a_part": Planned(
         load=lambda at: {"bias": tensor(at), "new": at},
         load_planner=lambda: dcp.DefaultLoadPlanner(allow_partial_load=True),
     ),
-    "wants_what_is_not_there": PlannerEntry(load=lambda at: {"bias": tensor(at), "new": at}),
-    "wants_another_shape": PlannerEntry(load=lambda at: {"bias": torch.zeros(4)}),
-    "wants_another_dtype": PlannerEntry(load=lambda at: {"bias": torch.zeros(3)}),
-    "takes_everything": PlannerEntry(load=lambda at: {}, load_planner=_EmptyStateDictLoadPlanner),
-    "takes_everything_under_other_keys_than_text": PlannerEntry(
+    "wants_what_is_not_there": Planned(load=lambda at: {"bias": tensor(at), "new": at}),
+    "wants_another_shape": Planned(load=lambda at: {"bias": torch.zeros(4)}),
+    "wants_another_dtype": Planned(load=lambda at: {"bias": torch.zeros(3)}),
+    "takes_everything": Planned(load=lambda at: {}, load_planner=_EmptyStateDictLoadPlanner),
+    "takes_everything_under_other_keys_than_text": Planned(
         lambda at: {"s": {0: {"m": tensor(at)}, (0, "a"): at, None: [{1: at}]}, "c": Counter({3: at})},
         load=lambda at: {},
         load_planner=_EmptyStateDictLoadPlanner,
     ),
-    "takes_some_keys": PlannerEntry(
+    "takes_some_keys": Planned(
         load=lambda at: {}, load_planner=lambda: _EmptyStateDictLoadPlanner(keys={"bias", "nested"})
     ),
 }
-
-
-@dataclass(frozen=True)
-class Way:
-    """Who saves and who loads. Without planners of the user's the tool's own are used."""
-
-    save: Callable[..., Any]
-    load: Callable[..., Any]
-
-
-def _stock_save(state: State, path: Path, **how: Any) -> None:
-    dcp.save(_as_stock_takes_it(state), **how if "storage_writer" in how else {**how, "checkpoint_id": path})
-
-
-def _stock_load(state: State, path: Path, **how: Any) -> None:
-    taken = _as_stock_takes_it(state)
-    dcp.load(taken, **how if "storage_reader" in how else {**how, "checkpoint_id": path})
-    model, optimizer = state.get("model"), state.get("optim")
-    if isinstance(model, nn.Module):
-        set_model_state_dict(model, taken["model"])
-        set_optimizer_state_dict(model, optimizer, taken["optim"])
-    state.update({key: value for key, value in taken.items() if key not in ("model", "optim")})
 
 
 def _as_stock_takes_it(state: State) -> State:
@@ -298,77 +302,69 @@ def _as_stock_takes_it(state: State) -> State:
     return {**state, "model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
-def _writer_save(state: State, path: Path, **how: Any) -> None:
-    _stock_save(state, path, storage_writer=dcp_plugin.ShardedWriter(path), **how)
+def _save(writer: Any = None, planner: Any = None) -> Callable[..., None]:
+    """Save as stock does, to its own writer or to another one, with its own planner or with another one."""
+
+    def save(state: State, path: Path, planner: Any = planner) -> None:
+        place = {"checkpoint_id": path} if writer is None else {"storage_writer": writer(path)}
+        dcp.save(_as_stock_takes_it(state), planner=planner and planner(), **place)
+
+    return save
 
 
-def _reader_load(state: State, path: Path, **how: Any) -> None:
-    _stock_load(state, path, storage_reader=dcp_plugin.ShardedReader(path), **how)
+def _load(reader: Any = None, planner: Any = None) -> Callable[..., None]:
+    """Load as stock does, in the same way."""
+
+    def load(state: State, path: Path, planner: Any = planner) -> None:
+        taken = _as_stock_takes_it(state)
+        place = {"checkpoint_id": path} if reader is None else {"storage_reader": reader(path)}
+        dcp.load(taken, planner=planner and planner(), **place)
+        model, optimizer = state.get("model"), state.get("optim")
+        if isinstance(model, nn.Module):
+            set_model_state_dict(model, taken["model"])
+            set_optimizer_state_dict(model, optimizer, taken["optim"])
+        state.update({key: value for key, value in taken.items() if key not in ("model", "optim")})
+
+    return load
 
 
-def _planner_save(state: State, path: Path) -> None:
-    _writer_save(state, path, planner=dcp_plugin.ShardedSavePlanner())
+STOCK = _save(), _load()
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "stock_to_ours": (_save(), dcp_plugin.load),
+    "ours_to_stock": (dcp_plugin.save, _load()),
+    "writer_to_stock": (_save(dcp_plugin.ShardedWriter), _load()),
+    "stock_to_reader": (_save(), _load(dcp_plugin.ShardedReader)),
+    "planner_to_stock": (_save(dcp_plugin.ShardedWriter, dcp_plugin.ShardedSavePlanner), _load()),
+    "stock_to_planner": (_save(), _load(dcp_plugin.ShardedReader, dcp_plugin.ShardedLoadPlanner)),
+    "planner_alone": (
+        _save(planner=dcp_plugin.ShardedSavePlanner), _load(planner=dcp_plugin.ShardedLoadPlanner),
+    ),
+    "writer_to_reader": (_save(dcp_plugin.ShardedWriter), _load(dcp_plugin.ShardedReader)),
+}  # fmt: skip
+"""Who saves and who loads."""
 
-
-def _planner_load(state: State, path: Path) -> None:
-    _reader_load(state, path, planner=dcp_plugin.ShardedLoadPlanner())
-
-
-def _planner_alone_save(state: State, path: Path) -> None:
-    _stock_save(state, path, planner=dcp_plugin.ShardedSavePlanner())
-
-
-def _planner_alone_load(state: State, path: Path) -> None:
-    _stock_load(state, path, planner=dcp_plugin.ShardedLoadPlanner())
-
-
-WAYS: dict[str, Way] = {
-    "stock_to_ours": Way(_stock_save, dcp_plugin.load),
-    "ours_to_stock": Way(dcp_plugin.save, _stock_load),
-    "writer_to_stock": Way(_writer_save, _stock_load),
-    "stock_to_reader": Way(_stock_save, _reader_load),
-    "planner_to_stock": Way(_planner_save, _stock_load),
-    "stock_to_planner": Way(_stock_save, _planner_load),
-    "planner_alone": Way(_planner_alone_save, _planner_alone_load),
-    "writer_to_reader": Way(_writer_save, _reader_load),
+ENTRIES: dict[str, InterchangeEntry] = {
+    **{
+        name: InterchangeEntry(make, differs=EXACT_KEYS if name == "multi_step_lr" else {})
+        for name, make in STATES.items()
+    },
+    **{name: InterchangeEntry(*makes) for name, makes in INTO_ANOTHER.items()},
+    **{
+        f"{name}_on_two_ranks": InterchangeEntry(make, world_size=2, variants=TWO_RANKS)
+        for name, make in ON_TWO_RANKS.items()
+    },
+    **{f"planner_that_{name}": entry for name, entry in PLANNERS.items()},
 }
-ONE_RANK = tuple(way for way in WAYS if way != "writer_to_reader")
-TWO_RANKS = ("stock_to_ours", "ours_to_stock", "writer_to_stock", "stock_to_reader", "planner_alone")
-PLANNERS_OF_USERS = ("writer_to_stock", "stock_to_reader", "writer_to_reader")
 
 
-@dataclass(frozen=True)
-class Entry:
-    entry: PlannerEntry
-    world_size: int
-    ways: tuple[str, ...]
-    planners: bool = False
-
-
-ENTRIES: dict[str, Entry] = {
-    **{name: Entry(PlannerEntry(make), 1, ONE_RANK) for name, make in STATES.items()},
-    **{name: Entry(PlannerEntry(*makes), 1, ONE_RANK) for name, makes in INTO_ANOTHER.items()},
-    **{f"{name}_on_two_ranks": Entry(PlannerEntry(make), 2, TWO_RANKS) for name, make in ON_TWO_RANKS.items()},
-    **{f"planner_that_{name}": Entry(each, 1, PLANNERS_OF_USERS, True) for name, each in PLANNERS.items()},
-}
-"""Each with the ways that it goes."""
-
-
-def differs(name: str, way: str) -> Mapping[str, str]:
-    if name == "multi_step_lr" and WAYS[way].load not in (_stock_load, _reader_load):
-        return {"resumed state": EXACT_KEYS}
-    return {}
-
-
-def run(entry: Entry, way: str, tool: Tool, trace: Trace) -> None:
+def run(entry: InterchangeEntry, way: str, tool: Tool, trace: Trace) -> None:
     """Save one state and load it into another; with stock, in both by stock."""
-    chosen = WAYS[way] if isinstance(tool, Ours) else Way(_stock_save, _stock_load)
-    planners: tuple[State, State] = {}, {}
-    if entry.planners:
-        planners = {"planner": entry.entry.save_planner()}, {"planner": entry.entry.load_planner()}
-    state = entry.entry.make(1)
-    tool.do("save", functools.partial(chosen.save, **planners[0]), state)
-    state = (entry.entry.load or entry.entry.make)(0)
-    tool.do("load", functools.partial(chosen.load, **planners[1]), state)
+    save, load = WAYS[way] if isinstance(tool, Ours) else STOCK
+    if entry.save_planner is not None:
+        save, load = partial(save, planner=entry.save_planner), partial(load, planner=entry.load_planner)
+    state = entry.make(1)
+    tool.do("save", save, state)
+    state = (entry.load or entry.make)(0)
+    tool.do("load", load, state)
     trace.resumed(*state.values())
     trace.see("keys", list(state))

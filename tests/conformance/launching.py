@@ -1,4 +1,4 @@
-"""Runs cases on real ranks, all of one tool and world size in one launch."""
+"""Runs cases on real ranks, all of one tool and world size in one launch, and judges them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +19,35 @@ import torch
 import torch.distributed as dist
 
 from tests import launch
+from tests.conformance.cases import Case, find
 from tests.conformance.tools import TOOLS
 from tests.conformance.trace import Raised, Trace, tracing
+from tests.conformance.verdict import Verdict, judge
 
 _NOT_MET = "the ranks of this case did not meet"
 SECONDS_PER_WAIT = 15
 """How long a rank waits for one that has failed alone."""
+
+
+def verdicts(cases: Iterable[Case]) -> dict[str, Verdict]:
+    """The verdict on each case by its name. One launch for each tool and world size, and one more for each crash."""
+    cases = list(cases)
+    batches: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for case in cases:
+        batches["ours", case.world_size].append(case.name)
+        if case.oracle in TOOLS:
+            batches[case.oracle, case.world_size].append(case.name)
+    seen = {batch: run_cases(tuple(names), *batch) for batch, names in batches.items()}
+    return {
+        case.name: judge(
+            seen["ours", case.world_size][case.name],
+            seen[case.oracle if case.oracle in TOOLS else "ours", case.world_size][case.name],
+            case.oracle,
+            case.differs,
+            case.must_work,
+        )
+        for case in cases
+    }
 
 
 @functools.cache
@@ -59,8 +83,6 @@ _seconds: list[tuple[float, str, str]] = []
 
 
 def _rank(names: Sequence[str], tool: str, folder: Path) -> None:
-    from tests.conformance.cases import find
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """Corpus of modules: what people do inside of an ``nn.Module`` that a checkpoint can meet.
 
-An entry is one decorated class, or one line of :data:`PLAIN`. Its forward takes a ``(4, 6)`` float tensor. What a
-user's hook sees goes to :func:`~tests.conformance.trace.note`. ``Small`` is a model to put such a thing into; its child
-``block`` is a unit of its own for FSDP. A new tensor made in a hook has to have the same value on every rank.
+An entry is one decorated class or function, or one line at the end. Its forward takes a ``(4, 6)`` float tensor. What
+a user's hook sees goes to :func:`~tests.conformance.trace.note`. ``Small`` is a model to put such a thing into; its
+child ``block`` is a unit of its own for FSDP. A new tensor made in a hook has to have the same value on every rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +22,54 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.conformance import differences as known
+from tests.conformance.entries import ALL, EVERYWHERE, UNWRAPPED, WHOLE, Entry
 from tests.conformance.trace import note
-
-ALL = ("plain", "ddp", "fsdp2")
-WHOLE = ("plain", "ddp")
-"""For what FSDP2 cannot take."""
 
 
 @dataclass(frozen=True)
-class ModuleEntry:
+class ModuleEntry(Entry):
     make: Callable[[], nn.Module]
-    layouts: tuple[str, ...] = ALL
-    oracle: str = "stock"
-    differs: Mapping[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = ALL
 
 
 MODULES: dict[str, ModuleEntry] = {}
 
 
-def module(*layouts: str, oracle: str = "stock", differs: Mapping[str, str] | None = None) -> Any:
-    """Adds a class, or a function that makes a module, to the corpus under its own name."""
+def module(*layouts: str, **more: Any) -> Any:
+    """Add a class, or a function that makes a module, to the corpus under its own name.
+
+    Args:
+        more: The other fields of its :class:`ModuleEntry`.
+    """
 
     def add(make: Any) -> Any:
-        MODULES[make.__name__] = ModuleEntry(make, layouts or ALL, oracle, differs or {})
+        MODULES[make.__name__] = ModuleEntry(make, layouts or ALL, **more)
         return make
+
+    return add
+
+
+def block(*layouts: str, **more: Any) -> Any:
+    """Add a class of modules, each of which is the block of a :class:`Small`."""
+
+    def add(make: Any) -> Any:
+        MODULES[make.__name__] = ModuleEntry(lambda: Small(make()), layouts or ALL, **more)
+        return make
+
+    return add
+
+
+def changed(*layouts: str, **more: Any) -> Any:
+    """Add a function that changes a new :class:`Small`."""
+
+    def add(change: Callable[[Small], None]) -> Any:
+        def make() -> nn.Module:
+            small = Small()
+            change(small)
+            return small
+
+        MODULES[change.__name__] = ModuleEntry(make, layouts or ALL, **more)
+        return change
 
     return add
 
@@ -62,6 +86,11 @@ class Small(nn.Module):
         return self.block(torch.relu(self.inp(x)))
 
 
+class Block(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 5)
+
+
 def to_be_saved() -> bool:
     """Whether the module that is being built will be saved; the other one, built with another seed, is loaded into."""
     return torch.initial_seed() % 2 == 1
@@ -71,203 +100,163 @@ def keys(state: Mapping[str, Any]) -> str:
     return ",".join(sorted(state))
 
 
+def number() -> int:
+    return int(torch.randint(100, ()))
+
+
 # --- every hook that torch has, at the root and in a child
 
 
-@module("plain", "ddp", "fsdp2", "fsdp2@3", "fsdp1")
-class NoHook(Small):
-    pass
-
-
-class StateDictPreHookChild(nn.Linear):
+@block()
+class StateDictPreHook(Block):
     """Brings what it saves up to date first."""
 
     def __init__(self) -> None:
-        super().__init__(6, 5)
+        super().__init__()
         self.register_buffer("saves", torch.zeros((), dtype=torch.int64))
-        self.register_state_dict_pre_hook(StateDictPreHookChild.flush)
+        self.register_state_dict_pre_hook(StateDictPreHook.flush)
 
     def flush(self, prefix: str, keep_vars: bool) -> None:
         note("state_dict pre-hook", prefix, keep_vars)
         self.saves += 1
 
 
-@module()
-def StateDictPreHook() -> nn.Module:
-    return Small(StateDictPreHookChild())
+@changed()
+def StateDictPreHookAtRoot(small: Small) -> None:
+    small.register_state_dict_pre_hook(lambda m, prefix, keep_vars: note("root pre-hook", prefix, keep_vars))
 
 
-@module()
-class StateDictPreHookAtRoot(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_pre_hook(lambda m, prefix, keep_vars: note("root pre-hook", prefix, keep_vars))
+@changed()
+def StateDictPostHook(small: Small) -> None:
+    small.register_state_dict_post_hook(lambda m, state, prefix, meta: note("post-hook", prefix, keys(state)))
+    small.block.register_state_dict_post_hook(lambda m, state, prefix, meta: note("child's", prefix, keys(state)))
 
 
-@module()
-class StateDictPostHook(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_post_hook(lambda m, state, prefix, meta: note("post-hook", prefix, keys(state)))
-        self.block.register_state_dict_post_hook(lambda m, state, prefix, meta: note("child's", prefix, keys(state)))
-
-
-@module()
-class StateDictHookAddsAKey(Small):
-    """Adds what is no parameter, and takes it out again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch = int(torch.randint(100, ()))
-        self._register_state_dict_hook(self.add)
-        self.register_load_state_dict_pre_hook(self.remove)
-
-    @staticmethod
+def _saves_its_epoch(small: Small, saved: Callable[[int], Any]) -> None:
     def add(module: Any, state: Any, prefix: str, meta: Any) -> None:
         note("add", prefix, keys(state))
-        state[f"{prefix}epoch"] = torch.tensor(module.epoch)
+        state[f"{prefix}epoch"] = saved(module.epoch)
 
-    @staticmethod
     def remove(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("remove", prefix, keys(state))
         module.epoch = int(state.pop(f"{prefix}epoch"))
 
-
-@module()
-class StateDictHookAddsAPlainValue(StateDictHookAddsAKey):
-    @staticmethod
-    def add(module: Any, state: Any, prefix: str, meta: Any) -> None:
-        state[f"{prefix}epoch"] = module.epoch
+    small.epoch = number()
+    small._register_state_dict_hook(add)
+    small.register_load_state_dict_pre_hook(remove)
 
 
-@module()
-class StateDictHookRemovesKeys(Small):
+@changed()
+def StateDictHookAddsAKey(small: Small) -> None:
+    """Adds what is no parameter, and takes it out again."""
+    _saves_its_epoch(small, torch.tensor)
+
+
+@changed()
+def StateDictHookAddsAPlainValue(small: Small) -> None:
+    _saves_its_epoch(small, int)
+
+
+@changed()
+def StateDictHookRemovesKeys(small: Small) -> None:
     """As a frozen encoder that is not saved; the load completes it from what is there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(self.drop)
-        self.register_load_state_dict_pre_hook(self.complete)
-
-    @staticmethod
     def drop(module: Any, state: Any, prefix: str, meta: Any) -> None:
         note("drop", prefix)
         for name in ("weight", "bias"):
             del state[f"{prefix}inp.{name}"]
 
-    @staticmethod
     def complete(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("complete", prefix, keys(state))
         for name, value in module.inp.named_parameters():
             state[f"{prefix}inp.{name}"] = value.detach()
 
+    small._register_state_dict_hook(drop)
+    small.register_load_state_dict_pre_hook(complete)
 
-@module()
-class StateDictHookRenames(Small):
+
+def _rename(state: Any, old: str, new: str) -> Any:
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)
+    return state
+
+
+@changed()
+def StateDictHookRenames(small: Small) -> None:
     """A checkpoint has other names than the module."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(self.rename)
-        self.register_load_state_dict_pre_hook(self.rename_back)
-
-    @staticmethod
-    def rename(module: Any, state: Any, prefix: str, meta: Any) -> None:
-        for key in [key for key in state if key.startswith(f"{prefix}block.")]:
-            state[key.replace("block.", "head.")] = state.pop(key)
-
-    @staticmethod
     def rename_back(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("rename", keys(state))
-        for key in [key for key in state if key.startswith(f"{prefix}head.")]:
-            state[key.replace("head.", "block.")] = state.pop(key)
+        _rename(state, f"{prefix}head.", f"{prefix}block.")
+
+    small._register_state_dict_hook(lambda m, s, prefix, meta: _rename(s, f"{prefix}block.", f"{prefix}head."))
+    small.register_load_state_dict_pre_hook(rename_back)
 
 
-@module()
-class StateDictHookCasts(Small):
+@changed()
+def StateDictHookCasts(small: Small) -> None:
     """Saves halves, trains floats."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(self.cast)
-
-    @staticmethod
     def cast(module: Any, state: Any, prefix: str, meta: Any) -> None:
         for key in list(state):
             state[key] = state[key].half()
 
+    small._register_state_dict_hook(cast)
 
-@module()
-class StateDictHookScales(Small):
+
+@changed()
+def StateDictHookScales(small: Small) -> None:
     """What is saved is twice the parameter; a load that fills the parameters directly restores twice of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block._register_state_dict_hook(self.scale)
-        self.block.register_load_state_dict_pre_hook(self.scale_back)
-
-    @staticmethod
     def scale(module: Any, state: Any, prefix: str, meta: Any) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
-    @staticmethod
     def scale_back(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("scale back", prefix)
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
-
-@module()
-class StateDictHookReturnsAnotherDict(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(lambda m, state, prefix, meta: OrderedDict(reversed(state.items())))
+    small.block._register_state_dict_hook(scale)
+    small.block.register_load_state_dict_pre_hook(scale_back)
 
 
-@module()
-class LoadPreHook(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, child in (("root", self), ("child", self.block)):
-            child.register_load_state_dict_pre_hook(
-                lambda m, state, prefix, meta, strict, *_, name=name: note(name, prefix, strict, keys(state))
-            )
+@changed()
+def StateDictHookReturnsAnotherDict(small: Small) -> None:
+    small._register_state_dict_hook(lambda m, state, prefix, meta: OrderedDict(reversed(state.items())))
 
 
-@module()
-class LoadPreHookScales(Small):
+@changed()
+def LoadPreHook(small: Small) -> None:
+    for name, child in (("root", small), ("child", small.block)):
+        child.register_load_state_dict_pre_hook(
+            lambda m, state, prefix, meta, strict, *_, name=name: note(name, prefix, strict, keys(state))
+        )
+
+
+@changed()
+def LoadPreHookScales(small: Small) -> None:
     """A pre-hook that changes what is loaded: a unit of measure, a permutation of the heads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block.register_load_state_dict_pre_hook(self.scale)
-
-    @staticmethod
     def scale(module: Any, state: Any, prefix: str, *_: Any) -> None:
         state[f"{prefix}bias"] = state[f"{prefix}bias"] * 2 + 1
 
+    small.block.register_load_state_dict_pre_hook(scale)
 
-@module()
-class LoadPreHookOfOldTorch(Small):
+
+@changed()
+def LoadPreHookOfOldTorch(small: Small) -> None:
     """The private one, with and without the module; spectral_norm and many libraries still have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block._register_load_state_dict_pre_hook(lambda state, prefix, *_: note("without", prefix, keys(state)))
-        self.block._register_load_state_dict_pre_hook(self.of_module, with_module=True)
-
-    @staticmethod
-    def of_module(module: Any, state: Any, prefix: str, *_: Any) -> None:
-        note("with", type(module).__mro__[-3].__name__, prefix)
+    small.block._register_load_state_dict_pre_hook(lambda state, prefix, *_: note("without", prefix, keys(state)))
+    small.block._register_load_state_dict_pre_hook(
+        lambda m, state, prefix, *_: note("with", isinstance(m, nn.Linear), prefix), with_module=True
+    )
 
 
-@module()
-class LoadPostHook(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        for name, child in (("root", self), ("child", self.block)):
-            child.register_load_state_dict_post_hook(
-                lambda m, bad, name=name: note(name, bad.missing_keys, bad.unexpected_keys)
-            )
+@changed()
+def LoadPostHook(small: Small) -> None:
+    for name, child in (("root", small), ("child", small.block)):
+        child.register_load_state_dict_post_hook(
+            lambda m, bad, name=name: note(name, bad.missing_keys, bad.unexpected_keys)
+        )
 
 
 @module()
@@ -289,31 +278,25 @@ class LoadPostHookRebuildsDerivedState(Small):
         return super().forward(x) * self.inverse
 
 
-@module()
-class LoadPostHookForgives(Small):
+@changed()
+def LoadPostHookForgives(small: Small) -> None:
     """Has a buffer that checkpoints do not have, and says that it is fine."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.rand(3))
-        self._register_state_dict_hook(self.drop)
-        self.register_load_state_dict_post_hook(self.forgive)
-
-    @staticmethod
     def drop(module: Any, state: Any, prefix: str, meta: Any) -> None:
         del state[f"{prefix}cache"]
 
-    @staticmethod
     def forgive(module: Any, bad: Any) -> None:
         note("forgive", bad.missing_keys)
         bad.missing_keys.clear()
 
+    small.register_buffer("cache", torch.rand(3))
+    small._register_state_dict_hook(drop)
+    small.register_load_state_dict_post_hook(forgive)
 
-class SaveToStateDictChild(nn.Linear):
+
+@block(*WHOLE)
+class SaveToStateDict(Block):
     """Packs its two tensors into one."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 5)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         note("_save_to_state_dict", prefix, keep_vars)
@@ -327,16 +310,9 @@ class SaveToStateDictChild(nn.Linear):
             self.bias.copy_(packed[:, 6])
 
 
-@module(*WHOLE)
-def SaveToStateDict() -> nn.Module:
-    return Small(SaveToStateDictChild())
-
-
-class LoadFromStateDictChild(nn.Linear):
+@block()
+class LoadFromStateDict(Block):
     """Changes what it gets, as embeddings that grow and layers that transpose do."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 5)
 
     def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, strict: bool, *rest: Any) -> None:
         note("_load_from_state_dict", prefix, strict, keys(state))
@@ -344,27 +320,15 @@ class LoadFromStateDictChild(nn.Linear):
         super()._load_from_state_dict(state, prefix, meta, strict, *rest)
 
 
-@module()
-def LoadFromStateDict() -> nn.Module:
-    return Small(LoadFromStateDictChild())
-
-
-class WithVersion(nn.Linear):
+@block()
+class VersionedModule(Block):
     """Upgrades what an older version saved; the version stands in the metadata of a state dict."""
 
     _version = 3
 
-    def __init__(self) -> None:
-        super().__init__(6, 5)
-
     def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, strict: bool, *rest: Any) -> None:
         note("version", meta.get("version"))
         super()._load_from_state_dict(state, prefix, meta, strict, *rest)
-
-
-@module()
-def VersionedModule() -> nn.Module:
-    return Small(WithVersion())
 
 
 @module()
@@ -382,9 +346,7 @@ class OverriddenStateDict(Small):
 class OverriddenLoadSetsState(Small):
     """Takes note that it has been loaded, as lazily initialised models do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded = False
+    loaded = False
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         note("load", strict, assign)
@@ -413,7 +375,7 @@ class OverriddenLoadIsNotStrict(Small):
         return result
 
 
-@module("plain", "fsdp2")
+@module(*UNWRAPPED)
 class OverriddenLoadAssigns(Small):
     """The parameters become other objects."""
 
@@ -434,13 +396,13 @@ class OverriddenWithoutOptions(Small):
         return super().load_state_dict(state)
 
 
-@module("plain", "fsdp2")
+@module(*UNWRAPPED)
 class OverriddenNested(Small):
     """A state dict as people write it for themselves: nested, with plain values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.epoch = int(torch.randint(100, ()))
+        self.epoch = number()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {"net": super().state_dict(*args, **kwargs), "epoch": self.epoch, "history": [0.5, self.epoch]}
@@ -451,52 +413,55 @@ class OverriddenNested(Small):
         return super().load_state_dict(state["net"], *args, **kwargs)
 
 
-@module("plain", "fsdp2")
-class OverriddenToAPart(Small):
+class Translating(Small):
+    """Saves its state dict translated into that of another library, and translates it back."""
+
+    def __init__(
+        self, save: Callable[[Any], Any], load: Callable[[Any], Any] = lambda state: state, strict: bool = True
+    ) -> None:
+        super().__init__()
+        self._save, self._load, self._strict = save, load, strict
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._save(super().state_dict(*args, **kwargs))
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state))
+        return super().load_state_dict(self._load(dict(state)), strict=strict and self._strict)
+
+
+@module(*UNWRAPPED)
+def OverriddenToAPart() -> nn.Module:
     """Saves what it trains, and says so after a load; the encoder comes from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp.requires_grad_(False)
-
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        state = super().state_dict(*args, prefix=prefix, **kwargs)
-        for name in ("weight", "bias"):
-            del state[f"{prefix}inp.{name}"]
-        return state
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        note("load", keys(state))
-        return super().load_state_dict(state, strict=False)
+    small = Translating(lambda state: _without(state, "inp."), strict=False)
+    small.inp.requires_grad_(False)
+    return small
 
 
-@module("plain", "fsdp2")
-class OverriddenToNothing(Small):
+def _without(state: Any, prefix: str) -> Any:
+    for key in [key for key in state if key.startswith(prefix)]:
+        del state[key]
+    return state
+
+
+@module(*UNWRAPPED)
+def OverriddenToNothing() -> nn.Module:
     """As a frozen model, a teacher for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {}
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        note("load", keys(state))
-        return super().load_state_dict(state, strict=False)
+    return Translating(lambda state: {}, strict=False).requires_grad_(False)
 
 
-@module("plain", "fsdp2")
-class OverriddenRenames(Small):
+@module(*UNWRAPPED)
+def OverriddenRenames() -> nn.Module:
     """A checkpoint with the names of another library."""
+    return Translating(
+        lambda state: _rename(state, "inp.", "encoder.layer."), lambda state: _rename(state, "encoder.layer.", "inp.")
+    )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {key.replace("inp.", "encoder.layer."): value for key, value in super().state_dict().items()}
 
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        note("load", keys(state))
-        mine = {key.replace("encoder.layer.", "inp."): value for key, value in state.items()}
-        return super().load_state_dict(mine, strict=strict)
+@module(*UNWRAPPED)
+def OverriddenWithAPrefix() -> nn.Module:
+    """The keys that a trainer has put around the model, ``module.`` for one, which is also what DDP inserts."""
+    return Translating(lambda state: _rename(state, "", "module."), lambda state: _rename(state, "module.", ""))
 
 
 @module()
@@ -505,35 +470,20 @@ class OverriddenRenamesForItsParent(Small):
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         state = super().state_dict(*args, prefix=prefix, **kwargs)
-        for key in [key for key in state if key.startswith(f"{prefix}inp.")]:
-            state[key.replace("inp.", "encoder.layer.")] = state.pop(key)
-        return state
+        return _rename(state, f"{prefix}inp.", f"{prefix}encoder.layer.")
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        mine = {key.replace("encoder.layer.", "inp."): value for key, value in state.items()}
-        return super().load_state_dict(mine, strict=strict)
+        return super().load_state_dict(_rename(dict(state), "encoder.layer.", "inp."), strict=strict)
 
 
-@module("plain", "fsdp2")
-class OverriddenWithAPrefix(Small):
-    """The keys that a trainer has put around the model, ``module.`` for one, which is also what DDP inserts."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {f"module.{key}": value for key, value in super().state_dict().items()}
-
-    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        note("load", keys(state))
-        return super().load_state_dict({key.removeprefix("module."): value for key, value in state.items()}, strict)
-
-
-@module("plain", "fsdp2", differs=known.EXTRA_STATES["dict_with_int_keys"])
+@module(*UNWRAPPED, differs=known.EXTRA_STATE)
 class OverriddenWithMore(Small):
     """Tensors and values that no module has, nested, and keys that are numbers. The load reads them from the state,
     and torch calls them unexpected."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.average = {"inp": torch.rand(6), "block": [torch.rand(5), {"count": int(torch.randint(100, ()))}]}
+        self.average = {"inp": torch.rand(6), "block": [torch.rand(5), {"count": number()}]}
         self.seen = {3: torch.rand(2), 4: 0.5}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -546,7 +496,7 @@ class OverriddenWithMore(Small):
         return super().load_state_dict(state, strict=False)
 
 
-@module("plain", "fsdp2")
+@module(*UNWRAPPED)
 class OverriddenShardsNested(Small):
     """What is sharded lies in a mapping of its own."""
 
@@ -559,11 +509,9 @@ class OverriddenShardsNested(Small):
         self.block.load_state_dict(state["model"]["head"])
 
 
-class OverridingChild(nn.Linear):
+@block()
+class OverriddenInAChild(Block):
     """torch calls a child's state_dict, and not its load_state_dict."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 5)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         note("child's state_dict", kwargs.get("prefix"))
@@ -574,41 +522,27 @@ class OverridingChild(nn.Linear):
         return super().load_state_dict(*args, **kwargs)
 
 
-@module()
-def OverriddenInAChild() -> nn.Module:
-    return Small(OverridingChild())
-
-
-@module(differs=known.OWN_EXCEPTION)
-class HookRaisesOnSave(Small):
+def _refuse(*_: Any) -> None:
     """The user's own exception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_pre_hook(self.refuse)
-
-    @staticmethod
-    def refuse(*_: Any) -> None:
-        raise LookupError("not now")
+    raise LookupError("not now")
 
 
-@module(differs=known.OWN_EXCEPTION)
-class HookRaisesOnLoad(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_post_hook(self.refuse)
+@changed(differs=known.OWN_EXCEPTION)
+def HookRaisesOnSave(small: Small) -> None:
+    small.register_state_dict_pre_hook(_refuse)
 
-    @staticmethod
-    def refuse(*_: Any) -> None:
-        raise LookupError("not now")
+
+@changed(differs=known.OWN_EXCEPTION)
+def HookRaisesOnLoad(small: Small) -> None:
+    small.register_load_state_dict_post_hook(_refuse)
 
 
 # --- extra state
 
 
-class ExtraState(nn.Linear):
+class ExtraState(Block):
     def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__(6, 5)
+        super().__init__()
         self.extra = make()
 
     def get_extra_state(self) -> Any:
@@ -618,10 +552,6 @@ class ExtraState(nn.Linear):
     def set_extra_state(self, state: Any) -> None:
         note("set_extra_state", type(state).__name__)
         self.extra = state
-
-
-def number() -> int:
-    return int(torch.randint(100, ()))
 
 
 EXTRA_STATES: dict[str, Callable[[], Any]] = {
@@ -657,22 +587,15 @@ EXTRA_STATES: dict[str, Callable[[], Any]] = {
 for name, make in EXTRA_STATES.items():
     MODULES[f"ExtraState_{name}"] = ModuleEntry(
         lambda make=make: Small(ExtraState(make)),
-        ("plain", "ddp", "fsdp2") if name in ("int", "dict", "tensor", "list_of_tensors") else ("plain",),
-        differs=known.EXTRA_STATES.get(name, {}),
+        ALL if name in ("int", "dict", "tensor", "list_of_tensors") else ("plain",),
+        differs=known.EXTRA_STATE if name in ("dict_with_int_keys", "dict_that_grows") else {},
     )
 
 
-class OnlyGets(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 5)
-
+@block("plain")
+class ExtraStateThatNobodyTakes(Block):
     def get_extra_state(self) -> Any:
         return 3
-
-
-@module("plain")
-def ExtraStateThatNobodyTakes() -> nn.Module:
-    return Small(OnlyGets())
 
 
 # --- tensors that change their size, or appear late
@@ -697,25 +620,12 @@ class Resizing(nn.Module):
         return x @ self.bank.T
 
 
-@module(*WHOLE, oracle="torch.save")
-def BufferThatResizesItself() -> nn.Module:
-    return Small(Resizing(nn.Buffer))
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
-@module("plain", oracle="torch.save")
-def ParameterThatResizesItself() -> nn.Module:
-    return Small(Resizing(nn.Parameter))
-
-
-@module("plain", oracle="torch.save")
-def FrozenParameterThatResizesItself() -> nn.Module:
-    return Small(Resizing(lambda tensor: nn.Parameter(tensor, requires_grad=False)))
-
-
-class RegistersLate(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 5)
-
+@block(*WHOLE, differs=known.UNEXPECTED_KEYS)
+class BufferRegisteredInForward(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "mean"):
             self.register_buffer("mean", torch.zeros(6))
@@ -723,12 +633,8 @@ class RegistersLate(nn.Linear):
         return super().forward(x + self.mean.clone())
 
 
-@module(*WHOLE, differs=known.UNEXPECTED_KEYS)
-def BufferRegisteredInForward() -> nn.Module:
-    return Small(RegistersLate())
-
-
-class RegistersAtLoad(RegistersLate):
+@block(*WHOLE, oracle="torch.save")
+class BufferRegisteredAtLoad(BufferRegisteredInForward):
     """The way to resume such a buffer."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
@@ -738,126 +644,97 @@ class RegistersAtLoad(RegistersLate):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-@module(*WHOLE, oracle="torch.save")
-def BufferRegisteredAtLoad() -> nn.Module:
-    return Small(RegistersAtLoad())
-
-
 @module("plain")
-class LazyUsed(Small):
-    def __init__(self) -> None:
-        super().__init__(nn.LazyLinear(5))
-        self(torch.zeros(4, 6))
+def LazyUsed() -> nn.Module:
+    small = Small(nn.LazyLinear(5))
+    small(torch.zeros(4, 6))
+    return small
 
 
 @module("plain", oracle="torch.save")
-class LazyUnused(Small):
+def LazyUnused() -> nn.Module:
     """Without shapes until the load."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.LazyLinear(5))
-        if to_be_saved():
-            self(torch.zeros(4, 6))
+    return LazyUsed() if to_be_saved() else Small(nn.LazyLinear(5))
 
 
 # --- parameters and buffers of all kinds
 
 
 @module()
-class NoneBufferAndParameter(Small):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 5, bias=False))
-        self.register_buffer("nothing", None)
-        self.register_parameter("none", None)
+def NoneBufferAndParameter() -> nn.Module:
+    small = Small(nn.Linear(6, 5, bias=False))
+    small.register_buffer("nothing", None)
+    small.register_parameter("none", None)
+    return small
 
 
-class NonPersistent(nn.Linear):
+@block("plain", "ddp", "fsdp2", "fsdp1")
+class NonPersistentBuffer(Block):
     def __init__(self) -> None:
-        super().__init__(6, 5)
+        super().__init__()
         self.register_buffer("cache", torch.rand(5), persistent=False)
         self.register_buffer("kept", torch.rand(5))
 
 
-@module("plain", "ddp", "fsdp2", "fsdp1")
-def NonPersistentBuffer() -> nn.Module:
-    return Small(NonPersistent())
-
-
 @module(*WHOLE)
-class TiedParameters(Small):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 6))
-        self.block.weight = self.inp.weight
+def TiedParameters() -> nn.Module:
+    small = Small(nn.Linear(6, 6))
+    small.block.weight = small.inp.weight
+    return small
 
 
 @module()
-class TiedModules(Small):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 6))
-        self.again = self.inp
-        self.listed = nn.ModuleList([self.inp, self.block])
+def TiedModules() -> nn.Module:
+    small = Small(nn.Linear(6, 6))
+    small.again = small.inp
+    small.listed = nn.ModuleList([small.inp, small.block])
+    return small
 
 
-@module()
-class TiedBuffers(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("one", torch.rand(3))
-        self.register_buffer("two", self.one)
+@changed()
+def TiedBuffers(small: Small) -> None:
+    small.register_buffer("one", torch.rand(3))
+    small.register_buffer("two", small.one)
 
 
-@module("plain")
-class ViewsOfOneMemory(Small):
+@changed("plain")
+def ViewsOfOneMemory(small: Small) -> None:
     """Parameters that are parts of a flat tensor, as fused optimizers and flattened RNNs have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        flat = torch.rand(30 + 5 + 3)
-        self.block.weight = nn.Parameter(flat[:30].view(5, 6))
-        self.block.bias = nn.Parameter(flat[30:35])
-        self.register_buffer("flat", flat)
+    flat = torch.rand(30 + 5 + 3)
+    small.block.weight = nn.Parameter(flat[:30].view(5, 6))
+    small.block.bias = nn.Parameter(flat[30:35])
+    small.register_buffer("flat", flat)
 
 
-@module("plain")
-class Strides(Small):
+@changed("plain")
+def Strides(small: Small) -> None:
     """Transposed, channels last, expanded, every other element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block.weight = nn.Parameter(torch.rand(6, 5).T)
-        self.register_buffer("channels_last", torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        self.register_buffer("expanded", torch.rand(1, 3).expand(4, 3))
-        self.register_buffer("strided", torch.rand(10)[::2])
+    small.block.weight = nn.Parameter(torch.rand(6, 5).T)
+    small.register_buffer("channels_last", torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    small.register_buffer("expanded", torch.rand(1, 3).expand(4, 3))
+    small.register_buffer("strided", torch.rand(10)[::2])
 
 
-@module("plain", differs={})
-class ExpandedParameter(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(1, 1).expand(4, 5), requires_grad=False)
+@changed("plain")
+def ExpandedParameter(small: Small) -> None:
+    small.scale = frozen(torch.rand(1, 1).expand(4, 5))
 
 
-@module()
-class Frozen(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp.requires_grad_(False)
+@changed()
+def Frozen(small: Small) -> None:
+    small.inp.requires_grad_(False)
 
 
-@module("plain", "fsdp2")
-class AllFrozen(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+@changed(*UNWRAPPED)
+def AllFrozen(small: Small) -> None:
+    small.requires_grad_(False)
 
 
-@module()
-class EmptyTensors(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("none", torch.zeros(0))
-        self.register_buffer("rows", torch.zeros(3, 0, 2, dtype=torch.bfloat16))
-        self.register_buffer("scalar", torch.rand(()))
+@changed()
+def EmptyTensors(small: Small) -> None:
+    small.register_buffer("none", torch.zeros(0))
+    small.register_buffer("rows", torch.zeros(3, 0, 2, dtype=torch.bfloat16))
+    small.register_buffer("scalar", torch.rand(()))
 
 
 DTYPES = [
@@ -867,14 +744,14 @@ DTYPES = [
 ]  # fmt: skip
 
 
-class OfDtype(nn.Linear):
+class OfDtype(Block):
     """A frozen parameter and a buffer of the dtype, and a trained one where there is training in it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(6, 5)
+        super().__init__()
         bits = torch.randint(0, 2, (4, 16 * dtype.itemsize), dtype=torch.uint8)
         value = bits.view(dtype)
-        self.frozen = nn.Parameter(value.clone(), requires_grad=False)
+        self.frozen = frozen(value.clone())
         self.register_buffer("buffer", value.flip(0) if dtype.itemsize > 1 else value.clone())
         if dtype.is_complex and dtype.itemsize > 4:
             self.trained = nn.Parameter(torch.rand(5, dtype=dtype))
@@ -887,11 +764,11 @@ class OfDtype(nn.Linear):
 for name in DTYPES:
     MODULES[f"Dtype_{name}"] = ModuleEntry(
         lambda name=name: Small(OfDtype(getattr(torch, name))),
-        ("plain", "fsdp2") if name in ("float8_e4m3fn", "int8", "bool") else ("plain",),
+        UNWRAPPED if name in ("float8_e4m3fn", "int8", "bool") else ("plain",),
     )
 
 
-@module("plain", "fsdp2")
+@module(*UNWRAPPED)
 class TrainedInBFloat16(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -910,14 +787,8 @@ class TrainedInComplex(Small):
         return self.block(self.inp(x).to(torch.complex64))
 
 
-@module("plain")
 def SavedInBFloat16LoadedInFloat() -> nn.Module:
     return TrainedInBFloat16() if to_be_saved() else Small()
-
-
-@module("plain")
-def SavedInFloatLoadedInBFloat16() -> nn.Module:
-    return Small() if to_be_saved() else TrainedInBFloat16()
 
 
 @module("plain")
@@ -933,66 +804,34 @@ class ParameterOfTwoTensors(Small):
         return nn.functional.linear(torch.relu(self.inp(x)), weight.a + weight.b, self.block.bias)
 
 
-@module("plain")
-class BufferOfTwoTensors(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("two", TwoTensor(torch.rand(3), torch.rand(3)))
-
-
 class PlainSubclass(torch.Tensor):
     """A subclass with memory of its own."""
 
 
-@module("plain")
-class BufferOfASubclass(Small):
-    def __init__(self) -> None:
+def _rows() -> list[torch.Tensor]:
+    return [torch.rand(2, 3), torch.rand(4, 3)]
+
+
+BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
+    "BufferOfTwoTensors": lambda: TwoTensor(torch.rand(3), torch.rand(3)),
+    "BufferOfASubclass": lambda: torch.rand(3).as_subclass(PlainSubclass),
+    "QuantizedBuffer": lambda: torch.quantize_per_tensor(torch.rand(4, 3), 0.1, 3, torch.qint8),
+    "QuantizedPerChannelBuffer": lambda: torch.quantize_per_channel(
+        torch.rand(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.quint8
+    ),
+    "SparseBuffer": lambda: torch.rand(4, 4).relu().to_sparse(),
+    "JaggedBuffer": lambda: torch.nested.nested_tensor(_rows(), layout=torch.jagged),
+    "NestedBuffer": lambda: torch.nested.nested_tensor(_rows()),
+}
+
+
+class WithBuffer(Small):
+    def __init__(self, buffer: Callable[[], torch.Tensor]) -> None:
         super().__init__()
-        self.register_buffer("sub", torch.rand(3).as_subclass(PlainSubclass))
+        self.register_buffer("it", buffer())
 
 
-@module("plain")
-class QuantizedBuffer(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("q", torch.quantize_per_tensor(torch.rand(4, 3), 0.1, 3, torch.qint8))
-
-
-@module("plain")
-class QuantizedPerChannelBuffer(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
-        self.register_buffer("q", torch.quantize_per_channel(torch.rand(2, 3), scales, zeros, 0, torch.quint8))
-
-
-@module("plain")
-def QuantizedDynamically() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Small(torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 5)), {nn.Linear}))
-
-
-@module("plain")
-class SparseBuffer(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sparse", torch.rand(4, 4).relu().to_sparse())
-
-
-@module("plain")
-class JaggedBuffer(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        rows = [torch.rand(2, 3), torch.rand(4, 3)]
-        self.register_buffer("jagged", torch.nested.nested_tensor(rows, layout=torch.jagged))
-
-
-@module("plain")
-class NestedBuffer(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("nested", torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)]))
+MODULES |= {name: ModuleEntry(lambda buffer=buffer: WithBuffer(buffer), ("plain",)) for name, buffer in BUFFERS.items()}
 
 
 # --- what torch and others build out of hooks
@@ -1014,13 +853,20 @@ def _parametrized(register: Callable[[nn.Module], Any]) -> Callable[[], nn.Modul
     return make
 
 
+@module("plain")
+def QuantizedDynamically() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Small(torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 5)), {nn.Linear}))
+
+
 @module(*WHOLE)
 class CachedInverse(Small):
     """Kept as an attribute, and rebuilt where torch says that a load has ended."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 6))
-        self.mixing = nn.Parameter(torch.eye(6) + 0.1 * torch.rand(6, 6), requires_grad=False)
+        self.mixing = frozen(torch.eye(6) + 0.1 * torch.rand(6, 6))
         self.inverse = torch.linalg.inv(self.mixing)
         self.block.register_load_state_dict_post_hook(lambda *_: note("the child is loaded"))
         self.register_load_state_dict_post_hook(CachedInverse.invert)
@@ -1048,40 +894,28 @@ class OldNames(Small):
     @staticmethod
     def translate(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("translate", keys(state))
-        for key in [key for key in state if key.startswith(f"{prefix}first.")]:
-            state[key.replace("first.", "inp.")] = state.pop(key)
+        _rename(state, f"{prefix}first.", f"{prefix}inp.")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(torch.relu((self.first if hasattr(self, "first") else self.inp)(x)))
 
 
-@module("plain")
-def HasALayerThatWasNotSaved() -> nn.Module:
-    small = Small()
+@changed("plain")
+def HasALayerThatWasNotSaved(small: Small) -> None:
     if not to_be_saved():
         small.extra = nn.Linear(2, 2)
-    return small
 
 
-@module("plain", differs=known.UNEXPECTED_KEYS)
-def HasNotALayerThatWasSaved() -> nn.Module:
-    small = Small()
+@changed("plain", differs=known.UNEXPECTED_KEYS)
+def HasNotALayerThatWasSaved(small: Small) -> None:
     if to_be_saved():
         small.extra = nn.Linear(2, 2)
-    return small
 
 
-@module("plain")
-def HasAnotherShapeThanWasSaved() -> nn.Module:
-    return Small(nn.Linear(6, 3 + to_be_saved()))
-
-
-@module("plain")
-def SyncedMetric() -> nn.Module:
+@changed("plain")
+def SyncedMetric(small: Small) -> None:
     """A metric that keeps its state in a list until it is asked, and saves it on request."""
-    small = Small()
     small.metric = Metric()
-    return small
 
 
 class Metric(nn.Module):
@@ -1121,21 +955,17 @@ class Torchmetrics(Small):
         return y
 
 
-@module("plain", "ddp")
-def Lora() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+@module(*WHOLE)
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        from peft import LoraConfig, get_peft_model
 
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = get_peft_model(
-                Small(), LoraConfig(r=2, target_modules=["inp", "block"], init_lora_weights=False)
-            )
+        super().__init__()
+        config = LoraConfig(r=2, target_modules=["inp", "block"], init_lora_weights=False)
+        self.net = get_peft_model(Small(), config)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x)
-
-    return Wrapped()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
 
 
 @module("plain")
@@ -1152,52 +982,37 @@ class WithEma(Small):
         return super().forward(x)
 
 
-@module("plain")
-class EmaByHand(Small):
+@changed("plain")
+def EmaByHand(small: Small) -> None:
     """A copy that is no child, saved by hooks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shadow = [copy.deepcopy(self.inp)]
-        self._register_state_dict_hook(self.add)
-        self.register_load_state_dict_pre_hook(self.take)
-
-    @staticmethod
     def add(module: Any, state: Any, prefix: str, meta: Any) -> None:
         state |= {f"{prefix}shadow.{key}": value for key, value in module.shadow[0].state_dict().items()}
 
-    @staticmethod
     def take(module: Any, state: Any, prefix: str, *_: Any) -> None:
         note("take", keys(state))
         names = [key for key in state if key.startswith(f"{prefix}shadow.")]
         module.shadow[0].load_state_dict({key.rpartition(".")[2]: state.pop(key) for key in names})
         module.shadow_bias = module.shadow[0].bias.detach().clone()
 
+    small.shadow = [copy.deepcopy(small.inp)]
+    small._register_state_dict_hook(add)
+    small.register_load_state_dict_pre_hook(take)
 
-@module("plain")
-class InAPlainList(Small):
+
+@changed("plain")
+def InAPlainList(small: Small) -> None:
     """Modules that torch does not know of: nobody saves them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hidden = [nn.Linear(6, 6)]
-        self._weights = {"w": nn.Parameter(torch.rand(3))}
+    small._hidden = [nn.Linear(6, 6)]
+    small._weights = {"w": nn.Parameter(torch.rand(3))}
 
 
-def _compiled() -> nn.Module:
-    return torch.compile(Small(), backend="eager")
-
-
-def _compiled_in_place() -> nn.Module:
-    small = Small()
+@changed("plain")
+def CompiledInPlace(small: Small) -> None:
     small.block.compile(backend="eager")
-    return small
 
 
-def _compiled_child() -> nn.Module:
-    return Small(torch.compile(nn.Linear(6, 5), backend="eager"))
-
-
+@module()
 class ParameterContainers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1210,25 +1025,29 @@ class ParameterContainers(nn.Module):
         return self.layers["module"](self.layers["0"](y))
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
+class Calling(nn.Module):
+    """A block that is called in its own way."""
+
+    def __init__(self, block: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Conv1d(1, 3, 2), nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
-        self.block.append(nn.BatchNorm1d(3, momentum=None)).to(memory_format=torch.preserve_format)
+        self.block, self._call = block, call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x[:, None])
+        return self._call(self.block, x)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.block = kind(6, 5, num_layers=2, bidirectional=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x[None])[0]
+@module()
+def Images() -> nn.Module:
+    block = nn.Sequential(nn.Conv1d(1, 3, 2), nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
+    block.append(nn.BatchNorm1d(3, momentum=None)).to(memory_format=torch.preserve_format)
+    return Calling(block, lambda block, x: block(x[:, None]))
 
 
+def _recurrent(kind: Callable[..., nn.Module]) -> nn.Module:
+    return Calling(kind(6, 5, num_layers=2, bidirectional=True), lambda block, x: block(x[None])[0])
+
+
+@module()
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1239,6 +1058,7 @@ class Attention(nn.Module):
         return self.block(x[None], src_mask=self.mask)[0]
 
 
+@module(*WHOLE)
 class Embeddings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1250,6 +1070,7 @@ class Embeddings(nn.Module):
         return self.words(where).sum(1) + self.bag(where) * x
 
 
+@module()
 class OddNames(nn.Module):
     """Names that look like a wrapper's, a slot's, a number's."""
 
@@ -1274,37 +1095,37 @@ def LoadedFromMeta() -> nn.Module:
         return Small()
 
 
-@module("plain")
-def PrunedWeight() -> nn.Module:
-    small = Small()
+@changed("plain")
+def PrunedWeight(small: Small) -> None:
     prune.random_unstructured(small.block, "weight", amount=0.5)
-    return small
 
 
-PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "BatchNorm": (lambda: Small(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))), ALL),
-    "BatchNormWithoutStatistics": (lambda: Small(nn.BatchNorm1d(6, track_running_stats=False)), ALL),
-    "Images": (Images, ALL),
-    "Lstm": (lambda: Recurrent(nn.LSTM), WHOLE),
-    "Gru": (lambda: Recurrent(nn.GRU), WHOLE),
-    "Attention": (Attention, ALL),
-    "Embeddings": (Embeddings, WHOLE),
-    "ParameterContainers": (ParameterContainers, ALL),
-    "OddNames": (OddNames, ALL),
-    "Parametrized": (_parametrized(lambda m: parametrize.register_parametrization(m, "weight", Symmetric())), WHOLE),
-    "Orthogonal": (_parametrized(parametrizations.orthogonal), ("plain",)),
-    "WeightNorm": (_parametrized(parametrizations.weight_norm), WHOLE),
-    "WeightNormByHooks": (_parametrized(torch.nn.utils.weight_norm), ("plain",)),
-    "SpectralNorm": (_parametrized(parametrizations.spectral_norm), WHOLE),
-    "SpectralNormByHooks": (_parametrized(torch.nn.utils.spectral_norm), ("plain",)),
-    "Compiled": (_compiled, ("plain",)),
-    "CompiledInPlace": (_compiled_in_place, ("plain",)),
-    "CompiledChild": (_compiled_child, ("plain",)),
-    "ActivationCheckpointing": (lambda: Small(checkpoint_wrapper(nn.Linear(6, 5))), ALL),
-    "Identity": (nn.Identity, ("plain",)),
-    "NoParameters": (lambda: Small(nn.Dropout(0.5)), ALL),
-    "Sequential": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2, bias=False)), ALL),
-    "OneLayer": (lambda: nn.Linear(6, 2), ("plain", "ddp", "fsdp2", "fsdp2@3", "fsdp1")),
-    "FewerRowsThanRanks": (lambda: Small(nn.Linear(6, 1)), ("fsdp2", "fsdp2@3", "fsdp1")),
+MODULES |= {
+    "NoHook": ModuleEntry(Small, EVERYWHERE),
+    "BufferThatResizesItself": ModuleEntry(lambda: Small(Resizing(nn.Buffer)), WHOLE, oracle="torch.save"),
+    "ParameterThatResizesItself": ModuleEntry(lambda: Small(Resizing(nn.Parameter)), ("plain",), oracle="torch.save"),
+    "FrozenParameterThatResizesItself": ModuleEntry(lambda: Small(Resizing(frozen)), ("plain",), oracle="torch.save"),
+    "HasAnotherShapeThanWasSaved": ModuleEntry(lambda: Small(nn.Linear(6, 3 + to_be_saved())), ("plain",)),
+    "SavedInFloatLoadedInBFloat16": ModuleEntry(lambda: Small() if to_be_saved() else TrainedInBFloat16(), ("plain",)),
+    "SavedInBFloat16LoadedInFloat": ModuleEntry(SavedInBFloat16LoadedInFloat, ("plain",)),
+    "BatchNorm": ModuleEntry(lambda: Small(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)))),
+    "BatchNormWithoutStatistics": ModuleEntry(lambda: Small(nn.BatchNorm1d(6, track_running_stats=False))),
+    "Lstm": ModuleEntry(lambda: _recurrent(nn.LSTM), WHOLE),
+    "Gru": ModuleEntry(lambda: _recurrent(nn.GRU), WHOLE),
+    "Parametrized": ModuleEntry(
+        _parametrized(lambda m: parametrize.register_parametrization(m, "weight", Symmetric())), WHOLE
+    ),
+    "Orthogonal": ModuleEntry(_parametrized(parametrizations.orthogonal), ("plain",)),
+    "WeightNorm": ModuleEntry(_parametrized(parametrizations.weight_norm), WHOLE),
+    "WeightNormByHooks": ModuleEntry(_parametrized(torch.nn.utils.weight_norm), ("plain",)),
+    "SpectralNorm": ModuleEntry(_parametrized(parametrizations.spectral_norm), WHOLE),
+    "SpectralNormByHooks": ModuleEntry(_parametrized(torch.nn.utils.spectral_norm), ("plain",)),
+    "Compiled": ModuleEntry(lambda: torch.compile(Small(), backend="eager"), ("plain",)),
+    "CompiledChild": ModuleEntry(lambda: Small(torch.compile(nn.Linear(6, 5), backend="eager")), ("plain",)),
+    "ActivationCheckpointing": ModuleEntry(lambda: Small(checkpoint_wrapper(nn.Linear(6, 5)))),
+    "Identity": ModuleEntry(nn.Identity, ("plain",)),
+    "NoParameters": ModuleEntry(lambda: Small(nn.Dropout(0.5))),
+    "Sequential": ModuleEntry(lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2, bias=False))),
+    "OneLayer": ModuleEntry(lambda: nn.Linear(6, 2), EVERYWHERE),
+    "FewerRowsThanRanks": ModuleEntry(lambda: Small(nn.Linear(6, 1)), ("fsdp2", "fsdp2@3", "fsdp1")),
 }
-MODULES.update({name: ModuleEntry(make, layouts) for name, (make, layouts) in PLAIN.items()})

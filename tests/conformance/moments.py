@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from tests.conformance.differences import ACCUMULATING, STEPLESS, UNSHARDED, Differs
+from tests.conformance.differences import ACCUMULATING, STEPLESS, UNSHARDED
+from tests.conformance.entries import ALL, EVERYWHERE, WHOLE, Entry
 from tests.conformance.steps import inputs, loss_of, step
 
 Optimizer = torch.optim.Optimizer | None
@@ -22,12 +23,11 @@ Action = Callable[[nn.Module, Optimizer], None]
 
 
 @dataclass(frozen=True)
-class Moment:
+class Moment(Entry):
     before_save: tuple[Action, ...]
     before_load: tuple[Action, ...] = ()
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    layouts: tuple[str, ...] = ("plain", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_reshard")
-    differs: Differs = field(default_factory=dict)
+    variants: tuple[str, ...] = (*ALL, "fsdp2_keep", "fsdp2_reshard")
 
 
 def train(model: nn.Module, optimizer: Optimizer) -> None:
@@ -120,7 +120,7 @@ def freeze_half(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 MOMENTS: dict[str, Moment] = {
-    "trained": Moment((train,), layouts=("plain", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_reshard", "fsdp2@3", "fsdp1")),
+    "trained": Moment((train,), variants=(*EVERYWHERE, "fsdp2_keep", "fsdp2_reshard")),
     "before_the_first_step": Moment((), differs=STEPLESS),
     "before_the_first_step_into_trained": Moment((), (train_otherwise,), differs=STEPLESS),
     "into_trained": Moment((train,), (train_otherwise,)),
@@ -131,7 +131,7 @@ MOMENTS: dict[str, Moment] = {
     "into_trained_and_evaluated": Moment((train,), (train_otherwise, evaluate)),
     "inferred": Moment((train, infer)),
     # FSDP2 itself cannot train what was unsharded in inference mode for the first time.
-    "into_inferred": Moment((train,), (infer,), layouts=("plain", "ddp", "fsdp2_reshard")),
+    "into_inferred": Moment((train,), (infer,), variants=("plain", "ddp", "fsdp2_reshard")),
     "in_eval_mode": Moment((train, predict), (predict,), differs=UNSHARDED),
     "accumulating": Moment((train, accumulate)),
     "accumulating_first": Moment((accumulate,)),
@@ -147,5 +147,5 @@ MOMENTS: dict[str, Moment] = {
     "into_unsharded_by_hand": Moment((train,), (unshard,)),
     "frozen_in_between": Moment((train, freeze_half)),
     "under_no_grad": Moment((train,), around=torch.no_grad),
-    "under_inference_mode": Moment((train,), around=torch.inference_mode, layouts=("plain", "ddp")),
+    "under_inference_mode": Moment((train,), around=torch.inference_mode, variants=WHOLE),
 }

@@ -6,8 +6,8 @@ An entry is one line: a function of the model. ``note`` is for hooks, as in the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,21 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from tests.conformance import differences as known
+from tests.conformance.entries import ALL, UNWRAPPED, WHOLE, Entry
 from tests.conformance.modules import SavedInBFloat16LoadedInFloat, Small
 from tests.conformance.steps import step
 from tests.conformance.trace import note
 
-ALL = ("plain", "ddp", "fsdp2")
-
 
 @dataclass(frozen=True)
-class OptimizerEntry:
+class OptimizerEntry(Entry):
     make: Callable[[nn.Module], optim.Optimizer]
-    layouts: tuple[str, ...] = ("plain", "fsdp2")
+    variants: tuple[str, ...] = UNWRAPPED
     module: Callable[[], nn.Module] = Small
-    oracle: str = "stock"
-    differs: Mapping[str, str] = field(default_factory=dict)
-    must_work: bool = True
 
 
 def over_all(kind: Callable[..., optim.Optimizer], **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
@@ -414,7 +410,7 @@ def stepped(make: Callable[[nn.Module], optim.Optimizer]) -> Callable[[nn.Module
 OWN = partial(OptimizerEntry, oracle="torch.save")
 """Stock's recipe has none of these, because ``get_optimizer_state_dict`` takes each for a plain optimizer."""
 
-SPARSE = partial(OptimizerEntry, module=SmallSparse, layouts=("plain",))
+SPARSE = partial(OptimizerEntry, module=SmallSparse, variants=("plain",))
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "Adadelta": OptimizerEntry(over_all(optim.Adadelta)),
@@ -476,15 +472,15 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "KeepsGlobalState": OptimizerEntry(over_all(KeepsGlobalState), ("plain",), oracle="right"),
     "Lookahead": OptimizerEntry(lambda m: Lookahead(optim.SGD(m.parameters(), lr=0.1, momentum=0.9)), ("plain",)),
     "SharedSlots": OptimizerEntry(over_all(SharedSlots)),
-    "Several": OWN(Several, ("plain", "ddp")),
+    "Several": OWN(Several, WHOLE),
     "SeveralStepped": OWN(stepped(Several), ("fsdp2",)),
-    "ListOfStateDicts": OWN(ListOfStateDicts, ("plain", "ddp")),
+    "ListOfStateDicts": OWN(ListOfStateDicts, WHOLE),
     "ListOfStateDictsStepped": OWN(stepped(ListOfStateDicts), ("fsdp2",)),
-    "MergedGroups": OWN(MergedGroups, ("plain", "ddp")),
+    "MergedGroups": OWN(MergedGroups, WHOLE),
     "MergedGroupsStepped": OWN(stepped(MergedGroups), ("fsdp2",)),
-    "Hybrid": OWN(Hybrid, ("plain", "ddp")),
+    "Hybrid": OWN(Hybrid, WHOLE),
     "FlatNames": OWN(FlatNames, ("plain", "ddp", "fsdp2", "fsdp2@3")),
-    "SlowWeights": OWN(over_all(SlowWeights), ("plain", "ddp")),
+    "SlowWeights": OWN(over_all(SlowWeights), WHOLE),
     "SlowWeightsStepped": OWN(stepped(over_all(SlowWeights)), ("fsdp2",)),
     "HoldsParameter": OptimizerEntry(over_all(HoldsParameter), ALL, differs=known.UNCAST_SLOTS),
 }

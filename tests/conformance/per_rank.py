@@ -7,6 +7,7 @@ What is right is the training that was never interrupted. Each entry runs on two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ from torchdata.nodes import Batcher, IterableWrapper, Loader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dcp_plugin
+from tests.conformance.entries import Entry
 from tests.conformance.tools import State, Tool
 from tests.conformance.trace import Trace
 
-WAYS = ("load", "resume_or_init")
+
+@dataclass(frozen=True)
+class PerRankEntry(Entry):
+    make: Callable[[], ShardedStream]
+    world_size: int = 2
+    variants: tuple[str, ...] = ("load", "resume_or_init")
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -112,17 +119,18 @@ class StreamAndRandomState(ShardedStream):
         torch.set_rng_state(self.state["rng"].value)
 
 
-ENTRIES: dict[str, Callable[[], ShardedStream]] = {
-    entry.__name__: entry for entry in (ShardedStream, Nodes, OwnValues, StreamAndRandomState)
+ENTRIES: dict[str, PerRankEntry] = {
+    made.__name__: PerRankEntry(made, oracle="right")
+    for made in (ShardedStream, Nodes, OwnValues, StreamAndRandomState)
 }
 
 
-def run(entry: Callable[[], ShardedStream], way: str, tool: Tool, trace: Trace) -> None:
+def run(entry: PerRankEntry, way: str, tool: Tool, trace: Trace) -> None:
     def build(seed: int) -> tuple[nn.Module, ShardedStream]:
         torch.manual_seed(seed)
         model = nn.Linear(3, 1)
         torch.manual_seed(seed + dist.get_rank())
-        return model, entry()
+        return model, entry.make()
 
     def go(model: nn.Module, data: ShardedStream, steps: int) -> dict[str, str]:
         return {f"step {step}": repr(float(model(data.next_batch()).sum())) for step in range(steps)}

@@ -1,13 +1,14 @@
 """Corpus of programs: user code that is more than one model with one optimizer, each written out.
 
-An entry is one decorated function of a tool and a trace. ``right`` tells what a resume has to restore.
+An entry is one decorated function: of a tool and a trace, or one that builds what is saved and resumed. ``right`` tells
+what a resume has to restore.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,36 +19,36 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dcp_plugin
 from tests.conformance import differences as known
-from tests.conformance.modules import NonPersistent, Small, StateDictPreHook
+from tests.conformance.entries import ALL, UNWRAPPED, WHOLE, Entry
+from tests.conformance.modules import MODULES, Small
 from tests.conformance.moments import evaluate, train
 from tests.conformance.steps import inputs, loss_of, step
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
 from tests.conformance.training import WRAP, losses_of
 
-ALL = ("plain", "ddp", "fsdp2")
+State = dict[str, Any]
 Wrap = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
-class ProgramEntry:
+class ProgramEntry(Entry):
     code: Callable[[Tool, Trace, Wrap], None]
-    layouts: tuple[str, ...] = ("plain", "fsdp2")
-    oracle: str = "stock"
-    differs: Mapping[str, str] = field(default_factory=dict)
-    must_work: bool = True
+    variants: tuple[str, ...]
 
 
 PROGRAMS: dict[str, ProgramEntry] = {}
 
 
-def program(
-    *layouts: str, oracle: str = "stock", differs: Mapping[str, str] | None = None, must_work: bool = True
-) -> Any:
-    """Adds a function to the corpus under its own name."""
+def program(*layouts: str, **more: Any) -> Any:
+    """Add a function to the corpus under its own name.
+
+    Args:
+        more: The other fields of its :class:`ProgramEntry`.
+    """
 
     def add(code: Any) -> Any:
-        PROGRAMS[code.__name__] = ProgramEntry(code, layouts or ("plain", "fsdp2"), oracle, differs or {}, must_work)
+        PROGRAMS[code.__name__] = ProgramEntry(code, layouts, **more)
         return code
 
     return add
@@ -57,83 +58,7 @@ def run(entry: ProgramEntry, layout: str, tool: Tool, trace: Trace) -> None:
     entry.code(tool, trace, WRAP[layout])
 
 
-def saved_and_resumed(
-    tool: Tool, trace: Trace, build: Callable[[], dict[str, Any]], go: Callable[[dict[str, Any], int], Any]
-) -> None:
-    """``build`` makes a state, ``go`` trains with it; both with the numbers of a seed."""
-    torch.manual_seed(1)
-    state = build()
-    go(state, 0)
-    trace.before(*state.values())
-    tool.save(state)
-    trace.saved(*state.values())
-    trace.right["losses"] = {"after": repr(go(state, 7))}
-    torch.manual_seed(2)
-    state = build()
-    tool.load(state)
-    trace.resumed(*state.values())
-    trace.seen["losses"] = {"after": repr(go(state, 7))}
-
-
-@program(*ALL)
-def TwiceInARow(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    """Save, train, save; then load the second, the first, and the first once more."""
-    torch.manual_seed(1)
-    model = wrap(Small())
-    optimizer = optim.AdamW(model.parameters())
-    state = {"model": model, "optim": optimizer}
-    train(model, optimizer)
-    tool.save(state, "first")
-    trace.saved(model, optimizer)
-    first = trace.seen["what the save left"]
-    train(model, optimizer)
-    tool.save(state, "second")
-    trace.saved(model, optimizer)
-    tool.load(state, "second")
-    trace.resumed(model, optimizer)
-    for name in ("first", "first"):
-        train(model, optimizer)
-        tool.load(state, name)
-        trace.resumed(model, optimizer)
-    trace.right["resumed state"] = first
-    trace.seen["losses"] = losses_of(model, optimizer)
-
-
-@program(*ALL)
-def SavedTwiceUnderOneName(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    torch.manual_seed(1)
-    model = wrap(Small())
-    optimizer = optim.AdamW(model.parameters())
-    state = {"model": model, "optim": optimizer}
-    train(model, optimizer)
-    tool.save(state)
-    train(model, optimizer)
-    tool.save(state)
-    trace.saved(model, optimizer)
-    train(model, optimizer)
-    tool.load(state)
-    trace.resumed(model, optimizer)
-
-
-@program("plain", oracle="right")
-def LooseParameter(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    """A temperature that the optimizer trains and no module has."""
-
-    def build() -> dict[str, Any]:
-        model, scale = wrap(Small()), nn.Parameter(torch.rand(()))
-        return {"model": model, "optim": optim.Adam([*model.parameters(), scale]), "scale": scale}
-
-    def go(state: dict[str, Any], seed: int) -> float:
-        loss = loss_of(state["model"], seed) * state["scale"]
-        loss.backward()
-        state["optim"].step()
-        state["optim"].zero_grad()
-        return float(loss)
-
-    saved_and_resumed(tool, trace, build, go)
-
-
-def _both(state: dict[str, Any], seed: int) -> float:
+def _step_of_all(state: State, seed: int) -> float:
     """One step of all optimizers on the sum of the losses of all models."""
     loss = sum(loss_of(value, seed) for value in state.values() if isinstance(value, nn.Module))
     loss.backward()
@@ -144,109 +69,169 @@ def _both(state: dict[str, Any], seed: int) -> float:
     return float(loss)
 
 
-@program("plain", "fsdp2", oracle="right")
-def OneOptimizerOverTwoModels(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        one, two = wrap(Small()), wrap(Small())
-        return {"one": one, "two": two, "optim": optim.Adam([*one.parameters(), *two.parameters()])}
+def resumed(*layouts: str, go: Callable[[State, int], Any] = _step_of_all, **more: Any) -> Any:
+    """Add a function that builds a state, which is saved and resumed.
 
-    saved_and_resumed(tool, trace, build, _both)
+    Args:
+        go: Trains with a state, with the numbers of a seed, and returns what is compared after the resume.
+        more: The other fields of its :class:`ProgramEntry`.
+    """
+
+    def add(build: Callable[[Wrap], State]) -> Any:
+        def code(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+            torch.manual_seed(1)
+            state = build(wrap)
+            go(state, 0)
+            trace.before(*state.values())
+            tool.save(state)
+            trace.saved(*state.values())
+            trace.right["losses"] = {"after": repr(go(state, 7))}
+            torch.manual_seed(2)
+            state = build(wrap)
+            tool.load(state)
+            trace.resumed(*state.values())
+            trace.seen["losses"] = {"after": repr(go(state, 7))}
+
+        PROGRAMS[build.__name__] = ProgramEntry(code, layouts, **more)
+        return build
+
+    return add
+
+
+def _started(wrap: Wrap) -> State:
+    torch.manual_seed(1)
+    model = wrap(Small())
+    state = {"model": model, "optim": optim.AdamW(model.parameters())}
+    train(*state.values())
+    return state
 
 
 @program(*ALL)
-def TwoOptimizersOverOneModel(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        first, *rest = model.parameters()
-        return {"model": model, "one": optim.Adam([first]), "two": optim.SGD(rest, lr=0.1, momentum=0.9)}
-
-    saved_and_resumed(tool, trace, build, _both)
+def TwiceInARow(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    """Save, train, save; then load the second, the first, and the first once more."""
+    state = _started(wrap)
+    tool.save(state, "first")
+    trace.saved(*state.values())
+    first = trace.seen["what the save left"]
+    train(*state.values())
+    tool.save(state, "second")
+    trace.saved(*state.values())
+    tool.load(state, "second")
+    trace.resumed(*state.values())
+    for name in ("first", "first"):
+        train(*state.values())
+        tool.load(state, name)
+        trace.resumed(*state.values())
+    trace.right["resumed state"] = first
+    trace.seen["losses"] = losses_of(*state.values())
 
 
 @program(*ALL)
-def TwoModelsWithTheirOptimizers(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+def SavedTwiceUnderOneName(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    state = _started(wrap)
+    tool.save(state)
+    train(*state.values())
+    tool.save(state)
+    trace.saved(*state.values())
+    train(*state.values())
+    tool.load(state)
+    trace.resumed(*state.values())
+
+
+def _scaled_step(state: State, seed: int) -> float:
+    loss = loss_of(state["model"], seed) * state["scale"]
+    loss.backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+    return float(loss)
+
+
+@resumed("plain", go=_scaled_step, oracle="right")
+def LooseParameter(wrap: Wrap) -> State:
+    """A temperature that the optimizer trains and no module has."""
+    model, scale = wrap(Small()), nn.Parameter(torch.rand(()))
+    return {"model": model, "optim": optim.Adam([*model.parameters(), scale]), "scale": scale}
+
+
+@resumed(*UNWRAPPED, oracle="right")
+def OneOptimizerOverTwoModels(wrap: Wrap) -> State:
+    one, two = wrap(Small()), wrap(Small())
+    return {"one": one, "two": two, "optim": optim.Adam([*one.parameters(), *two.parameters()])}
+
+
+@resumed(*ALL)
+def TwoOptimizersOverOneModel(wrap: Wrap) -> State:
+    model = wrap(Small())
+    first, *rest = model.parameters()
+    return {"model": model, "one": optim.Adam([first]), "two": optim.SGD(rest, lr=0.1, momentum=0.9)}
+
+
+@resumed(*ALL)
+def TwoModelsWithTheirOptimizers(wrap: Wrap) -> State:
     """As a GAN."""
-
-    def build() -> dict[str, Any]:
-        one, two = wrap(Small()), wrap(Small())
-        return {"g": one, "d": two, "opt_g": optim.Adam(one.parameters()), "opt_d": optim.RMSprop(two.parameters())}
-
-    saved_and_resumed(tool, trace, build, _both)
+    one, two = wrap(Small()), wrap(Small())
+    return {"g": one, "d": two, "opt_g": optim.Adam(one.parameters()), "opt_d": optim.RMSprop(two.parameters())}
 
 
-@program("plain", "fsdp2")
-def OptimizerOfAChild(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        return {"model": model, "optim": optim.Adam(model.block.parameters())}
-
-    saved_and_resumed(tool, trace, build, _both)
+@resumed(*UNWRAPPED)
+def OptimizerOfAChild(wrap: Wrap) -> State:
+    model = wrap(Small())
+    return {"model": model, "optim": optim.Adam(model.block.parameters())}
 
 
-@program("plain", "fsdp2")
-def OptimizerInBackward(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+def _backward(state: State, seed: int) -> float:
+    loss = loss_of(state["model"], seed)
+    loss.backward()
+    return float(loss)
+
+
+@resumed(*UNWRAPPED, go=_backward)
+def OptimizerInBackward(wrap: Wrap) -> State:
     """One optimizer for each parameter, which steps as soon as the gradient is there."""
 
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        each = {name: optim.Adam([parameter]) for name, parameter in model.named_parameters()}
+    def act(parameter: torch.Tensor, optimizer: optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def act(parameter: torch.Tensor, optimizer: optim.Optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(functools.partial(act, optimizer=each[name]))
-        return {"model": model, **{f"optim {name.replace('.', '_')}": one for name, one in each.items()}}
-
-    def go(state: dict[str, Any], seed: int) -> float:
-        loss = loss_of(state["model"], seed)
-        loss.backward()
-        return float(loss)
-
-    saved_and_resumed(tool, trace, build, go)
+    model = wrap(Small())
+    each = {name: optim.Adam([parameter]) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(act, optimizer=each[name]))
+    return {"model": model, **{f"optim {name.replace('.', '_')}": one for name, one in each.items()}}
 
 
-@program("plain", "ddp")
-def EmaBesideTheModel(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        model = Small(NonPersistent())
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        return {"model": wrap(model), "ema": ema, "optim": optim.Adam(model.parameters())}
-
-    def go(state: dict[str, Any], seed: int) -> float:
-        loss = step(state["model"], state["optim"], seed)
-        state["ema"].update_parameters(getattr(state["model"], "module", state["model"]))
-        return loss
-
-    saved_and_resumed(tool, trace, build, go)
+def _step_and_average(state: State, seed: int) -> float:
+    loss = step(state["model"], state["optim"], seed)
+    state["ema"].update_parameters(getattr(state["model"], "module", state["model"]))
+    return loss
 
 
-@program("plain")
-def ModelAndItsChild(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+@resumed(*WHOLE, go=_step_and_average)
+def EmaBesideTheModel(wrap: Wrap) -> State:
+    model = MODULES["NonPersistentBuffer"].make()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    return {"model": wrap(model), "ema": ema, "optim": optim.Adam(model.parameters())}
+
+
+@resumed("plain", go=lambda state, seed: step(state["model"], None, seed))
+def ModelAndItsChild(wrap: Wrap) -> State:
     """The same parameters under two names of the state."""
-
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        return {"model": model, "head": model.block}
-
-    saved_and_resumed(tool, trace, build, lambda state, seed: step(state["model"], None, seed))
+    model = wrap(Small())
+    return {"model": model, "head": model.block}
 
 
-@program("plain", "fsdp2")
-def ModuleDictOfModels(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        both = nn.ModuleDict({"a": wrap(Small()), "b": wrap(Small())})
-        return {"models": both, "optim": optim.Adam(both.parameters())}
+def _step_of_two(state: State, seed: int) -> float:
+    loss = loss_of(state["models"]["a"], seed) + loss_of(state["models"]["b"], seed)
+    loss.backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+    return float(loss)
 
-    def go(state: dict[str, Any], seed: int) -> float:
-        loss = loss_of(state["models"]["a"], seed) + loss_of(state["models"]["b"], seed)
-        loss.backward()
-        state["optim"].step()
-        state["optim"].zero_grad()
-        return float(loss)
 
-    saved_and_resumed(tool, trace, build, go)
+@resumed(*UNWRAPPED, go=_step_of_two)
+def ModuleDictOfModels(wrap: Wrap) -> State:
+    both = nn.ModuleDict({"a": wrap(Small()), "b": wrap(Small())})
+    return {"models": both, "optim": optim.Adam(both.parameters())}
 
 
 class Counter:
@@ -255,16 +240,17 @@ class Counter:
     def __init__(self, **values: Any) -> None:
         self.values = values
 
-    def state_dict(self) -> dict[str, Any]:
-        note("state_dict")
+    def state_dict(self) -> State:
+        note("state_dict", self.values.get("name"))
         return dict(self.values)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        note("load_state_dict", {key: type(value).__name__ for key, value in sorted(state.items())})
+    def load_state_dict(self, state: State) -> None:
+        kinds = {key: type(value).__name__ for key, value in sorted(state.items())}
+        note("load_state_dict", state.get("name"), kinds)
         self.values = dict(state)
 
 
-def _stateful(tool: Tool, trace: Trace, make: Callable[[], Any]) -> None:
+def _stateful(tool: Tool, trace: Trace, make: Callable[[], State]) -> None:
     torch.manual_seed(1)
     counter = Counter(**make())
     tool.save({"it": counter})
@@ -275,16 +261,16 @@ def _stateful(tool: Tool, trace: Trace, make: Callable[[], Any]) -> None:
     trace.see("values", counter.values, right)
 
 
-@program("plain", "ddp")
+@program(*WHOLE)
 def StatefulOfPlainValues(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     values = {"int": 3, "float": 0.5, "none": None, "str": "a", "list": [1, "b"], "tuple": (1, (2,)), "bool": True}
-    _stateful(tool, trace, lambda: dict(values))
+    _stateful(tool, trace, lambda: values)
 
 
-@program("plain", "ddp")
+@program(*WHOLE)
 def StatefulNested(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    make = {"a": {"b": [{"c": 1}, {"d": torch.ones(2)}], "e": {}}, "f": [], "g": {"1": 1}}
-    _stateful(tool, trace, lambda: make)
+    values = {"a": {"b": [{"c": 1}, {"d": torch.ones(2)}], "e": {}}, "f": [], "g": {"1": 1}}
+    _stateful(tool, trace, lambda: values)
 
 
 @program("plain")
@@ -292,22 +278,11 @@ def StatefulWithTensors(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     _stateful(tool, trace, lambda: {"t": torch.rand(3), "l": [torch.rand(2), 3], "n": torch.rand(())})
 
 
-class NamedCounter(Counter):
-    """Tells its name when it is called."""
-
-    def state_dict(self) -> dict[str, Any]:
-        note(self.values["name"])
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        note(state["name"])
-        super().load_state_dict(state)
-
-
-@program("plain", "ddp", differs=known.CALLED_IN_ONE_ORDER)
+@program(*WHOLE, differs=known.CALLED_IN_ONE_ORDER)
 def ObjectsInAnyOrder(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def state() -> dict[str, Any]:
-        return {"c": NamedCounter(name="c"), "a": NamedCounter(name="a"), "b": wrap(StateDictPreHook())}
+    def state() -> State:
+        module = MODULES["StateDictPreHook"].make()
+        return {"c": Counter(name="c"), "a": Counter(name="a"), "b": wrap(module)}
 
     tool.save(state())
     tool.load(state())
@@ -321,63 +296,57 @@ def FloatsIntoIntegers(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     trace.see("values", state["it"])
 
 
+def _replaced(tool: Tool, trace: Trace, saved: State, target: State) -> None:
+    tool.save(dict(saved))
+    tool.load(target)
+    for key in saved:
+        trace.see(key, target[key], saved[key])
+
+
 @program("plain")
 def TensorWhereAPlainValueIs(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     """As a learning rate that has become a tensor."""
     saved = {"lr": torch.tensor(0.5), "settings": {"lr": torch.tensor(0.25)}}
-    tool.save(dict(saved))
-    state = {"lr": 0.0, "settings": {"lr": 0.0}}
-    tool.load(state)
-    trace.see("values", state, saved)
+    _replaced(tool, trace, saved, {"lr": 0.0, "settings": {"lr": 0.0}})
 
 
 @program("plain")
 def MappingWhereAPlainValueIs(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    saved = {"best": {"loss": 0.5, "weights": torch.ones(2)}}
-    tool.save(dict(saved))
-    state = {"best": 0.0}
-    tool.load(state)
-    trace.see("values", state, saved)
-
-
-@program("plain", differs=known.UNKNOWN_KIND_OF_URL, must_work=False)
-def UnknownKindOfUrl(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def save(state: dict[str, Any], path: Any) -> None:
-        url = "nosuch://bucket/run"
-        dcp_plugin.save(state, url) if isinstance(tool, Ours) else dcp.save(state, checkpoint_id=url)
-
-    tool.do("save", save, {"it": 1})
-
-
-@program("plain", "fsdp2")
-def Scheduler(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        optimizer = optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        cosine = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-        warm = optim.lr_scheduler.LinearLR(optimizer, 0.1)
-        both = optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [1])
-        return {"model": model, "optim": optimizer, "schedule": both}
-
-    def go(state: dict[str, Any], seed: int) -> list[float]:
-        losses = [step(state["model"], state["optim"], seed)]
-        state["schedule"].step()
-        return [*losses, *state["schedule"].get_last_lr()]
-
-    saved_and_resumed(tool, trace, build, go)
+    _replaced(tool, trace, {"best": {"loss": 0.5, "weights": torch.ones(2)}}, {"best": 0.0})
 
 
 @program("plain")
 def RandomGenerator(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     """Plain values and a generator's state in the mapping itself."""
     generator = torch.Generator().manual_seed(3)
-    state = {"random": generator.get_state(), "epoch": 3, "best": 0.25, "name": "run", "nothing": None}
-    tool.save(state)
-    right = dict(state)
-    state = {"random": torch.Generator().get_state(), "epoch": 0, "best": 0.0, "name": "", "nothing": 1}
-    tool.load(state)
-    for key in right:
-        trace.see(key, state[key], right[key])
+    saved = {"random": generator.get_state(), "epoch": 3, "best": 0.25, "name": "run", "nothing": None}
+    target = {"random": torch.Generator().get_state(), "epoch": 0, "best": 0.0, "name": "", "nothing": 1}
+    _replaced(tool, trace, saved, target)
+
+
+@program("plain", differs=known.UNKNOWN_KIND_OF_URL, must_work=False)
+def UnknownKindOfUrl(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    def save(state: State, path: Any) -> None:
+        url = "nosuch://bucket/run"
+        dcp_plugin.save(state, url) if isinstance(tool, Ours) else dcp.save(state, checkpoint_id=url)
+
+    tool.do("save", save, {"it": 1})
+
+
+def _scheduled_step(state: State, seed: int) -> list[float]:
+    losses = [step(state["model"], state["optim"], seed)]
+    state["schedule"].step()
+    return [*losses, *state["schedule"].get_last_lr()]
+
+
+@resumed(*UNWRAPPED, go=_scheduled_step)
+def Scheduler(wrap: Wrap) -> State:
+    model = wrap(Small())
+    optimizer = optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    cosine = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    warm = optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    both = optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [1])
+    return {"model": model, "optim": optimizer, "schedule": both}
 
 
 @program("ddp", oracle="every rank raises")
@@ -388,29 +357,27 @@ def OneRankFailsOnSave(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     tool.save({"it": counter})
 
 
-@program("plain", "ddp", must_work=False)
+@program(*WHOLE, must_work=False)
 def NothingThere(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     """A load from a path where nothing is."""
     tool.load({"model": wrap(Small())})
 
 
-@program("plain", "ddp", must_work=False)
+@program(*WHOLE, must_work=False)
 def FileExistsAtThePath(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     (tool.folder / "checkpoint").write_text("not a directory")
     tool.save({"model": wrap(Small())})
 
 
-@program("plain", "fsdp2")
-def EvaluatedBetweenLoadAndTraining(tool: Tool, trace: Trace, wrap: Wrap) -> None:
-    def go(state: dict[str, Any], seed: int) -> list[float]:
-        evaluate(state["model"], None)
-        with torch.no_grad():
-            before = float(state["model"](inputs(seed)).sum())
-        return [before, step(state["model"], state["optim"], seed)]
+def _evaluate_and_step(state: State, seed: int) -> list[float]:
+    evaluate(state["model"], None)
+    with torch.no_grad():
+        before = float(state["model"](inputs(seed)).sum())
+    return [before, step(state["model"], state["optim"], seed)]
 
-    def build() -> dict[str, Any]:
-        model = wrap(Small())
-        evaluate(model, None)
-        return {"model": model, "optim": optim.Adam(model.parameters())}
 
-    saved_and_resumed(tool, trace, build, go)
+@resumed(*UNWRAPPED, go=_evaluate_and_step)
+def EvaluatedBetweenLoadAndTraining(wrap: Wrap) -> State:
+    model = wrap(Small())
+    evaluate(model, None)
+    return {"model": model, "optim": optim.Adam(model.parameters())}

@@ -1,7 +1,7 @@
 """Corpus of runs: documented training loops of Lightning, Fabric, Accelerate and transformers, with and without ours.
 
-An entry is one decorated function of a tool and a trace, or one line of the tables below. The user's code is the same
-with both; :func:`_plugins` and the like are the line that a user adds. The data has one value per sample and is not
+An entry is one line of the tables below. The user's code is the same with both; where it asks for ``Ours`` is the line
+that a user adds. The data has one value per sample and is not
 shuffled: where the random numbers or the position of a loader come from is not what these compare.
 """
 
@@ -11,7 +11,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tests.conformance.differences import NEXT_EPOCH_BEGUN, NO_EPOCH_SKIPPED, RESUMED_BY_ACCELERATE
+from tests.conformance.entries import Entry
 from tests.conformance.optimizers import Hybrid
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
@@ -26,31 +27,47 @@ from tests.places import names_in
 
 
 @dataclass(frozen=True)
-class RunEntry:
+class RunEntry(Entry):
     code: Callable[[Tool, Trace], None]
-    differs: Mapping[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = ("plain",)
 
 
 RUNS: dict[str, RunEntry] = {}
 
 
-def run(differs: Mapping[str, str] | None = None) -> Any:
-    """Adds a function to the corpus under its own name."""
+def _add(name: str, code: Any, differs: Mapping[str, str], **options: Any) -> None:
+    """Add a function of a tool, a trace and these options to the corpus."""
+    RUNS[name] = RunEntry(functools.partial(code, **options), differs=differs)
 
-    def add(code: Any) -> Any:
-        RUNS[code.__name__] = RunEntry(code, differs or {})
-        return code
 
-    return add
+def run(entry: RunEntry, variant: str, tool: Tool, trace: Trace) -> None:
+    entry.code(tool, trace)
+
+
+def _forget_process() -> None:
+    """Forget what Accelerate keeps of a process: the user's next process begins without."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class _Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 # Lightning
-
-
-def _plugins(tool: Tool) -> list[Any]:
-    from dcp_plugin.lightning import DCPCheckpointIO
-
-    return [DCPCheckpointIO()] if isinstance(tool, Ours) else []
 
 
 def _quiet() -> None:
@@ -66,25 +83,23 @@ def _module() -> type[Any]:
     class Module(pl.LightningModule):
         """Tells of every hook, and of what it sees of the training."""
 
-        def __init__(self, width: int = 4, metrics: str = "falls") -> None:
+        def __init__(self, optimizer: str = "adam", seed: int = 4) -> None:
             super().__init__()
             self.save_hyperparameters()
-            torch.manual_seed(width)
-            self.body = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
-            self.head = nn.Linear(width, 1)
+            self.net = _Net(seed)
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            loss = self.head(self.body(batch[0])).square().mean()
+            loss = self.net(batch[0]).square().mean()
             note("training_step", self.current_epoch, self.global_step, batch_idx, loss.item())
             self.log("loss", loss)
             return loss  # type: ignore[no-any-return]
 
         def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
             note("validation_step", self.current_epoch, self.global_step, batch_idx, self.training)
-            self.log("val", (1 if self.hparams.metrics == "falls" else -1) / (1.0 + self.global_step))
+            self.log("val", 1 / (1.0 + self.global_step))
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            optimizer = (_adam if self.hparams.optimizer == "adam" else Hybrid)(self)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
             return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
 
@@ -153,10 +168,12 @@ def _loader(samples: int) -> Any:
 def _trainer(tool: Tool, callbacks: list[Any], **options: Any) -> Any:
     import lightning.pytorch as pl
 
+    from dcp_plugin.lightning import DCPCheckpointIO
+
     defaults = {"max_epochs": 3, "logger": False, "accelerator": "cpu", "num_sanity_val_steps": 0, "devices": 1}
     shown = {"enable_progress_bar": False, "enable_model_summary": False}
     options = {**defaults, **shown, "default_root_dir": tool.folder, **options}
-    return pl.Trainer(callbacks=callbacks, plugins=_plugins(tool), **options)
+    return pl.Trainer(callbacks=callbacks, plugins=[DCPCheckpointIO()] if isinstance(tool, Ours) else [], **options)
 
 
 def _fit(
@@ -164,14 +181,14 @@ def _fit(
     trace: Trace,
     callbacks: Callable[[Path], list[Any]],
     resume: Callable[[Path, list[Any]], str],
-    model: Callable[[], Any] | None = None,
+    optimizer: str = "adam",
     first: Mapping[str, Any] | None = None,
     then: Mapping[str, Any] | None = None,
     watch: Any = None,
 ) -> None:
     """Train, and train again from what that has left: with the same callbacks, and one that sees everything."""
     _quiet()
-    folder, model = tool.folder / "checkpoints", model or _module()
+    folder, model = tool.folder / "checkpoints", functools.partial(_module(), optimizer)
     given, watch = callbacks(folder), watch or _watch()()
     with trace.during("save"):
         module, trainer = model(), _trainer(tool, [watch, *given], **(first or {"max_epochs": 2}))
@@ -214,7 +231,7 @@ def _saving(**options: Any) -> Callable[[Path], list[Any]]:
 
 
 def _named(name: str) -> Callable[[Path, list[Any]], str]:
-    return lambda folder, callbacks: name if name in ("last", "best") else str(folder / name)
+    return lambda folder, callbacks: name if name == "last" else str(folder / name)
 
 
 def _best(folder: Path, callbacks: list[Any]) -> str:
@@ -241,15 +258,18 @@ for _name, (_options, _from, _first) in {
     "no validation": ({"save_top_k": -1}, _named("epoch=1-step=6.ckpt"), {"limit_val_batches": 0}),
     "sanity check": ({"save_top_k": -1}, _named("epoch=1-step=6.ckpt"), {"num_sanity_val_steps": 1}),
 }.items():
-    RUNS[f"lightning: {_name}"] = RunEntry(
-        functools.partial(
-            _fit, callbacks=_saving(**_options), resume=_from, first={"max_epochs": 2, **_first}, then=_first
-        ),
+    _add(
+        f"lightning: {_name}",
+        _fit,
         NEXT_EPOCH_BEGUN if _name in ("the last step of an epoch", "sanity check") else {},
+        callbacks=_saving(**_options),
+        resume=_from,
+        first={"max_epochs": 2, **_first},
+        then=_first,
     )
 
 
-def _save(trainer: Any) -> None:
+def _save_here(trainer: Any) -> None:
     trainer.save_checkpoint(Path(trainer.default_root_dir, "checkpoints", "here.ckpt"))
 
 
@@ -259,7 +279,7 @@ def _in_hook(tool: Tool, trace: Trace, hook: str) -> None:
         trace,
         lambda folder: [],
         _named("here.ckpt"),
-        watch=_watch()(_save, hook, at=2 if "epoch" in hook or "batch" in hook or "optim" in hook else 1),
+        watch=_watch()(_save_here, hook, at=2 if "epoch" in hook or "batch" in hook or "optim" in hook else 1),
         first={"max_epochs": 3, "enable_checkpointing": False},
         then={"enable_checkpointing": False},
     )
@@ -268,45 +288,20 @@ def _in_hook(tool: Tool, trace: Trace, hook: str) -> None:
 for _name in LIGHTNING_HOOKS:
     if _name not in ("setup", "teardown", "on_sanity_check_start", "on_sanity_check_end"):
         _differs = NO_EPOCH_SKIPPED if _name == "on_train_epoch_start" else {}
-        RUNS[f"lightning: saved in {_name}"] = RunEntry(functools.partial(_in_hook, hook=_name), _differs)
+        _add(f"lightning: saved in {_name}", _in_hook, _differs, hook=_name)
 
 
-@functools.cache
-def _with_hybrid() -> type[Any]:
-    class WithHybrid(_module()):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            optimizer = Hybrid(self)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
-
-    return WithHybrid
-
-
-RUNS["lightning: an optimizer with a layout of its own"] = RunEntry(
-    functools.partial(
-        _fit,
-        callbacks=_saving(save_top_k=-1),
-        resume=_named("epoch=1-step=6.ckpt"),
-        model=lambda: _with_hybrid()(),
-    )
+_add(
+    "lightning: an optimizer with a layout of its own",
+    _fit,
+    {},
+    callbacks=_saving(save_top_k=-1),
+    resume=_named("epoch=1-step=6.ckpt"),
+    optimizer="hybrid",
 )
 
 
 # Accelerate
-
-
-class _Net(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))  # type: ignore[no-any-return]
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 class _Counter:
@@ -324,49 +319,36 @@ class _Counter:
         self.count = state["count"]
 
 
-@dataclass
 class _Script:
     """The variables of a script as Accelerate's documentation writes it."""
 
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    loader: Any
-    schedule: Any
-    counter: _Counter
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         tool: Tool,
         seed: int = 0,
-        prepared: bool = True,
         project: Mapping[str, Any] | None = None,
         optimizer: Callable[[nn.Module], Any] = _adam,
-    ) -> _Script:
+    ) -> None:
         from accelerate import Accelerator
-        from accelerate.state import AcceleratorState, GradientState, PartialState
         from accelerate.utils import ProjectConfiguration
 
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # the state of the process; the user's next process begins without
+        _forget_process()
         options = {"automatic_checkpoint_naming": True, **(project or {})}
         configuration = ProjectConfiguration(str(tool.folder / "project"), **options)
-        accelerator = Accelerator(cpu=True, project_config=configuration, gradient_accumulation_steps=2)
+        self.accelerator = Accelerator(cpu=True, project_config=configuration, gradient_accumulation_steps=2)
         if isinstance(tool, Ours):
             from dcp_plugin.accelerate import attach
 
-            attach(accelerator)
+            attach(self.accelerator)
         model = _Net(seed)
-        optimizer = optimizer(model)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        made = optimizer(model)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 2, gamma=0.5)
         values = torch.arange(24.0).view(-1, 3) / 10
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(values), batch_size=2)
-        if prepared:
-            model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-        counter = _Counter()
-        accelerator.register_for_checkpointing(counter)
-        return cls(accelerator, model, optimizer, loader, schedule, counter)
+        prepared = self.accelerator.prepare(model, made, loader, schedule)
+        self.model, self.optimizer, self.loader, self.schedule = prepared
+        self.counter = _Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
 
     def train(self, trace: Trace, name: str, loader: Any = None, epochs: int = 1) -> None:
         losses = []
@@ -392,7 +374,7 @@ class _Script:
 
     @property
     def objects(self) -> tuple[Any, Any]:
-        return self.model, self.optimizer.optimizer if hasattr(self.optimizer, "optimizer") else self.optimizer
+        return self.model, self.optimizer.optimizer
 
 
 def _accelerate(
@@ -400,19 +382,18 @@ def _accelerate(
     trace: Trace,
     save: Callable[[_Script, Path], Any],
     load: Callable[[_Script, Path], Any],
-    epochs: int = 2,
     skip: int = 0,
     **start: Any,
 ) -> None:
     _quiet()
-    script = _Script.start(tool, **start)
-    script.train(trace, "before", epochs=epochs)
+    script = _Script(tool, **start)
+    script.train(trace, "before", epochs=2)
     trace.before(*script.objects)
     with trace.during("save"):
         save(script, tool.folder)
     trace.saved(*script.objects)
     script.see(trace, "saved", tool)
-    script = _Script.start(tool, seed=1, **start)
+    script = _Script(tool, seed=1, **start)
     with trace.during("load"):
         load(script, tool.folder)
     trace.resumed(*script.objects)
@@ -443,58 +424,34 @@ def _with_load_hooks(script: _Script, folder: Path) -> None:
     script.accelerator.load_state(str(folder / "hooked"))
 
 
-def _save_thrice(script: _Script, folder: Path) -> None:
-    for _ in range(3):
-        script.accelerator.save_state()
+def _save(name: str | None = None, times: int = 1) -> Callable[[_Script, Path], None]:
+    """Save to a folder of this name, or to the next one with an automatic name."""
+
+    def save(script: _Script, folder: Path) -> None:
+        for _ in range(times):
+            script.accelerator.save_state(None if name is None else str(folder / name))
+
+    return save
 
 
+def _load(name: str | None = None) -> Callable[[_Script, Path], None]:
+    return lambda script, folder: script.accelerator.load_state(None if name is None else str(folder / name))
+
+
+_NAMED = {"automatic_checkpoint_naming": False}
 for _name, (_write, _read, _more) in {
-    "a folder": (
-        lambda script, folder: script.accelerator.save_state(str(folder / "mine")),
-        lambda script, folder: script.accelerator.load_state(str(folder / "mine")),
-        {"project": {"automatic_checkpoint_naming": False}},
-    ),
-    "automatic names": (
-        lambda script, folder: script.accelerator.save_state(),
-        lambda script, folder: script.accelerator.load_state(),
-        {},
-    ),
-    "a limit": (
-        _save_thrice,
-        lambda script, folder: script.accelerator.load_state(),
-        {"project": {"total_limit": 2}},
-    ),
-    "a number": (
-        _save_thrice,
-        lambda script, folder: script.accelerator.load_state(str(folder / "project" / "checkpoints" / "checkpoint_1")),
-        {},
-    ),
-    "an optimizer with a layout of its own": (
-        lambda script, folder: script.accelerator.save_state(),
-        lambda script, folder: script.accelerator.load_state(),
-        {"optimizer": Hybrid},
-    ),
-    "in the middle of an epoch": (
-        lambda script, folder: script.accelerator.save_state(),
-        lambda script, folder: script.accelerator.load_state(),
-        {"skip": 2},
-    ),
-    "hooks": (_with_hooks, _with_load_hooks, {"project": {"automatic_checkpoint_naming": False}}),
-    "twice into one folder": (
-        lambda script, folder: [script.accelerator.save_state(str(folder / "mine")) for _ in range(2)],
-        lambda script, folder: script.accelerator.load_state(str(folder / "mine")),
-        {"project": {"automatic_checkpoint_naming": False}},
-    ),
-    "not there": (
-        lambda script, folder: None,
-        lambda script, folder: script.accelerator.load_state(str(folder / "nowhere")),
-        {"project": {"automatic_checkpoint_naming": False}},
-    ),
+    "a folder": (_save("mine"), _load("mine"), {"project": _NAMED}),
+    "automatic names": (_save(), _load(), {}),
+    "a limit": (_save(times=3), _load(), {"project": {"total_limit": 2}}),
+    "a number": (_save(times=3), _load("project/checkpoints/checkpoint_1"), {}),
+    "an optimizer with a layout of its own": (_save(), _load(), {"optimizer": Hybrid}),
+    "in the middle of an epoch": (_save(), _load(), {"skip": 2}),
+    "hooks": (_with_hooks, _with_load_hooks, {"project": _NAMED}),
+    "twice into one folder": (_save("mine", times=2), _load("mine"), {"project": _NAMED}),
+    "not there": (lambda script, folder: None, _load("nowhere"), {"project": _NAMED}),
 }.items():
-    RUNS[f"accelerate: {_name}"] = RunEntry(
-        functools.partial(_accelerate, save=_write, load=_read, **_more),
-        {} if _name == "not there" else RESUMED_BY_ACCELERATE,
-    )
+    _differs = {} if _name == "not there" else RESUMED_BY_ACCELERATE
+    _add(f"accelerate: {_name}", _accelerate, _differs, save=_write, load=_read, **_more)
 
 
 # Fabric
@@ -505,8 +462,14 @@ def _fabric(
     trace: Trace,
     state: Callable[[Any], dict[str, Any]],
     optimizer_of: Callable[[nn.Module], Any] = _adam,
+    targets: bool = True,
     **load: Any,
 ) -> None:
+    """Save what ``state`` makes of all that there is. ``load`` are options of the load.
+
+    Args:
+        targets: Whether the load is given live objects.
+    """
     from lightning.fabric import Fabric
 
     _quiet()
@@ -539,18 +502,14 @@ def _fabric(
     fabric, model, optimizer = start(1)
     wanted = {"model": model, "optimizer": optimizer, "step": 0}
     with trace.during("load"):
-        rest = fabric.load(tool.folder / "fabric.ckpt", wanted if load.get("targets", True) else None, **_strict(load))
+        rest = fabric.load(tool.folder / "fabric.ckpt", wanted if targets else None, **load)
     trace.resumed(model.module, optimizer.optimizer)
     trace.see("step", wanted["step"])
     trace.see("rest", sorted(rest))
     trace.see("losses", train(fabric, model, optimizer))
 
 
-def _strict(load: Mapping[str, Any]) -> dict[str, Any]:
-    return {"strict": load["strict"]} if "strict" in load else {}
-
-
-for _name, (_state, _load) in {
+for _name, (_state, _options) in {
     "all": (lambda state: state, {}),
     "an optimizer with a layout of its own": (lambda state: state, {"optimizer_of": Hybrid}),
     "more is saved": (lambda state: {**state, "epoch": 3, "history": [1.5, 2.5]}, {}),
@@ -559,7 +518,7 @@ for _name, (_state, _load) in {
     "less is saved, not strict": (lambda state: {"model": state["model"]}, {"strict": False}),
     "all of it as a dictionary": (lambda state: state, {"targets": False}),
 }.items():
-    RUNS[f"fabric: {_name}"] = RunEntry(functools.partial(_fabric, state=_state, **_load))
+    _add(f"fabric: {_name}", _fabric, {}, state=_state, **_options)
 
 
 # transformers
@@ -574,7 +533,6 @@ def _transformers(
 ) -> None:
     """Train to the end of ``first``, then go on to the end of ``then`` with a new Trainer."""
     import transformers
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from dcp_plugin.transformers import DCPTrainerMixin
 
@@ -614,8 +572,7 @@ def _transformers(
             return {"loss": (out - labels).square().mean(), "logits": out}
 
     def go(seed: int, options: Mapping[str, Any]) -> Any:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        _forget_process()
         options = dict(options)
         resume = options.pop("resume", None)
         defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 3, "logging_steps": 2}
@@ -673,7 +630,5 @@ for _name, _arguments in {
     "data from its start": {"ignore_data_skip": True, "save_steps": 4},
 }.items():
     _then = _arguments.pop("then", None)  # type: ignore[attr-defined]
-    RUNS[f"transformers: {_name}"] = RunEntry(functools.partial(_transformers, first=_arguments, then=_then))
-RUNS["transformers: an optimizer with a layout of its own"] = RunEntry(
-    functools.partial(_transformers, first={}, optimizer=Hybrid)
-)
+    _add(f"transformers: {_name}", _transformers, {}, first=_arguments, then=_then)
+_add("transformers: an optimizer with a layout of its own", _transformers, {}, first={}, optimizer=Hybrid)

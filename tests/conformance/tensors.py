@@ -7,7 +7,7 @@ an optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.conformance.differences import UNCAST_SLOT
+from tests.conformance.entries import Entry
 from tests.conformance.tools import Tool
 from tests.conformance.trace import Trace, describe_module
 
@@ -25,12 +27,15 @@ PLACES = ("value", "buffer", "parameter", "stateful", "slot")
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(Entry):
     make: Callable[[], torch.Tensor]
     world_size: int = 1
-    places: tuple[str, ...] = PLACES
-    oracle: str = "stock"
-    differs: Mapping[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = PLACES
+    is_cast_in_slots: bool = False
+    """Stock casts it to the dtype of the parameter, which is float32."""
+
+    def differs_in(self, variant: str) -> Mapping[str, str]:
+        return UNCAST_SLOT if variant == "slot" and self.is_cast_in_slots else self.differs
 
 
 def whole() -> torch.Tensor:
@@ -84,11 +89,15 @@ DTYPES = [
 
 VALUE = ("value",)
 
-CAST_IN_SLOTS = {*DTYPES, "conjugated", "from_numpy", "dtensor_of_bfloat16"} - {"float32"}
-"""Stock casts them to the dtype of the parameter, which is float32."""
-
 TENSORS: dict[str, TensorEntry] = {
-    **{name: TensorEntry(lambda name=name: bits(getattr(torch, name)), places=("value", "slot")) for name in DTYPES},
+    **{
+        name: TensorEntry(
+            lambda name=name: bits(getattr(torch, name)),
+            variants=("value", "slot"),
+            is_cast_in_slots=name != "float32",
+        )
+        for name in DTYPES
+    },
     "scalar": TensorEntry(lambda: torch.rand(())),
     "empty": TensorEntry(lambda: torch.rand(0)),
     "empty_rows": TensorEntry(lambda: torch.rand(3, 0, 2)),
@@ -98,27 +107,27 @@ TENSORS: dict[str, TensorEntry] = {
     "view": TensorEntry(lambda: whole()[1:4, 2:]),
     "transposed": TensorEntry(lambda: whole().T),
     "every_other": TensorEntry(lambda: torch.rand(10)[::2]),
-    "expanded": TensorEntry(lambda: torch.rand(1, 3).expand(4, 3), places=("value", "buffer")),
+    "expanded": TensorEntry(lambda: torch.rand(1, 3).expand(4, 3), variants=("value", "buffer")),
     "channels_last": TensorEntry(lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)),
-    "conjugated": TensorEntry(lambda: torch.rand(3, dtype=torch.complex64).conj()),
+    "conjugated": TensorEntry(lambda: torch.rand(3, dtype=torch.complex64).conj(), is_cast_in_slots=True),
     "negated": TensorEntry(lambda: torch.rand(3, dtype=torch.complex64).conj().imag),
     "imaginary_part": TensorEntry(lambda: torch.rand(3, dtype=torch.complex64).imag),
-    "requires_grad": TensorEntry(lambda: torch.rand(3, requires_grad=True), places=("value", "stateful")),
-    "result_of_autograd": TensorEntry(lambda: torch.rand(3, requires_grad=True) * 2, places=("value", "stateful")),
-    "inference": TensorEntry(lambda: torch.inference_mode()(whole)(), places=("value", "buffer", "stateful")),
+    "requires_grad": TensorEntry(lambda: torch.rand(3, requires_grad=True), variants=("value", "stateful")),
+    "result_of_autograd": TensorEntry(lambda: torch.rand(3, requires_grad=True) * 2, variants=("value", "stateful")),
+    "inference": TensorEntry(lambda: torch.inference_mode()(whole)(), variants=("value", "buffer", "stateful")),
     "shared_memory": TensorEntry(lambda: whole().share_memory_()),
-    "from_numpy": TensorEntry(lambda: torch.from_numpy(whole().double().numpy())),
-    "parameter_itself": TensorEntry(lambda: nn.Parameter(whole()), places=("value", "stateful")),
-    "sparse_coo": TensorEntry(lambda: (whole() * (whole() > 0.5)).to_sparse(), places=("value", "buffer")),
-    "sparse_csr": TensorEntry(lambda: torch.eye(3).to_sparse_csr(), places=VALUE),
+    "from_numpy": TensorEntry(lambda: torch.from_numpy(whole().double().numpy()), is_cast_in_slots=True),
+    "parameter_itself": TensorEntry(lambda: nn.Parameter(whole()), variants=("value", "stateful")),
+    "sparse_coo": TensorEntry(lambda: (whole() * (whole() > 0.5)).to_sparse(), variants=("value", "buffer")),
+    "sparse_csr": TensorEntry(lambda: torch.eye(3).to_sparse_csr(), variants=VALUE),
     "quantized": TensorEntry(
-        lambda: torch.quantize_per_tensor(whole(), 0.1, 3, torch.qint8), places=("value", "buffer")
+        lambda: torch.quantize_per_tensor(whole(), 0.1, 3, torch.qint8), variants=("value", "buffer")
     ),
-    "nested": TensorEntry(lambda: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)]), places=VALUE),
+    "nested": TensorEntry(lambda: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)]), variants=VALUE),
     "jagged": TensorEntry(
-        lambda: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged), places=VALUE
+        lambda: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged), variants=VALUE
     ),
-    "meta": TensorEntry(lambda: torch.empty(3, device="meta"), places=VALUE),
+    "meta": TensorEntry(lambda: torch.empty(3, device="meta"), variants=VALUE),
     "two_tensors": TensorEntry(two),
     "shard_0": TensorEntry(lambda: dtensor(Shard(0)), 2),
     "shard_1": TensorEntry(lambda: dtensor(Shard(1)), 2),
@@ -129,7 +138,9 @@ TENSORS: dict[str, TensorEntry] = {
     "mesh_1x2": TensorEntry(lambda: dtensor(Replicate(), Shard(0), shape=(1, 2)), 2),
     "mesh_2x1": TensorEntry(lambda: dtensor(Shard(0), Shard(0), shape=(2, 1)), 2),
     "mesh_2x1_of_two_dimensions": TensorEntry(lambda: dtensor(Shard(1), Shard(0), shape=(2, 1)), 2),
-    "dtensor_of_bfloat16": TensorEntry(lambda: distribute_tensor(whole().bfloat16(), mesh(), [Shard(0)]), 2),
+    "dtensor_of_bfloat16": TensorEntry(
+        lambda: distribute_tensor(whole().bfloat16(), mesh(), [Shard(0)]), 2, is_cast_in_slots=True
+    ),
     "plain_on_two_ranks": TensorEntry(whole, 2),
     "local_shards": TensorEntry(local_shards, 2, ("value", "parameter", "stateful", "slot")),
     "one_local_shard": TensorEntry(lambda: local_shards(1), 2, ("value", "parameter", "stateful", "slot")),

@@ -9,31 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
+from tests.conformance.tools import AppState
 from tests.layouts import WORLD_SIZE, build, train, whole_state
-
-
-class AppState:
-    """As in https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -41,22 +22,24 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(root: Path, layout: str) -> None:
+    warnings.simplefilter("ignore")  # of torch, about its own functions
     model, optimizer = build(layout)
     train(model, optimizer, 3)
-    dcp.save({"app": AppState(model, optimizer)}, root / layout)
+    dcp.save({"app": AppState(model, [optimizer])}, root / layout)
     state = whole_state(model, optimizer)
     if torch.distributed.get_rank() == 0:
         torch.save(state, root / f"{layout}.pt")
 
 
 def _load(root: Path, source: str, layout: str) -> None:
+    warnings.simplefilter("ignore")
     saved = _tensors(torch.load(root / f"{source}.pt", weights_only=True))
     model, optimizer = build(layout, seed=1)
-    dcp.load({"app": AppState(model, optimizer)}, root / source)
+    dcp.load({"app": AppState(model, [optimizer])}, root / source)
     assert_same(_tensors(whole_state(model, optimizer)), saved)
 
     model, optimizer = build(layout, seed=2)
-    state = {"app": AppState(model, optimizer)}
+    state = {"app": AppState(model, [optimizer])}
     stock.load(state, checkpoint_id=root / source)
     assert_same(_tensors(whole_state(model, optimizer)), saved)
 

@@ -218,6 +218,15 @@ def _classes(error: BaseException) -> tuple[str, ...]:
     return tuple(f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__ if base is not object)
 
 
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_COMPRESSED = {
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
+
 def _tensor(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, ShardedTensor):
@@ -242,14 +251,9 @@ def _tensor(value: Any) -> str:
     if value.layout is torch.sparse_coo:
         value = value.coalesce()
         return f"{about} sparse {_bytes(value.indices())} {_bytes(value.values())}"
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (
-            f"{about} {value.layout} {[_bytes(v) for v in (value.crow_indices(), value.col_indices(), value.values())]}"
-        )
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (
-            f"{about} {value.layout} {[_bytes(v) for v in (value.ccol_indices(), value.row_indices(), value.values())]}"
-        )
+    if value.layout in _COMPRESSED:
+        parts = [_bytes(getattr(value, name)()) for name in _COMPRESSED[value.layout]]
+        return f"{about} {value.layout} {parts}"
     if value.is_quantized and value.qscheme() is torch.per_channel_affine:
         scales = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.int_repr()
         return f"{about} {value.qscheme()} {value.q_per_channel_axis()} {[_bytes(each) for each in scales]}"
