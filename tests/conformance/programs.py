@@ -299,8 +299,7 @@ def FloatsIntoIntegers(tool: Tool, trace: Trace, wrap: Wrap) -> None:
 def _replaced(tool: Tool, trace: Trace, saved: State, target: State) -> None:
     tool.save(dict(saved))
     tool.load(target)
-    for key in saved:
-        trace.see(key, target[key], saved[key])
+    trace.see("values", target, saved)
 
 
 @program("plain")
