@@ -173,7 +173,7 @@ class Matching:
         if self.partial is not None or overlapping:
             self.renames = self._rules({a.name: frozenset(a.names()) for a in adapters if a.name in overlapping})
         for adapter, name in self._names(adapters):
-            if isinstance(adapter, ValueAdapter) and self._is_plain(adapter):
+            if isinstance(adapter, ValueAdapter) and name == adapter.name and self._is_plain(adapter):
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)

@@ -291,6 +291,14 @@ def test_a_partial_load_on_another_number_of_ranks(of_two: Path) -> None:
     assert state["extra"].value["rng"].tolist() == [min(dist.get_rank(), 2) if dist.get_rank() < 2 else 9] * 5
 
 
+def test_a_list_of_all_ranks_is_not_taken_for_the_values_of_each(tmp_path: Path) -> None:
+    dcp.save({"extra": [torch.ones(2), torch.zeros(2)]}, tmp_path / "ck")
+    value = torch.full((2,), 9.0)
+    with pytest.raises(CheckpointMismatch, match=r"extra\.0 is not in the checkpoint as extra"):
+        dcp.load({"extra": dcp.PerRank(value)}, tmp_path / "ck")
+    assert value.tolist() == [9.0, 9.0]
+
+
 @on_ranks(2)
 def test_one_value_for_all_ranks_is_taken_by_each(tmp_path: Path) -> None:
     """As in a checkpoint from before the value was marked."""
