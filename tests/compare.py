@@ -76,6 +76,11 @@ def same_tree(one: Any, other: Any) -> bool:
     return same_bytes(full(one), full(other))
 
 
+def weights_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a whole state that is of the model, under the names that the model has for it."""
+    return {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+
+
 def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Two flat states are the same, byte for byte. Names the keys that differ."""
     assert set(one) == set(other), f"only in one of them: {sorted(set(one) ^ set(other))}"

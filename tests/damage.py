@@ -1,4 +1,4 @@
-"""Damages checkpoints. The sizes of all files stay, so nothing but a checksum tells."""
+"""Damages checkpoints, and saves. The sizes of all files stay, so nothing but a checksum tells."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import dcp_plugin as dcp
+from dcp_plugin import events
 
 
 def flip_byte(file: Path, at: int | None = None) -> None:
@@ -37,3 +39,13 @@ def flip_any(path: Path, prefix: str) -> str:
 def flip_in_memory(tensor: torch.Tensor, element: int) -> None:
     """Turn one bit of a live tensor, through a view that no version counter sees."""
     tensor.data.view(-1).view(torch.int32)[element] ^= 1
+
+
+def fill_disk(step: int, rank: int | None = None) -> None:
+    """Let the saves of a step fail when they begin, on all ranks or on one."""
+
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted) and event.step == step and rank in (None, dist.get_rank()):
+            raise OSError("disk full")
+
+    events.subscribe(fail)

@@ -60,9 +60,9 @@ def build(layout: str, seed: int = 0, net: Callable[[], nn.Module] = Net) -> tup
     return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), weight_decay=0.1)
 
 
-def wrap(layout: str, module: nn.Module, unit: str = "block") -> nn.Module:
-    """A module in a layout. Its submodule ``unit`` is a unit of its own for FSDP; without a name, all of it is one."""
-    return _WRAP[layout.partition("@")[0]](module, unit)
+def wrap(layout: str, module: nn.Module, unit: str = "block", **options: Any) -> nn.Module:
+    """A module in a layout. For FSDP, which gets the options, its submodule ``unit``, if any, is a unit of its own."""
+    return _WRAP[layout.partition("@")[0]](module, unit, **options)
 
 
 def train(
@@ -135,7 +135,7 @@ def _copy_boxes(
 
 def _fsdp1(module: nn.Module, unit: str, **options: Any) -> nn.Module:
     options = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
-    if unit:
+    if hasattr(module, unit):
         setattr(module, unit, FullyShardedDataParallel(getattr(module, unit), **options))
     return FullyShardedDataParallel(module, **options)
 
@@ -145,11 +145,11 @@ def _fsdp1_hsdp(module: nn.Module, unit: str, **options: Any) -> nn.Module:
     return _fsdp1(module, unit, **options)
 
 
-def _fsdp2(module: nn.Module, unit: str, mesh: Any = None) -> nn.Module:
+def _fsdp2(module: nn.Module, unit: str, mesh: Any = None, **options: Any) -> nn.Module:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    if unit:
-        fully_shard(getattr(module, unit), mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    if hasattr(module, unit):
+        fully_shard(getattr(module, unit), mesh=mesh, **options)
+    fully_shard(module, mesh=mesh, **options)
     return module
 
 
@@ -172,7 +172,7 @@ def _mesh_of_two_replicas() -> Any:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-_WRAP: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+_WRAP: dict[str, Callable[..., nn.Module]] = {
     "plain": lambda module, unit: module,
     "ddp": lambda module, unit: DistributedDataParallel(module),
     "fsdp1": _fsdp1,

@@ -29,10 +29,10 @@ def refusal(kind: type[Exception], call: Callable[[], object], *words: str) -> s
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
-    """A list that has the messages of all warnings of the block when it has ended."""
+def warned(about: str = "") -> Iterator[list[str]]:
+    """A list that has, when the block has ended, the messages of its warnings that have these words."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
-    messages += [str(warning.message) for warning in caught]
+    messages += [str(warning.message) for warning in caught if about in str(warning.message)]

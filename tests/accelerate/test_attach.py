@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from dcp_plugin.paths import Where
 from tests import programs
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
+from tests.messages import warned
 
 
 def test_importing_the_door_does_not_import_transformers() -> None:
@@ -68,17 +68,11 @@ def test_a_pickled_accelerator_is_one_that_is_not_attached() -> None:
         assert torch.equal(torch.cat(list(copy._dataloaders[0])), torch.cat(list(loader)))
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @on_ranks(2)
-def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(place: Where, tmp_path: Path) -> None:
-    _hooks(tmp_path, place, "ddp")
-
-
-@on_ranks(2)
-def test_hooks_under_fsdp(place: Where, tmp_path: Path) -> None:
-    _hooks(tmp_path, place, "fsdp2")
-
-
-def _hooks(disk: Path, place: Where, layout: str) -> None:
+def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(
+    place: Where, tmp_path: Path, layout: str
+) -> None:
     from tests.accelerate import training as t
 
     seen: dict[bool, list[Any]] = {}
@@ -97,7 +91,7 @@ def _hooks(disk: Path, place: Where, layout: str) -> None:
 
         run.accelerator.register_save_state_pre_hook(on_save)
         run.accelerator.register_load_state_pre_hook(on_load)
-        path = disk / "native" if native else place / "ours"
+        path = tmp_path / "native" if native else place / "ours"
         run.accelerator.save_state(str(path))
         dist.barrier()  # Accelerate alone does not wait for rank 0
         run.accelerator.load_state(str(path))
@@ -106,9 +100,9 @@ def _hooks(disk: Path, place: Where, layout: str) -> None:
 
 @on_ranks(1)
 def test_a_hook_may_take_a_model_out_and_save_it_itself(place: Where) -> None:
-    path = place / "ck"
     from tests.accelerate import training as t
 
+    path = place / "ck"
     run = t.start("single").train(1)
     run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop())
     run.accelerator.save_state(str(path))
@@ -128,9 +122,10 @@ def test_a_hook_may_take_a_model_out_and_save_it_itself(place: Where) -> None:
 @on_ranks(2)
 def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
     """A model that only the user has sharded, its optimizer, an average of the weights, a plain counter."""
-    path = place / "ck"
     from tests.accelerate import training as t
     from tests.accelerate.test_native import Counter
+
+    path = place / "ck"
 
     def build(seed: int, count: int) -> tuple[Any, ...]:
         accelerator = t.start("own_fsdp2", seed).accelerator
@@ -184,8 +179,9 @@ def test_a_registered_object_gets_the_class_and_the_keys_of_its_state(tmp_path: 
 
 @on_ranks(2)
 def test_several_models_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
+
+    path = tmp_path / "ck"
 
     def build(seed: int) -> tuple[Any, ...]:
         accelerator = t.start("ddp").accelerator
@@ -204,8 +200,9 @@ def test_several_models_are_told_apart(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_one_optimizer_may_train_several_models(tmp_path: Path) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
+
+    path = tmp_path / "ck"
 
     def build(seed: int) -> tuple[Any, ...]:
         accelerator = t.start("ddp").accelerator
@@ -289,11 +286,11 @@ def test_a_failed_background_save_is_raised_on_every_rank_once(tmp_path: Path) -
 
 @on_ranks(2)
 def test_in_the_middle_of_an_accumulation_window_it_warns_and_goes_back_to_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
+    path = tmp_path / "ck"
     run = t.start("ddp", samples=48)
-    seen, said = [], []
+    seen = []
     for number, batch in enumerate(run.loader):
         seen.append(batch[1].tolist())
         with run.accelerator.accumulate(run.model):
@@ -301,10 +298,8 @@ def test_in_the_middle_of_an_accumulation_window_it_warns_and_goes_back_to_its_s
             run.optimizer.step()
             run.optimizer.zero_grad()
         if number == 4:  # the first batch of the third window
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warned("gradient accumulation") as said:
                 run.accelerator.save_state(str(path))
-            said = [str(one.message) for one in caught if "gradient accumulation" in str(one.message)]
     assert len(said) == 1 and "after 1 of 2 batches" in said[0]
     other = t.start("ddp", seed=2, samples=48)
     other.accelerator.load_state(str(path))

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import dcp_plugin as dcp
 from dcp_plugin.state import gather_module
 from tests import launch
-from tests.compare import assert_same, full_state
+from tests.compare import assert_same, full_state, weights_of
+from tests.launch import on_ranks
 
 LAYOUTS = ("ddp", "fsdp2", "fsdp1")
 
@@ -55,34 +56,24 @@ def _sources(root: Path) -> list[tuple[Path, str, str]]:
 
 
 def _model_state(root: Path, layout: str) -> dict[str, torch.Tensor]:
-    state = torch.load(root / f"{layout}.pt", weights_only=True)
-    return {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    return weights_of(torch.load(root / f"{layout}.pt", weights_only=True))
 
 
-def _load_sharded(root: Path) -> None:
-    from tests.accelerate import training as t
-
-    for path, layout, _ in _sources(root):
-        two: Any = t.Net(5, unused=False)
-        fully_shard(two, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        one: Any = FullyShardedDataParallel(t.Net(5, unused=False), device_id=torch.device("cpu"))
-        for model in (one, two):
-            dcp.load({"model": model}, path)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert_same(_model_state(root, layout), full_state(gather_module(model)))
-
-
+@on_ranks(2)
 def test_a_model_is_warm_started_from_every_folder_of_accelerate(root: Path) -> None:
     from tests.accelerate import training as t
 
     assert (root / "fsdp2_full" / "pytorch_model_fsdp.bin").exists()
     for path, layout, kind in _sources(root):
-        model = t.Net(5, unused=False)
-        dcp.load({"model": model}, path)
-        assert_same(_model_state(root, layout), model.state_dict())
+        models: list[Any] = [t.Net(5, unused=False) for _ in range(3)]
+        fully_shard(models[1], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        models[2] = FullyShardedDataParallel(models[2], device_id=torch.device("cpu"))
+        for model in models:
+            dcp.load({"model": model}, path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert_same(_model_state(root, layout), full_state(gather_module(model)))
         assert dcp.inspect(path).format == kind
-    launch.run(_load_sharded, 2, root)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
@@ -99,21 +90,13 @@ def test_the_optimizer_in_a_folder_of_fsdp_is_loaded_too(root: Path, layout: str
     assert optimizer.param_groups[0]["lr"] != 0.5
 
 
+@on_ranks(2)
 def test_a_view_of_ours_in_a_folder_of_accelerate_leads_to_the_checkpoint(tmp_path: Path) -> None:
-    launch.run(_save_ours, 2, tmp_path)
-    from tests.accelerate import training as t
-
-    model = t.Net(5, unused=False)
-    dcp.load({"model": model}, tmp_path / "ck" / "pytorch_model_fsdp_0")
-    assert_same(_model_state(tmp_path, "ours"), model.state_dict())
-
-
-def _save_ours(root: Path) -> None:
     from tests.accelerate import training as t
 
     run = t.start("fsdp2", unused=False)
     run.train(1)
-    run.accelerator.save_state(str(root / "ck"))
-    state = run.whole_state()
-    if run.accelerator.is_main_process:
-        torch.save(state, root / "ours.pt")
+    run.accelerator.save_state(str(tmp_path / "ck"))
+    model = t.Net(5, unused=False)
+    dcp.load({"model": model}, tmp_path / "ck" / "pytorch_model_fsdp_0")
+    assert_same(weights_of(run.whole_state()), model.state_dict())

@@ -30,9 +30,9 @@ def _fails(native: bool, kind: type[BaseException], match: str) -> Any:
 @BOTH
 @on_ranks(2)
 def test_a_parameter_that_never_got_a_gradient_does_not_stop_a_resume(tmp_path: Path, native: bool) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
+    path = tmp_path / "ck"
     run = t.start("fsdp2", native=native).train(1)
     run.accelerator.save_state(str(path))
     other = t.start("fsdp2", native=native, seed=3)
@@ -44,9 +44,9 @@ def test_a_parameter_that_never_got_a_gradient_does_not_stop_a_resume(tmp_path: 
 @BOTH
 @on_ranks(2)
 def test_fsdp1_resumes_its_optimizer(tmp_path: Path, native: bool) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
+    path = tmp_path / "ck"
     run = t.start("fsdp1", native=native, unused=False).train(1)
     run.accelerator.save_state(str(path))
     other = t.start("fsdp1", native=native, seed=3, unused=False)
@@ -58,8 +58,9 @@ def test_fsdp1_resumes_its_optimizer(tmp_path: Path, native: bool) -> None:
 @BOTH
 @on_ranks(2)
 def test_two_optimizers_of_one_model_are_told_apart(tmp_path: Path, native: bool) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
+
+    path = tmp_path / "ck"
 
     def build(seed: int) -> tuple[Any, list[Any]]:
         accelerator = t.start("fsdp2", native=native).accelerator
@@ -90,9 +91,9 @@ def test_two_optimizers_of_one_model_are_told_apart(tmp_path: Path, native: bool
 @BOTH
 @on_ranks(2)
 def test_strict_is_heard_under_fsdp(tmp_path: Path, native: bool) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
+    path = tmp_path / "ck"
     t.start("fsdp2", native=native, unused=False).train(1).accelerator.save_state(str(path))
     larger = t.start("fsdp2", native=native, seed=1)
     with pytest.raises(BaseException, match=r"unused\.(weight|bias)"):  # DCP's exception is not even an Exception
@@ -105,9 +106,9 @@ def test_strict_is_heard_under_fsdp(tmp_path: Path, native: bool) -> None:
 @BOTH
 @on_ranks(2)
 def test_flipped_bytes_are_noticed(tmp_path: Path, native: bool) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
+    path = tmp_path / "ck"
     run = t.start("fsdp2", native=native, unused=False).train(1)
     run.accelerator.save_state(str(path))
     if dist.get_rank() == 0:

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests import launch
+from tests.accelerate import WORLD_SIZE
 from tests.launch import on_ranks
 from tests.messages import logged
+from tests.training import Stream
 
 
 def _batches(loader: Any) -> list[list[int]]:
     return [batch[1].tolist() for batch in loader]
 
 
-@pytest.mark.one_of
+@pytest.mark.one_of("options")
+@pytest.mark.parametrize("layout", ["single", "ddp"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -29,12 +31,8 @@ def _batches(loader: Any) -> list[list[int]]:
     ],
     ids=["plain", "workers", "attached after prepare", "seedable", "split"],
 )
-def test_a_later_epoch_continues_in_its_middle(tmp_path: Path, options: dict[str, Any]) -> None:
-    for layout, ranks in (("single", 1), ("ddp", 2)):
-        launch.run(_later_epoch, ranks, tmp_path / layout, layout, options)
-
-
-def _later_epoch(path: Path, layout: str, options: dict[str, Any]) -> None:
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_a_later_epoch_continues_in_its_middle(tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
     from tests.accelerate import training as t
 
     run = t.start(layout, **options)
@@ -43,12 +41,12 @@ def _later_epoch(path: Path, layout: str, options: dict[str, Any]) -> None:
     for number, batch in enumerate(run.loader):
         second.append(batch[1].tolist())
         if number == 3:
-            run.accelerator.save_state(str(path))
+            run.accelerator.save_state(str(tmp_path / "ck"))
             drawn = torch.rand(3)
     third = _batches(run.loader)
     assert first != second != third
     other = t.start(layout, seed=4, **options)
-    other.accelerator.load_state(str(path))
+    other.accelerator.load_state(str(tmp_path / "ck"))
     rest = iter(other.loader)
     resumed = [next(rest)[1].tolist()]
     assert torch.equal(torch.rand(3), drawn), "the random stream of the training goes on, too"
@@ -103,13 +101,15 @@ def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip_unless_t
 
 @on_ranks(1)
 def test_an_iterable_dataset_that_keeps_its_place_continues_on_the_same_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "ck"
     from tests.accelerate import training as t
+
+    path = tmp_path / "ck"
 
     def prepared() -> tuple[Any, Any]:
         run = t.start("single", data={"dispatch_batches": False})
         run.accelerator.free_memory()
-        return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
+        stream = Stream(40, lambda number: (torch.zeros(6), number))
+        return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(stream, batch_size=4))
 
     accelerator, loader = prepared()
     seen = []
@@ -122,31 +122,11 @@ def test_an_iterable_dataset_that_keeps_its_place_continues_on_the_same_ranks(tm
     assert [(batch[1].tolist(), torch.rand(()).item()) for batch in loader] == seen[3:]
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Numbers, from a place that it keeps itself."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __iter__(self) -> Any:
-        while self._next < 40:
-            self._next += 1
-            yield torch.zeros(6), self._next - 1
-        self._next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._next = state["next"]
-
-
+@pytest.mark.parametrize(
+    ("samples", "last"), [(48, 3), (22, 4)], ids=["whole groups", "an incomplete group at the end"]
+)
 @on_ranks(2)
-def test_dispatched_batches_continue_too(tmp_path: Path) -> None:
-    _dispatched(tmp_path / "ck")
-
-
-def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
+def test_dispatched_batches_continue_too(tmp_path: Path, samples: int, last: int) -> None:
     from tests.accelerate import training as t
 
     options: dict[str, Any] = {"samples": samples, "data": {"dispatch_batches": True, "use_seedable_sampler": True}}
@@ -155,9 +135,9 @@ def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
     for number, batch in enumerate(run.loader):
         seen.append(batch[1].tolist())
         if number == last:
-            run.accelerator.save_state(str(path))
+            run.accelerator.save_state(str(tmp_path / "ck"))
     other = t.start("ddp", seed=4, **options)
-    other.accelerator.load_state(str(path))
+    other.accelerator.load_state(str(tmp_path / "ck"))
     assert _batches(other.loader) == seen[last + 1 :]
 
 
@@ -165,10 +145,25 @@ def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
 @pytest.mark.parametrize("case", ["no shuffling", "prepared again", "an evaluation left early", "uneven batches"])
 @on_ranks(1)
 def test_a_loop_in_one_process_continues_as_if_it_had_not_stopped(tmp_path: Path, case: str) -> None:
-    path = tmp_path / "ck"
-    from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+    from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
     from tests.accelerate import training as t
+
+    path = tmp_path / "ck"
+
+    class Buckets(Sampler[Any]):
+        """Batches of two or three."""
+
+        def __init__(self, sampler: Any) -> None:
+            self.sampler = sampler
+
+        def __iter__(self) -> Any:
+            batch: list[int] = []
+            for index in self.sampler:
+                batch.append(index)
+                if len(batch) >= 2 + index % 2:
+                    yield batch
+                    batch = []
 
     data = TensorDataset(torch.zeros(24, 6), torch.arange(24))
 
@@ -204,26 +199,6 @@ def test_a_loop_in_one_process_continues_as_if_it_had_not_stopped(tmp_path: Path
     accelerator, loader, evaluation = build()
     accelerator.load_state(str(path))
     assert train(loader, evaluation) == rest
-
-
-class Buckets(torch.utils.data.Sampler[Any]):
-    """Batches of two or three."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Any:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) >= 2 + index % 2:
-                yield batch
-                batch = []
-
-
-@on_ranks(2)
-def test_the_last_incomplete_group_of_dispatched_batches_is_not_lost(tmp_path: Path) -> None:
-    _dispatched(tmp_path / "ck", samples=22, last=4)
 
 
 @on_ranks(1)

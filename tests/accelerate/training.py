@@ -27,10 +27,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_plugin.accelerate import attach
 from dcp_plugin.paths import Where
-from tests import layouts, small_training
+from tests import layouts, training
+from tests.training import as_one_process
 
 
-class Net(small_training.Net):
+class Net(training.Net):
     """A model of a seed, with names for its layers, and parameters that never get a gradient."""
 
     def __init__(self, seed: int = 0, unused: bool = True) -> None:
@@ -45,7 +46,6 @@ class Net(small_training.Net):
 class Run:
     """One training, and how to go on with it."""
 
-    layout: str
     accelerator: Accelerator
     model: nn.Module
     optimizer: Any
@@ -55,11 +55,11 @@ class Run:
     losses: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
 
-    def train(self, steps: int, at: dict[int, Callable[[], Any]] | None = None, loader: Any = None) -> Run:
+    def train(self, steps: int, at: dict[int, Callable[[], Any]] | None = None) -> Run:
         """Up to ``steps`` optimizer steps; ``at`` has what to do after some of them, within the loop."""
         done = 0
         while done < steps:
-            for batch in loader or self.loader:
+            for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
                     loss = self.model(batch[0]).square().mean()
                     self.accelerator.backward(loss)
@@ -74,12 +74,11 @@ class Run:
                         at[done]()
                     if done == steps:
                         break
-            loader = None
         return self
 
     def whole_state(self) -> dict[str, Any]:
         """Model and optimizer by key, every tensor whole. Collective."""
-        return layouts.whole_state(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
+        return layouts.whole_state(self.model, self.optimizer.optimizer)
 
 
 def start(
@@ -106,71 +105,64 @@ def start(
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     if layout == "single":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
+        as_one_process()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 takes for another device
-    torch.manual_seed(seed + 10 * (dist.get_rank() if dist.is_initialized() else 0))
-    automatic = (
-        {"project_dir": str(project), "automatic_checkpoint_naming": True, "total_limit": limit} if project else {}
-    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(seed + 10 * rank)
+    naming: Any = {"project_dir": str(project), "automatic_checkpoint_naming": True, "total_limit": limit}
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=accumulate,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful, **(data or {})),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        project_config=ProjectConfiguration(**automatic),  # type: ignore[arg-type]
+        project_config=ProjectConfiguration(**naming if project else {}),
     )
     if layout in ("fsdp1", "fsdp2", "hsdp"):
         _force_fsdp(accelerator, layout)
     attached = None if native or late else attach(accelerator, **config)
-    numbered = TensorDataset(*small_training.samples(samples).tensors, torch.arange(samples))
+    numbered = TensorDataset(*training.samples(samples).tensors, torch.arange(samples))
     loader: Any = DataLoader(numbered, batch_size=batch, shuffle=True, num_workers=workers)
     net = Net(seed, unused)
     net = shrink(net) if shrink else net
     net.body.requires_grad_(not frozen)
-    model, optimizer, loader, scheduler = _prepare(accelerator, layout, net, loader)
-    torch.manual_seed(seed + 100 + (dist.get_rank() if dist.is_initialized() else 0))
+    prepared = _prepare(accelerator, layout, net, loader)
+    torch.manual_seed(seed + 100 + rank)
     if late and not native:
         attached = attach(accelerator, **config)
-    return Run(layout, accelerator, model, optimizer, scheduler, loader, attached)
+    return Run(accelerator, *prepared, attached)
 
 
-def schedule(optimizer: Any, accelerator: Accelerator) -> Any:
-    """Its horizon is in steps of the schedule, of which Accelerate takes one per process."""
-    horizon = 12 * accelerator.num_processes
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / horizon))
-
-
-def _prepare(accelerator: Accelerator, layout: str, model: nn.Module, loader: Any) -> tuple[Any, Any, Any, Any]:
-    if not layout.startswith("own"):
-        optimizer = _adamw(model)
-        prepared: Any = accelerator.prepare(model, optimizer, loader, schedule(optimizer, accelerator))
-        return prepared
-    model = layouts.wrap(layout.removeprefix("own_"), model, "body")
-    optimizer = _adamw(model)
+def _prepare(accelerator: Accelerator, layout: str, model: nn.Module, loader: Any) -> Any:
+    """The model, its optimizer, the schedule and the dataloader, sharded by Accelerate or by the user."""
+    is_own = layout.startswith("own_")
+    if is_own:
+        model = layouts.wrap(layout.removeprefix("own_"), model, "body")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    horizon = 12 * accelerator.num_processes  # in steps of the schedule, of which Accelerate takes one per process
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / horizon))
+    if not is_own:
+        return accelerator.prepare(model, optimizer, schedule, loader)
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     model.train()
     wrapped = accelerator.prepare_optimizer(optimizer, device_placement=False)
-    return model, wrapped, accelerator.prepare(loader), accelerator.prepare_scheduler(schedule(optimizer, accelerator))
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return model, wrapped, accelerator.prepare_scheduler(schedule), accelerator.prepare(loader)
 
 
 def _force_fsdp(accelerator: Accelerator, layout: str) -> None:
-    """Accelerate runs its FSDP code on accelerators only, for no reason that concerns checkpoints."""
-    version = 1 if layout == "fsdp1" else 2
-    options: dict[str, Any] = {"auto_wrap_policy": "NO_WRAP"}
-    if version == 1:
-        options = {"use_orig_params": True, "sharding_strategy": ShardingStrategy.FULL_SHARD}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", **options)
+    options: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"}
+    if layout == "fsdp1":
+        options = {"fsdp_version": 1, "use_orig_params": True, "sharding_strategy": ShardingStrategy.FULL_SHARD}
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT", **options)
     plugin.state_dict_config.offload_to_cpu = False
     plugin.optim_state_dict_config.offload_to_cpu = False
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    use_fsdp(accelerator, layout, plugin)
+
+
+def use_fsdp(accelerator: Accelerator, layout: str, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Train with FSDP on a CPU, where Accelerate takes DDP, for no reason that concerns checkpoints."""
+    state: Any = accelerator.state
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin = plugin
     if layout == "hsdp":
-        shape = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-        accelerator.state.parallelism_config = shape
-        accelerator.state.device_mesh = shape.get_device_mesh("cpu")
+        state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        state.device_mesh = state.parallelism_config.get_device_mesh("cpu")

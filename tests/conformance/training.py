@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance.moments import MOMENTS, Moment
 from tests.conformance.steps import step
 from tests.conformance.tools import Tool
 from tests.conformance.trace import Trace
+from tests.layouts import wrap
 
 MakeModule = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | None]
@@ -77,31 +75,8 @@ def _are_the_same(before: list[nn.Parameter], after: Iterable[nn.Parameter]) -> 
     return [id(parameter) for parameter in before] == [id(parameter) for parameter in after]
 
 
-def _fsdp1(module: nn.Module) -> nn.Module:
-    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    for name, child in _units(module):
-        setattr(module, name, FullyShardedDataParallel(child, **options))
-    return FullyShardedDataParallel(module, **options)
-
-
-def _fsdp2(module: nn.Module, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for _, child in _units(module):
-        fully_shard(child, mesh=mesh, **options)
-    return fully_shard(module, mesh=mesh, **options)
-
-
-def _units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The one child called ``block``, if there is one, is a unit of its own."""
-    return [(name, child) for name, child in module.named_children() if name == "block"]
-
-
 WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda module: module,
-    "ddp": DistributedDataParallel,
-    "fsdp1": _fsdp1,
-    "fsdp2": _fsdp2,
-    "fsdp2_keep": lambda module: _fsdp2(module, reshard_after_forward=False),
-    "fsdp2_reshard": lambda module: _fsdp2(module, reshard_after_forward=True),
-    "fsdp2@3": _fsdp2,
+    **{layout: partial(wrap, layout) for layout in ("plain", "ddp", "fsdp1", "fsdp2", "fsdp2@3")},
+    "fsdp2_keep": partial(wrap, "fsdp2", reshard_after_forward=False),
+    "fsdp2_reshard": partial(wrap, "fsdp2", reshard_after_forward=True),
 }

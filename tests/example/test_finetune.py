@@ -12,7 +12,7 @@ import pytest
 
 import dcp_plugin as dcp
 from tests import launch
-from tests.example.test_train import ROOT, TINY, compose, losses
+from tests.example.scripts import ROOT, TINY, compose, logged_losses
 
 launch.preload("tests.lightning.training")
 launch.preload("hydra.utils")
@@ -61,9 +61,9 @@ def test_the_same_command_starts_it_and_restarts_it_after_a_kill(tmp_path: Path)
     os.rename(pretrained, tmp_path / "moved")
     launch.run(_run, 2, "finetune", tmp_path / "run", settings)
 
-    without_interruption = losses(tmp_path / "straight", life=0)
+    without_interruption = logged_losses(tmp_path / "straight", life=0)
     assert list(without_interruption) == [0, 1, 2, 3, 4, 5]
-    assert losses(tmp_path / "run", life=1) == {step: without_interruption[step] for step in (2, 3, 4, 5)}
+    assert logged_losses(tmp_path / "run", life=1) == {step: without_interruption[step] for step in (2, 3, 4, 5)}
 
     backbone: dict[str, Any] = {}
     tuned: dict[str, Any] = {}

@@ -5,32 +5,20 @@ import os
 import subprocess
 from pathlib import Path
 
-import hydra
 import pytest
 from hf_trainer import choose_strategy
 
 from tests import programs
+from tests.example.scripts import ROOT, SMALLEST, compose
 from tests.places import names_in
 from tests.programs import TRANSFORMERS
-
-ROOT = Path(__file__).parents[2]
-TINY = [
-    "accelerator=cpu",
-    "log_every=1",
-    "model={dim: 16, depth: 1, heads: 2, context: 32, dropout: 0.1}",
-    "data={megabytes: 0.05, batch_size: 4}",
-    "optim.warmup=1",
-    "checkpoint.every=2",
-]
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    script = str(ROOT / "examples" / "hf_trainer.py")
+    arguments = [ROOT / "examples" / "hf_trainer.py", *SMALLEST, "optim.warmup=1", f"run_dir={run_dir}", *overrides]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return programs.run(
-        *torchrun, script, *TINY, f"run_dir={run_dir}", *overrides, imported=TRANSFORMERS, cwd=run_dir, env=offline
-    )
+    return programs.run(*torchrun, *arguments, imported=TRANSFORMERS, cwd=run_dir, env=offline)
 
 
 @pytest.mark.long
@@ -55,8 +43,6 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_run_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
-    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        cfg = hydra.compose("train", ["accelerator=cpu", *overrides])
     with pytest.raises(SystemExit) as refused:
-        choose_strategy(cfg)
+        choose_strategy(compose("accelerator=cpu", *overrides))
     assert str(refused.value) == said

@@ -1,6 +1,5 @@
 """examples/train.py: every choice of its configuration composes, and a stopped run goes on where it was."""
 
-import csv
 import re
 import subprocess
 from pathlib import Path
@@ -9,38 +8,17 @@ import hydra
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from omegaconf import DictConfig
 from train import build_strategy
 
 from dcp_plugin import PartialLoad
 from tests import programs
+from tests.example.scripts import ROOT, TINY, compose, logged_losses
 from tests.programs import LIGHTNING
-
-ROOT = Path(__file__).parents[2]
-TINY = [
-    "accelerator=cpu",
-    "log_every=1",
-    "model={dim: 16, depth: 1, heads: 2, context: 32, dropout: 0.1}",
-    "data={megabytes: 0.05, batch_size: 4}",
-    "checkpoint=sync",
-    "checkpoint.every=2",
-    "checkpoint.keep=-1",
-]
-
-
-def compose(*overrides: str, config: str = "train") -> DictConfig:
-    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return hydra.compose(config, list(overrides))
 
 
 def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     script = ROOT / "examples" / "train.py"
     return programs.run(script, f"run_dir={run_dir}", *TINY, *overrides, imported=LIGHTNING, cwd=run_dir)
-
-
-def losses(run_dir: Path, life: int) -> dict[int, float]:
-    with (run_dir / "logs" / f"version_{life}" / "metrics.csv").open() as lines:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]}
 
 
 @pytest.mark.one_of("resume")
@@ -100,11 +78,11 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
         "step-000002.ckpt",
         "step-000004.ckpt",
     ]
-    assert list(losses(tmp_path, life=0)) == [0, 1, 2, 3]
+    assert list(logged_losses(tmp_path, life=0)) == [0, 1, 2, 3]
 
     resumed = train(tmp_path, "steps=6", "resume=must", "checkpoint.enabled=false")
     assert resumed.returncode == 0, resumed.stderr
-    assert list(losses(tmp_path, life=1)) == [4, 5]
+    assert list(logged_losses(tmp_path, life=1)) == [4, 5]
 
 
 def test_resume_must_without_a_checkpoint_fails(tmp_path: Path) -> None:

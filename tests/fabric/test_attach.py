@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import dcp_plugin as dcp
 from tests.launch import on_ranks
 from tests.limits import HANG
+from tests.messages import warned
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
 
@@ -54,7 +54,7 @@ def test_attach_can_be_repeated_and_undone(tmp_path: Path, package: str) -> None
 @on_ranks(1)
 def test_strategies_of_ones_own_and_plugins() -> None:
     import lightning_fabric
-    from lightning.fabric import Fabric
+    from lightning.fabric import Fabric, strategies
     from lightning.pytorch import Trainer
 
     import dcp_plugin as dcp
@@ -70,7 +70,7 @@ def test_strategies_of_ones_own_and_plugins() -> None:
     sent = pickle.loads(pickle.dumps(explicit))
     assert type(sent) is ours.DCPDDPStrategy and sent.dcp_adapter.attachment.config.timeout == 8
     for name in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"):
-        assert issubclass(getattr(ours, f"DCP{name}"), getattr(lightning_strategies(), name))
+        assert issubclass(getattr(ours, f"DCP{name}"), getattr(strategies, name))
     standalone = ours.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")
     assert lightning_fabric.Fabric(accelerator="cpu", strategy=standalone).strategy is standalone
 
@@ -81,7 +81,7 @@ def test_strategies_of_ones_own_and_plugins() -> None:
     with pytest.raises(dcp.CheckpointError, match="not a Trainer"):
         ours.attach(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
     with pytest.raises(dcp.CheckpointError, match="XLAStrategy is not supported"):
-        ours.dcp_strategy_class(lightning_strategies().XLAStrategy)
+        ours.dcp_strategy_class(strategies.XLAStrategy)
     with pytest.raises(TypeError, match=r"unknown setting .async_sav. \(did you mean .async_save.\?\)"):
         ours.attach(fabric, async_sav=True)
 
@@ -109,12 +109,6 @@ def test_a_plugin_with_init_from_is_refused(tmp_path: Path, package: str) -> Non
         fabric.save(tmp_path / "ck", {"model": fabric.setup(torch.nn.Linear(2, 2))})
 
 
-def lightning_strategies() -> Any:
-    from lightning.fabric import strategies
-
-    return strategies
-
-
 @on_ranks(2)
 def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
     from dcp_plugin.fabric import attach
@@ -123,10 +117,8 @@ def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
 
     fabric = t.fabric_for("ddp", plugins=DCPCheckpointIO(io_threads=1))
     state = t.Training(fabric).state
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("rank 0 alone") as said:
         fabric.save(tmp_path / "rank-0", {"net": state["net"]})
-    said = [str(warning.message) for warning in caught if "rank 0 alone" in str(warning.message)]
     assert len(said) == (fabric.global_rank == 0)
     assert all("dcp_plugin.fabric.attach(fabric)" in message for message in said)
     assert list(fabric.load(tmp_path / "rank-0")) == ["net"]
@@ -165,9 +157,12 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Pa
         raise RuntimeError("stop")
     assert "nothing goes" in caught.value.__notes__[0]
 
+    def broken(state: dict[str, Any]) -> None:
+        raise OSError("no such position")
+
     attach(fabric)
     if fabric.global_rank == 1:
-        training.state["loader"]._dataloader.load_state_dict = _broken
+        training.state["loader"]._dataloader.load_state_dict = broken
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*no such position"):
         training.load(tmp_path / "saved")
     with pytest.raises(dcp.CheckpointNotFound):
@@ -178,10 +173,6 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Pa
 
     assert_same(saved, back.whole_state())
     torch.distributed.barrier()
-
-
-def _broken(state: dict[str, Any]) -> None:
-    raise OSError("no such position")
 
 
 SPAWN = """

@@ -73,11 +73,10 @@ def test_fabric_numbers_epochs_by_the_iterations_of_this_process() -> None:
 @on_ranks(1)
 def test_strategies_get_what_is_inside_fabrics_wrappers(tmp_path: Path) -> None:
     """Strategies get what is inside Fabric's wrappers, and Fabric copies replaced values back."""
-    from dcp_plugin.fabric import _fabric, attach
+    from dcp_plugin.fabric import _fabric
     from tests.fabric import training as t
 
-    fabric = t.fabric_for("single")
-    attach(fabric)
+    fabric = t.attached("single")
     training = t.Training(fabric)
     training.run(1)
     training.save(tmp_path / "saved")
@@ -98,11 +97,9 @@ def test_a_save_in_the_middle_of_an_epoch_draws_no_random_numbers(tmp_path: Path
     same iterator to the next loop, without drawing again."""
     import torch
 
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    fabric = t.fabric_for("single")
-    attach(fabric)
+    fabric = t.attached("single")
     training = t.Training(fabric)
     training.run(1)
     before = torch.get_rng_state()

@@ -10,27 +10,11 @@ import torch
 from torch import nn
 
 from dcp_plugin.paths import ObjectPath, Where
-from tests.compare import assert_same, full, full_state, same_bytes
-from tests.fabric import WORLD_SIZE
+from tests.compare import assert_same, full, same_bytes
 from tests.launch import on_ranks
+from tests.layouts import whole_state
 from tests.places import save_file
-
-
-def _attached(layout: str) -> Any:
-    from dcp_plugin.fabric import attach
-    from tests.fabric import training as t
-
-    fabric = t.fabric_for(layout)
-    attach(fabric)
-    return fabric
-
-
-def _trained(fabric: Any, steps: int = 1) -> Any:
-    from tests.fabric import training as t
-
-    training = t.Training(fabric)
-    training.run(steps)
-    return training
+from tests.training import WORLD_SIZE, cosine, two_groups
 
 
 @on_ranks(1)
@@ -42,7 +26,7 @@ def test_names_are_those_that_every_integration_and_stock_read(tmp_path: Path) -
     import dcp_plugin as dcp
     from tests.fabric import training as t
 
-    training = _trained(_attached("single"))
+    training = t.Training(t.attached("single")).run(1)
     training.save(tmp_path / "saved")
     saved = training.whole_state()
     info = dcp.inspect(tmp_path / "saved")
@@ -53,30 +37,22 @@ def test_names_are_those_that_every_integration_and_stock_read(tmp_path: Path) -
 
     def fresh() -> tuple[t.Net, torch.optim.Optimizer]:
         net = t.Net()
-        groups = [{"params": net.body.parameters()}, {"params": net.head.parameters(), "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.5)
-        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)  # stock loads only the fields that are there
+        optimizer = two_groups(net, lr=0.5)
+        cosine(optimizer)  # stock loads only the fields that are there
         return net, optimizer
-
-    def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-
-        model = {f"model.{key}": value for key, value in gather_module(net).items()}
-        flat = flatten_optimizer(gather_optimizer(net, optimizer))
-        return full_state({**model, **{f"optim.{key}": value for key, value in flat.items()}})
 
     net, optimizer = fresh()
     dcp.load({"model": net, "optim": optimizer}, tmp_path / "saved")
-    assert_same(saved, state_of(net, optimizer))
+    assert_same(saved, whole_state(net, optimizer))
 
     net, optimizer = fresh()
     model_state, optim_state = get_state_dict(net, optimizer)
     stock.load({"model": model_state, "optim": optim_state}, checkpoint_id=str(tmp_path / "saved"))
     set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-    assert_same(saved, state_of(net, optimizer))
+    assert_same(saved, whole_state(net, optimizer))
 
     dcp.save({"model": net, "optim": optimizer, "epoch": 7}, tmp_path / "plain")
-    back = t.Training(_attached("single"), seed=5)
+    back = t.Training(t.attached("single"), seed=5)
     back.state.update(epoch=0)
     back.fabric.load(tmp_path / "plain", {name: back.state[name] for name in ("net", "optimizer")})
     assert_same(saved, back.whole_state())
@@ -87,8 +63,9 @@ def test_names_are_those_that_every_integration_and_stock_read(tmp_path: Path) -
 def test_several_models_and_optimizers(tmp_path: Path) -> None:
     """Modules and optimizers are found by the user's names, and by their order where nobody wrote names."""
     import dcp_plugin as dcp
+    from tests.fabric import training as t
 
-    fabric = _attached("single")
+    fabric = t.attached("single")
 
     def pair() -> dict[str, Any]:
         generator, critic = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -120,7 +97,9 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_models_in_another_order_on_rank_1_are_not_exchanged(tmp_path: Path) -> None:
-    fabric = _attached("ddp")
+    from tests.fabric import training as t
+
+    fabric = t.attached("ddp")
 
     def pair(value: float) -> dict[str, Any]:
         models = {name: nn.Linear(300, 3) for name in ("g", "c")}
@@ -155,9 +134,8 @@ def test_a_filter_is_a_callable_per_name_of_the_state(tmp_path: Path) -> None:
         "history": lambda key, value: False,  # a list has no entries to ask about
     }
     results = []
-    for fabric in (t.fabric_for("single"), _attached("single")):
-        training = t.Training(fabric)
-        training.run(1)
+    for fabric in (t.fabric_for("single"), t.attached("single")):
+        training = t.Training(fabric).run(1)
         training.state["settings"] = {"a": 1, "b": 2}
         path = tmp_path / type(fabric.strategy).__name__
         fabric.save(path, {name: training.state[name] for name in ("optimizer", *filters)}, filter=filters)
@@ -196,7 +174,7 @@ def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layout: str)
         model = fabric.setup_module(net)
         return net, {"net": model, "optimizer": fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))}
 
-    fabric = _attached(layout)
+    fabric = t.attached(layout)
     saved, state = set_up(fabric)
     fabric.backward(state["net"](torch.ones(2, 6)).sum())
     state["optimizer"].step()
@@ -219,18 +197,17 @@ def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layout: str)
 def test_a_filter_on_two_ranks_keeps_the_values_of_the_others(tmp_path: Path) -> None:
     """Fabric refuses this for FSDP and ModelParallel. Here the others keep their values."""
     import dcp_plugin as dcp
+    from tests.fabric import training as t
 
     for layout in ("ddp", "fsdp1", "fsdp2"):
-        fabric = _attached(layout)
-        first = _trained(fabric)
+        fabric = t.attached(layout)
+        first = t.Training(fabric).run(1)
         filters = {"net": lambda key, value: key.startswith("head"), "optimizer": lambda key, value: key == "state"}
         fabric.save(tmp_path / layout, first.state, filter=filters)
         keys = [tensor.key for tensor in dcp.inspect(tmp_path / layout).tensors]
         assert {key for key in keys if key.startswith("model")} == {"model.head.weight", "model.head.bias"}
         assert any(key.startswith("optim.state") for key in keys)
         assert not any("param_groups" in key for key in keys)
-        from tests.fabric import training as t
-
         second = t.Training(fabric, seed=5)
         before, saved = second.whole_state(), first.whole_state()
         fabric.load(tmp_path / layout, {"net": second.state["net"]}, strict=False)
@@ -244,9 +221,10 @@ def test_a_filter_on_two_ranks_keeps_the_values_of_the_others(tmp_path: Path) ->
 @on_ranks(1)
 def test_a_strict_load_raises_what_a_lenient_one_passes_over(tmp_path: Path) -> None:
     import dcp_plugin as dcp
+    from tests.fabric import training as t
 
-    fabric = _attached("single")
-    training = _trained(fabric)
+    fabric = t.attached("single")
+    training = t.Training(fabric).run(1)
     training.save(tmp_path / "saved")
     state = {"net": training.state["net"], "absent": 3}
     with pytest.raises(KeyError, match=r"has no 'absent'; it has net, optimizer, .*strict=False") as caught:
@@ -268,9 +246,8 @@ def test_a_load_returns_the_remainder_that_fabric_returns(place: Where) -> None:
     from tests.fabric import training as t
 
     rests, wholes = [], []
-    for fabric in (t.fabric_for("single"), _attached("single")):
-        training = t.Training(fabric)
-        training.run(1)
+    for fabric in (t.fabric_for("single"), t.attached("single")):
+        training = t.Training(fabric).run(1)
         path = place / type(fabric.strategy).__name__
         training.save(path)
         rests.append(fabric.load(path, {"step": 0, "optimizer": training.state["optimizer"]}))
@@ -285,13 +262,6 @@ def test_a_load_returns_the_remainder_that_fabric_returns(place: Where) -> None:
     assert torch.equal(wholes[0]["optimizer"]["state"][0]["exp_avg"], optimizer["state"]["body.0.weight"]["exp_avg"])
 
 
-class _Numbered(torch.optim.SGD):
-    """An optimizer whose state dict has a layout of its own, with numbers for keys."""
-
-    def state_dict(self) -> dict[Any, Any]:  # type: ignore[override]
-        return {0: {"steps": 3}, 1: {"steps": 5}}
-
-
 @on_ranks(1)
 def test_groups_of_equal_settings_are_groups_in_the_remainder(tmp_path: Path) -> None:
     import dcp_plugin as dcp
@@ -300,15 +270,23 @@ def test_groups_of_equal_settings_are_groups_in_the_remainder(tmp_path: Path) ->
     net = t.Net()
     optimizer = torch.optim.AdamW([{"params": net.body.parameters()}, {"params": net.head.parameters()}])
     dcp.save({"model": net, "optim": optimizer}, tmp_path / "saved")
-    groups = _attached("single").load(tmp_path / "saved")["optim"]["param_groups"]
+    groups = t.attached("single").load(tmp_path / "saved")["optim"]["param_groups"]
     assert [len(group["params"]) for group in groups] == [4, 2]
 
 
 @on_ranks(1)
 def test_the_remainder_has_an_optimizer_in_its_own_layout(tmp_path: Path) -> None:
-    fabric = _attached("single")
+    from tests.fabric import training as t
+
+    class Numbered(torch.optim.SGD):
+        """An optimizer whose state dict has a layout of its own, with numbers for keys."""
+
+        def state_dict(self) -> dict[Any, Any]:  # type: ignore[override]
+            return {0: {"steps": 3}, 1: {"steps": 5}}
+
+    fabric = t.attached("single")
     model = torch.nn.Linear(2, 2)
-    model, optimizer = fabric.setup(model, _Numbered(model.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(model, Numbered(model.parameters(), lr=0.1))
     fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     assert fabric.load(tmp_path / "saved")["optimizer"] == {0: {"steps": 3}, 1: {"steps": 5}}
 
@@ -316,9 +294,11 @@ def test_the_remainder_has_an_optimizer_in_its_own_layout(tmp_path: Path) -> Non
 @on_ranks(2)
 def test_no_rank_gets_full_models_in_the_remainder_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     """Where ranks keep shards, no rank gets whole models, as with Fabric itself."""
+    from tests.fabric import training as t
+
     for layout in ("fsdp1", "fsdp2", "ddp"):
-        fabric = _attached(layout)
-        training = _trained(fabric)
+        fabric = t.attached(layout)
+        training = t.Training(fabric).run(1)
         training.save(tmp_path / layout)
         rest = fabric.load(tmp_path / layout, {"net": training.state["net"]})
         others = {"schedule", "loader", "step", "history"}
@@ -332,8 +312,9 @@ def test_no_rank_gets_full_models_in_the_remainder_of_a_sharded_checkpoint(tmp_p
 @on_ranks(1)
 def test_reserved_names_are_refused(tmp_path: Path) -> None:
     import dcp_plugin as dcp
+    from tests.fabric import training as t
 
-    fabric = _attached("single")
+    fabric = t.attached("single")
     with pytest.raises(dcp.CheckpointMismatch, match=r"name 'rng'.*attach\(fabric, rng=False\)"):
         fabric.save(tmp_path / "saved", {"rng": torch.get_rng_state()})
 
@@ -345,8 +326,8 @@ def test_load_raw_fills_one_module_or_one_optimizer(place: Where) -> None:
     from tests.fabric import training as t
 
     for layout in ("ddp", "fsdp1", "fsdp2"):
-        fabric = _attached(layout)
-        first = _trained(fabric)
+        fabric = t.attached(layout)
+        first = t.Training(fabric).run(1)
         first.save(place / layout)
         saved = first.whole_state()
         second = t.Training(fabric, seed=5)
@@ -378,13 +359,10 @@ def test_load_raw_fills_one_module_or_one_optimizer(place: Where) -> None:
 def test_optimizers_and_modules_that_were_not_set_up_come_back(tmp_path: Path) -> None:
     """Optimizers of a parameter that is in no module, and of a module that is neither set up nor saved: as Fabric
     alone saves and loads them."""
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     def start(seed: int, native: bool) -> tuple[Any, dict[str, Any]]:
-        fabric = t.fabric_for("ddp")
-        if not native:
-            attach(fabric)
+        fabric = t.fabric_for("ddp") if native else t.attached("ddp")
         torch.manual_seed(seed)
         net, other, loose = t.Net(), nn.Linear(1, 1), nn.Parameter(torch.ones(()))
         net, first = fabric.setup(net, torch.optim.AdamW([{"params": net.parameters()}, {"params": [loose]}]))

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests import launch
 from tests.compare import assert_same
-from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
 from tests.messages import logged
-from tests.small_training import two_groups
+from tests.training import WORLD_SIZE, two_groups
 
 
 @on_ranks(2)
@@ -28,7 +28,7 @@ def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> Non
         attach(fabric)
         module = trainer_runs.Model(seed=seed)
         if layout == "fsdp2":
-            fabric.strategy._parallelize_fn = lambda model, mesh: fabric_runs.fully_shard(model)
+            fabric.strategy._parallelize_fn = lambda model, mesh: fully_shard(model)
         model = fabric.setup_module(module)
         return fabric, model, fabric.setup_optimizers(two_groups(model.net))
 
@@ -45,9 +45,7 @@ def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> Non
         back = tmp_path / f"fabric-{other}"
         for loops in ({}, {name: value for name, value in rest.items() if name != "callbacks"}):
             fabric.save(back, {"model": model, "optimizer": optimizer, **loops})
-            look = trainer_runs.AtTrainStart()
-            trainer = trainer_runs.trainer_for(layout, [look], plugin=True)
-            trainer.fit(trainer_runs.Model(layout, seed=7), trainer_runs.plain_loader(layout), ckpt_path=str(back))
+            look = trainer_runs.resumed(layout, str(back))
             assert_same(fabric_runs.whole_state(model, optimizer), look.state)
             assert look.progress["global_step"] == (2 if loops else 0)
 
@@ -115,44 +113,37 @@ def test_more_ranks_get_streams_of_their_own_and_the_same_each_time(tmp_path: Pa
 
 
 def _save_alone(root: Path) -> None:
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
-    fabric = t.fabric_for("single")
-    attach(fabric)
+    fabric = t.attached("single")
     training = t.Training(fabric)
     training.run(3)
     training.save(root / "saved")
 
 
+@on_ranks(1)
 def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
-    launch.run(_save_alone, 1, tmp_path)
-    launch.run(_load_under_ddp_alone, 1, tmp_path)
-
-
-def _load_under_ddp_alone(root: Path) -> None:
     """Fabric wraps the sampler for DDP, also on one rank."""
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
+    _save_alone(tmp_path)
     said = logged()
     fabric = t.fabric_for("single", t.strategy_for("ddp"))
     attach(fabric)
     training = t.Training(fabric, seed=5)
-    training.load(root / "saved")
+    training.load(tmp_path / "saved")
     assert len(said) == 1
-    assert f"{root / 'saved'}: it has a position of a dataloader with RandomSampler" in said[0]
+    assert f"{tmp_path / 'saved'}: it has a position of a dataloader with RandomSampler" in said[0]
     training.run(5)
     assert training.state["step"] == 5
 
 
 def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     said = logged()
-    fabric = t.fabric_for("ddp")
-    attach(fabric)
+    fabric = t.attached("ddp")
     training = t.Training(fabric, seed=torch.distributed.get_rank())
     training.load(root / "saved")
     training.run(5)
@@ -166,7 +157,6 @@ def test_later_epochs_continue_in_their_order_with_every_kind_of_sampler(tmp_pat
     from torch.utils.data.distributed import DistributedSampler
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     rank = torch.distributed.get_rank()
@@ -188,8 +178,7 @@ def test_later_epochs_continue_in_their_order_with_every_kind_of_sampler(tmp_pat
         return fabric.setup_dataloaders(made)
 
     for kind in ("shuffle", "random", "weighted", "distributed", "stateful"):
-        fabric = t.fabric_for("ddp")
-        attach(fabric)
+        fabric = t.attached("ddp")
         model = fabric.setup_module(torch.nn.Linear(1, 1))
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
         live = {"model": model, "optimizer": optimizer}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.compare import assert_same
-from tests.fabric import WORLD_SIZE
 from tests.lives import drawn, layouts_of, live, pairs_of, read, wanted, write
+from tests.training import WORLD_SIZE
 
 DRAWN = drawn("fabric", WORLD_SIZE)
 
@@ -41,13 +41,11 @@ def _first_lives(root: Path, layouts: list[str]) -> None:
 
 def _second_lives(root: Path, layouts: list[str]) -> None:
     """The other steps, by processes and models that start with other numbers."""
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     for layout in layouts:
         for moment, steps in MOMENTS.items():
-            fabric = t.fabric_for(layout)
-            attach(fabric)
+            fabric = t.attached(layout)
             second = t.Training(fabric, seed=5)
             assert second.load(root / f"{layout}-{moment}") == {}
             assert second.state["history"] == list(range(1, steps + 1))
@@ -56,13 +54,11 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
 
 
 def _under_another_strategy(root: Path, layouts: list[str], pairs: Sequence[tuple[str, str]]) -> None:
-    from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     for source, target in pairs:
         if target in layouts:
-            fabric = t.fabric_for(target)
-            attach(fabric)
+            fabric = t.attached(target)
             training = t.Training(fabric, seed=5)
             del training.state["loader"]
             fabric.load(root / f"{source}-middle", training.state)

@@ -9,17 +9,17 @@ import dcp_plugin as dcp
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import retention
 from tests.compare import assert_same
-from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
+from tests.training import WORLD_SIZE
 
 
 @pytest.mark.one_of("world_size")
 @on_ranks(1, 2)
 def test_a_run_starts_with_the_weights_of_init_from_or_its_own_checkpoint(place: Where, world_size: int) -> None:
-    layouts = [name for name in WORLD_SIZE if WORLD_SIZE[name] == world_size]
     from dcp_plugin.fabric import Attachment, attach
     from tests.fabric import training as t
 
+    layouts = [name for name in WORLD_SIZE if WORLD_SIZE[name] == world_size]
     torch.manual_seed(3)
     pretrained = t.Net()
     for layout in layouts:

@@ -5,9 +5,6 @@ Functions here run on ranks that ``tests.launch`` has made; to Fabric they look 
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,35 +13,20 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from dcp_plugin.fabric import attach
 from tests import layouts
-from tests.fabric import WORLD_SIZE
-from tests.small_training import Net, samples, two_groups
+from tests.training import WORLD_SIZE, Net, as_torchrun_starts_it, cosine, mesh_for, samples, shard, two_groups
 
 
 class CPUFSDPStrategy(FSDPStrategy):
-    """FSDPStrategy on a CPU, which Fabric refuses for no reason that concerns checkpoints: it passes a device's index,
-    which a CPU has not, and makes meshes of CUDA devices."""
-
-    def setup_environment(self) -> None:
-        mesh = self._fsdp_kwargs.pop("device_mesh", None)
-        super().setup_environment()
-        if mesh is not None:
-            self._fsdp_kwargs["device_mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    """FSDPStrategy on a CPU: as that of ``tests/lightning/stock_training.py``."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         options: dict[str, Any] = {"sharding_strategy": self.sharding_strategy, **self._fsdp_kwargs}
         return FullyShardedDataParallel(module, device_id=self.root_device, **options)
-
-
-def shard(module: nn.Module, mesh: Any, hsdp: bool = False) -> nn.Module:
-    """What users give to ModelParallelStrategy."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hsdp else mesh["data_parallel"]
-    fully_shard(module.body, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
 
 
 def strategy_for(layout: str) -> Strategy:
@@ -52,25 +34,27 @@ def strategy_for(layout: str) -> Strategy:
         return SingleDeviceStrategy("cpu")
     if layout == "ddp":
         return DDPStrategy()
-    if layout == "fsdp1":
-        return CPUFSDPStrategy(auto_wrap_policy={nn.Linear})
-    if layout == "fsdp1_hsdp":
-        return CPUFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2), auto_wrap_policy={nn.Linear})
+    if layout.startswith("fsdp1"):
+        hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh_for(layout)} if "hsdp" in layout else {}
+        return CPUFSDPStrategy(auto_wrap_policy={nn.Linear}, **hybrid)
 
     def parallelize(module: nn.Module, mesh: Any) -> nn.Module:
-        return shard(module, mesh, hsdp=layout == "hsdp")
+        return shard(module, mesh_for(layout) if layout == "hsdp" else mesh["data_parallel"])
 
     return ModelParallelStrategy(parallelize, data_parallel_size=WORLD_SIZE[layout], tensor_parallel_size=1)
 
 
 def fabric_for(layout: str, strategy: Any = None, **options: Any) -> Fabric:
-    if layout != "single":
-        os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning|torchdata")
+    as_torchrun_starts_it(layout)
     strategy = strategy or strategy_for(layout)
     fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE[layout], strategy=strategy, **options)
     fabric.launch()
+    return fabric
+
+
+def attached(layout: str, **settings: Any) -> Fabric:
+    fabric = fabric_for(layout)
+    attach(fabric, **settings)
     return fabric
 
 
@@ -92,14 +76,14 @@ class Training:
         self.state: dict[str, Any] = {
             "net": model,
             "optimizer": optimizer,
-            "schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+            "schedule": cosine(optimizer),
             "loader": self.loader,
             "step": 0,
             "history": [],
         }
         self.losses: list[float] = []
 
-    def run(self, until: int) -> None:
+    def run(self, until: int) -> Training:
         """Train to a number of optimizer steps."""
         state, batches = self.state, 0
         while state["step"] < until:
@@ -117,7 +101,8 @@ class Training:
                 state["step"] += 1
                 state["history"] = [*state["history"], state["step"]]
                 if state["step"] == until:
-                    return
+                    return self
+        return self
 
     def save(self, path: Path | str) -> None:
         self.fabric.save(path, self.state)

@@ -5,4 +5,3 @@ from __future__ import annotations
 from tests import launch
 
 launch.preload("tests.hugging_face.models")
-launch.preload("tests.transformers_trainer.training")

@@ -7,7 +7,6 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import peft  # noqa: F401  (once, in the server that ranks are forked from)
@@ -17,9 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-import dcp_plugin as dcp
 from tests.compare import full_state
-from tests.hugging_face import KINDS
+from tests.transformers_trainer.training import portable
 
 warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
 transformers.utils.logging.disable_progress_bar()
@@ -75,18 +73,3 @@ def seen(net: Any) -> dict[str, Any]:
         logits = net(input_ids=ids()).logits
     tensors = {**dict(net.named_parameters(remove_duplicate=False)), **dict(net.named_buffers())}
     return {"logits": portable(logits)} | {key: portable(value) for key, value in full_state(tensors).items()}
-
-
-def portable(value: torch.Tensor) -> Any:
-    """A tensor as what can be compared, and sent by a rank that ends."""
-    return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def save_sharded(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
-    """Under FSDP2, after a step, with the optimizer."""
-    found = {}
-    for kind in kinds:
-        net = shard(model(kind))
-        dcp.save({"model": net, "optim": stepped(net)}, root / kind)
-        found[kind] = seen(net)
-    return found

@@ -12,7 +12,7 @@ import dcp_plugin as dcp
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.object_server import Bucket
-from tests.small_training import QUIET
+from tests.training import QUIET
 
 
 @pytest.mark.long

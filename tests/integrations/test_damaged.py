@@ -3,7 +3,6 @@ before at once, and which at its next start. A path that somebody has named is r
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from tests.damage import flip_any
 from tests.launch import on_ranks
+from tests.messages import warned
 
 MARK = "dcp_plugin.damaged"
 
@@ -111,10 +111,8 @@ def test_the_trainer_of_transformers_goes_on_with_the_one_before_at_its_next_sta
     error = _refused(lambda: t.trainer(tmp_path, "ddp").train(resume_from_checkpoint=True))
     assert "the next automatic resume takes" in error.__notes__[0]
     again = t.trainer(tmp_path, "ddp", save_total_limit=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("passes over") as said:
         again.train(resume_from_checkpoint=True)
-    said = [str(one.message) for one in caught if "passes over" in str(one.message)]
     assert len(said) == (dist.get_rank() == 0) and all(f"{newest}: it is quarantined" in one for one in said)
     assert again.state.global_step == 6
     assert dcp.verify(newest).ok, "a save to the same name has replaced it"

@@ -1,13 +1,11 @@
 """What one integration saved, every integration loads: model and optimizer byte-equal, 36 pairs, on two ranks.
 
-The integrations shard differently (see ``_LAYOUT``), so each pair reshards too. Lightning keeps the model as ``net`` of
+Some integrations shard here and others do not, so each pair reshards too. Lightning keeps the model as ``net`` of
 its module, under a prefix that the others do not have.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +18,14 @@ from torch import nn
 
 from tests import launch
 from tests.compare import assert_same
-from tests.integrations import INTEGRATIONS
 from tests.launch import on_ranks
 from tests.layouts import whole_state
-from tests.small_training import QUIET, Net, samples
-
-SEED, OTHER_SEED = 0, 7
+from tests.training import Net, mesh_for, samples, shard
 
 
-def _net(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
+def _net(load: bool) -> Any:
+    """With other numbers where a checkpoint is loaded."""
+    torch.manual_seed(7 if load else 0)
     return Net()
 
 
@@ -44,62 +40,27 @@ def _step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], A
         optimizer.zero_grad()
 
 
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key.replace("net.", ""): value for key, value in whole_state(model, optimizer).items()}
-
-
-def _fully_shard(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-
-
-# A integration: train from a seed and save to a path, or load from it; returns model and optimizer by key, whole.
+# An integration: train from a seed and save to a path, or load from it; returns model and optimizer by key, whole.
 
 
 def _lightning(path: Path, load: bool) -> dict[str, Any]:
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy
+    from tests.lightning import training as t
 
-    from dcp_plugin.lightning import DCPCheckpointIO
-
-    class Module(pl.LightningModule):
+    class Module(t.stock_training.Trained):
         def __init__(self) -> None:
             super().__init__()
-            self.net = _net(OTHER_SEED if load else SEED)
+            self.net = _net(load)
+            del self.seen  # the model has one
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.net(batch[0]).square().mean()
 
-        def configure_optimizers(self) -> Any:
+        def make_optimizer(self) -> torch.optim.Optimizer:
             return _optimizer(self.net)
 
-    class Look(pl.Callback):
-        state: dict[str, Any]
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.state = _whole(trainer.strategy.model, trainer.optimizers[0])
-            trainer.should_stop = load
-
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    look = Look()
-    trainer = pl.Trainer(
-        devices=2,
-        strategy=DDPStrategy(),
-        plugins=[DCPCheckpointIO()],
-        callbacks=[look],
-        enable_checkpointing=False,
-        max_steps=4 if load else 2,
-        **QUIET,
-    )
-    loader = torch.utils.data.DataLoader(samples(16), batch_size=4)
-    trainer.fit(Module(), loader, ckpt_path=str(path) if load else None)
     if load:
-        return look.state
-    trainer.save_checkpoint(path)
-    return _whole(trainer.strategy.model, trainer.optimizers[0])
+        return t.resumed("ddp", str(path), Module()).state
+    return t.saved("ddp", path, Module(), max_steps=2)
 
 
 def _accelerate(path: Path, load: bool) -> dict[str, Any]:
@@ -107,7 +68,7 @@ def _accelerate(path: Path, load: bool) -> dict[str, Any]:
 
     run = t.start("own_fsdp2")
     run.accelerator.free_memory()
-    model = _fully_shard(_net(OTHER_SEED if load else SEED))
+    model = shard(_net(load), mesh_for("fsdp2"))
     optimizer = _optimizer(model)
     run.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     run.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -116,33 +77,21 @@ def _accelerate(path: Path, load: bool) -> dict[str, Any]:
     else:
         _step(model, optimizer, run.accelerator.backward)
         run.accelerator.save_state(str(path))
-    return _whole(model, optimizer)
+    return whole_state(model, optimizer)
 
 
 def _fabric(path: Path, load: bool) -> dict[str, Any]:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import ModelParallelStrategy
+    from tests.fabric import training as t
 
-    from dcp_plugin.fabric import attach
-
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    strategy = ModelParallelStrategy(
-        lambda model, mesh: _fully_shard(model), data_parallel_size=2, tensor_parallel_size=1
-    )
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    attach(fabric)
-    fabric.launch()
-    net = _net(OTHER_SEED if load else SEED)
-    model = fabric.setup_module(net)
-    optimizer = _optimizer(model)
-    wrapped = fabric.setup_optimizers(optimizer)
+    fabric = t.attached("fsdp2")
+    model = fabric.setup_module(_net(load))
+    optimizer = fabric.setup_optimizers(_optimizer(model))
     if load:
-        fabric.load(path, {"model": model, "optimizer": wrapped})
+        fabric.load(path, {"model": model, "optimizer": optimizer})
     else:
-        _step(model, wrapped, fabric.backward)
-        fabric.save(path, {"model": model, "optimizer": wrapped, "step": 2})
-    return _whole(net, optimizer)
+        _step(model, optimizer, fabric.backward)
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2})
+    return t.whole_state(model, optimizer)
 
 
 def _transformers(path: Path, load: bool) -> dict[str, Any]:
@@ -152,41 +101,31 @@ def _transformers(path: Path, load: bool) -> dict[str, Any]:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(inputs["x"]).square().mean()
 
-    net = _net(OTHER_SEED if load else SEED)
-    optimizer = _optimizer(net)
-    look = t.AtTrainBegin()
-    rows = [{"x": sample} for (sample,) in samples(16)]
-    trainer = Trainer(
-        net,
-        t.TrainingArguments(
-            str(path.parent), max_steps=2, save_steps=2, save_strategy="steps", use_cpu=True, report_to="none",
-            per_device_train_batch_size=4, remove_unused_columns=False, lr_scheduler_type="constant",
-            disable_tqdm=True, logging_strategy="no",
-        ),
-        train_dataset=rows,
-        optimizers=(optimizer, None),
-        callbacks=[look] if load else [],
-    )  # fmt: skip
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = _optimizer(net)
+            return self.optimizer
+
+    net, rows = _net(load), [{"x": sample} for (sample,) in samples(32)]
+    options = {"max_steps": 2, "save_steps": 2, "remove_unused_columns": False, "lr_scheduler_type": "constant"}
+    trainer = t.trainer(path.parent, "ddp", kind=Trainer, net=net, data=rows, **options)
     if load:
-        look.trainer = trainer
-        with pytest.raises(t.Stop):
-            trainer.train(resume_from_checkpoint=str(path))
+        t.begin(trainer, path)
     else:
         trainer.train()
-    return _whole(net, optimizer)
+    return whole_state(net, trainer.optimizer.optimizer)
 
 
 def _plain(path: Path, load: bool) -> dict[str, Any]:
     import dcp_plugin as dcp
 
-    model = _fully_shard(_net(OTHER_SEED if load else SEED))
+    model = shard(_net(load), mesh_for("fsdp2"))
     optimizer = _optimizer(model)
     if load:
         dcp.load({"model": model, "optim": optimizer}, path)
     else:
         _step(model, optimizer)
         dcp.save({"model": model, "optim": optimizer}, path)
-    return _whole(model, optimizer)
+    return whole_state(model, optimizer)
 
 
 def _stock(path: Path, load: bool) -> dict[str, Any]:
@@ -194,7 +133,7 @@ def _stock(path: Path, load: bool) -> dict[str, Any]:
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-    inside = _fully_shard(_net(OTHER_SEED if load else SEED))
+    inside = shard(_net(load), mesh_for("fsdp2"))
     model: nn.Module = nn.ModuleDict({"net": inside}) if "lightning" in str(path) else inside
     optimizer = _optimizer(model)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -209,10 +148,10 @@ def _stock(path: Path, load: bool) -> dict[str, Any]:
         )
     else:
         stock.save(state, checkpoint_id=path)
-    return _whole(model, optimizer)
+    return whole_state(model, optimizer)
 
 
-_DOOR = {
+INTEGRATIONS = {
     "lightning": _lightning,
     "accelerate": _accelerate,
     "fabric": _fabric,
@@ -228,7 +167,7 @@ def _path(root: Path, integration: str) -> Path:
 
 def _save(root: Path, integration: str) -> None:
     warnings.simplefilter("ignore")
-    state = _DOOR[integration](_path(root, integration), load=False)
+    state = INTEGRATIONS[integration](_path(root, integration), load=False)
     if dist.get_rank() == 0:
         torch.save(state, root / f"{integration}.pt")
 
@@ -237,7 +176,7 @@ def _load(root: Path, integration: str) -> list[str]:
     warnings.simplefilter("ignore")
     wrong = []
     for source in INTEGRATIONS:
-        found = _DOOR[integration](_path(root, source), load=True)
+        found = INTEGRATIONS[integration](_path(root, source), load=True)
         saved = torch.load(root / f"{source}.pt", weights_only=True)
         try:
             assert_same(_comparable(saved), _comparable(found))
@@ -247,9 +186,9 @@ def _load(root: Path, integration: str) -> list[str]:
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """Stock makes lists of the betas; a schedule adds ``initial_lr`` to the param groups."""
+    """Without the prefix of Lightning. Stock makes lists of the betas; a schedule adds ``initial_lr`` to a group."""
     return {
-        key: list(value) if isinstance(value, tuple) else value
+        key.replace("net.", ""): list(value) if isinstance(value, tuple) else value
         for key, value in state.items()
         if not key.endswith(".initial_lr")
     }
@@ -278,8 +217,8 @@ def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> Non
     for source in INTEGRATIONS:
         if source == "stock":  # it does not say what is a module
             continue
-        model = _net(OTHER_SEED)
+        model = _net(load=True)
         optimizer = _optimizer(model)
         dcp.load({"mine": model, "adam": optimizer}, _path(saved, source))
         wanted = torch.load(saved / f"{source}.pt", weights_only=True)
-        assert_same(_comparable(wanted), _comparable(_whole(model, optimizer)))
+        assert_same(_comparable(wanted), _comparable(whole_state(model, optimizer)))

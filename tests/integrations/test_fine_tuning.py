@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves
-from tests.small_training import QUIET
 
 
 def _pretrained(path: Path) -> int:
@@ -29,10 +26,8 @@ def _pretrained(path: Path) -> int:
 def _with_lightning(root: Path) -> list[int]:
     """Two epochs with a checkpoint each, on two ranks of DDP: what this rank has written for each."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from dcp_plugin.lightning import DCPCallback, DCPCheckpointIO
-    from tests.lightning.training import strategy_for
+    from tests.lightning import training as t
 
     class Tuning(pl.LightningModule):
         def __init__(self, seed: int) -> None:
@@ -47,20 +42,12 @@ def _with_lightning(root: Path) -> list[int]:
 
     def fit(seed: int, epochs: int, resume: Path | None, **options: Any) -> pl.LightningModule:
         folder = root / ("small" if options else "linked")
-        trainer = pl.Trainer(
-            devices=2,
-            strategy=strategy_for("ddp"),
-            plugins=[DCPCheckpointIO(**options)],
-            callbacks=[DCPCallback(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
-            max_epochs=epochs,
-            **QUIET,
-        )
+        saving, io = t.ModelCheckpoint(folder, "{epoch}", save_top_k=-1), t.DCPCheckpointIO(**options)
+        trainer = t.trainer_for("ddp", [saving], plugin=io, max_steps=-1, max_epochs=epochs)
         module = Tuning(seed)
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8, WIDTH)), ckpt_path=resume)
         return module
 
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     with finished_saves() as events:
         fit(7, 2, None)

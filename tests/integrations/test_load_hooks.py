@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import launch
-from tests.small_training import QUIET
+from tests.launch import on_ranks
 
 Notes = list[tuple[Any, ...]]
 _notes: Notes = []
@@ -61,7 +59,7 @@ class Overriding(Net):
 def _lightning(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Net]:
     import lightning.pytorch as pl
 
-    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.lightning import training as t
 
     class Module(pl.LightningModule):
         def __init__(self, seed: int) -> None:
@@ -84,19 +82,17 @@ def _lightning(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Note
 
     if "hooked" not in path.name:
         del Module.on_load_checkpoint
-    logging.getLogger("lightning").setLevel(logging.ERROR)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3)), batch_size=4)
 
-    def fit(module: Any, steps: int, **options: Any) -> Any:
-        plugins = [DCPCheckpointIO()] if ours else []
-        trainer = pl.Trainer(devices=1, plugins=plugins, max_steps=steps, enable_checkpointing=False, **QUIET)
+    def fit(module: Any, **options: Any) -> Any:
+        trainer = t.trainer_for("single", plugin=ours, max_steps=2)
         trainer.fit(module, loader, **options)
         return trainer
 
-    fit(Module(0), 2).save_checkpoint(path)
+    fit(Module(0)).save_checkpoint(path)
     _notes.clear()
     resumed = Module(1)
-    fit(resumed, 2, ckpt_path=str(path))
+    fit(resumed, ckpt_path=str(path))
     return list(_notes), resumed.net
 
 
@@ -139,29 +135,29 @@ def _accelerate(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Not
 INTEGRATIONS = {"lightning": _lightning, "fabric": _fabric, "accelerate": _accelerate}
 
 
-def _through(integration: str, make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        notes, net = INTEGRATIONS[integration](make, path, ours)
-    return notes, {key: value.tolist() for key, value in {**net.state_dict(), "cached": net.first.cached}.items()}
+def _through(integration: str, make: Callable[[int], Net], path: Path) -> tuple[tuple[Notes, Any], ...]:
+    """What hooks note without this package and with it; and the model that was loaded."""
+    warnings.simplefilter("ignore")
+    both = []
+    for ours in (False, True):
+        notes, net = INTEGRATIONS[integration](make, path.with_name(f"{path.name}-{ours}"), ours)
+        state = {**net.state_dict(), "cached": net.first.cached}
+        both.append((notes, {key: value.tolist() for key, value in state.items()}))
+    return tuple(both)
 
 
 @pytest.mark.one_of(count=2)
 @pytest.mark.parametrize("make", [Net, Overriding])
 @pytest.mark.parametrize("integration", INTEGRATIONS)
+@on_ranks(1)
 def test_load_hooks_run_as_without_this_package(tmp_path: Path, integration: str, make: Callable[[int], Net]) -> None:
-    stock, ours = (
-        launch.run(_through, 1, integration, make, tmp_path / f"{kind}", kind == "ours")[0] for kind in _KINDS
-    )
+    stock, ours = _through(integration, make, tmp_path / "checkpoint")
     assert stock == ours
     assert stock[0]
 
 
+@on_ranks(1)
 def test_on_load_checkpoint_comes_before_load_state_dict(tmp_path: Path) -> None:
-    names = {kind: tmp_path / f"hooked-{kind}" for kind in _KINDS}
-    stock, ours = (launch.run(_through, 1, "lightning", Net, path, kind == "ours")[0] for kind, path in names.items())
+    stock, ours = _through("lightning", Net, tmp_path / "hooked")
     assert stock == ours
     assert stock[0][0][0] == "on_load_checkpoint"
-
-
-_KINDS = ("stock", "ours")

@@ -30,43 +30,40 @@ def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             text_of(path)
 
 
-class _Doors:
+def _doors(scratch: Path) -> dict[str, Callable[[Any], Any]]:
     """Every way into the package that takes a path."""
+    import torch
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric
 
-    def __init__(self, scratch: Path) -> None:
-        import torch
-        from accelerate import Accelerator
-        from lightning.fabric import Fabric
+    import dcp_plugin as dcp
+    from dcp_plugin import accelerate, lightning
+    from dcp_plugin import fabric as ours
+    from tests.lightning import training as t
 
-        import dcp_plugin as dcp
-        from dcp_plugin import accelerate, fabric, lightning
-        from tests.lightning import training as t
-
-        self.fabric = Fabric(accelerator="cpu", devices=1)
-        fabric.attach(self.fabric)
-        module = torch.nn.Linear(2, 2)
-        accelerator = Accelerator(cpu=True)
-        accelerate.attach(accelerator)
-        self.model = accelerator.prepare(torch.nn.Linear(2, 2))
-        self.all: dict[str, Callable[[Any], Any]] = {
-            "save": lambda path: dcp.save({"n": 1}, path),
-            "load": lambda path: dcp.load({"n": 0}, path),
-            "inspect": dcp.inspect,
-            "latest": dcp.latest,
-            "base": lambda path: dcp.CheckpointConfig(base=path),
-            "events": lambda path: dcp.CheckpointConfig(events=path),
-            "fabric.save": lambda path: self.fabric.save(path, {"model": module}),
-            "fabric.load": lambda path: self.fabric.load(path, {"model": module}),
-            "accelerator.save_state": accelerator.save_state,
-            "accelerator.load_state": accelerator.load_state,
-            "project_dir": _project,
-            "dirpath": _fit,
-            "default_root_dir": lambda path: _fit(default_root_dir=path),
-            "ckpt_path": lambda path: _fit(scratch / "x", ckpt_path=path),
-            "init_from": lambda path: _fit(scratch / "x", plugin=t.DCPCheckpointIO(init_from=path)),
-            "load_from_checkpoint": lambda path: lightning.load_from_checkpoint(t.Model, path),
-            "CheckpointIO": t.DCPCheckpointIO().load_checkpoint,
-        }
+    fabric, accelerator, module = Fabric(accelerator="cpu", devices=1), Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    ours.attach(fabric)
+    accelerate.attach(accelerator)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    return {
+        "save": lambda path: dcp.save({"n": 1}, path),
+        "load": lambda path: dcp.load({"n": 0}, path),
+        "inspect": dcp.inspect,
+        "latest": dcp.latest,
+        "base": lambda path: dcp.CheckpointConfig(base=path),
+        "events": lambda path: dcp.CheckpointConfig(events=path),
+        "fabric.save": lambda path: fabric.save(path, {"model": module}),
+        "fabric.load": lambda path: fabric.load(path, {"model": module}),
+        "accelerator.save_state": accelerator.save_state,
+        "accelerator.load_state": accelerator.load_state,
+        "project_dir": _project,
+        "dirpath": _fit,
+        "default_root_dir": lambda path: _fit(default_root_dir=path),
+        "ckpt_path": lambda path: _fit(scratch / "x", ckpt_path=path),
+        "init_from": lambda path: _fit(scratch / "x", plugin=t.DCPCheckpointIO(init_from=path)),
+        "load_from_checkpoint": lambda path: lightning.load_from_checkpoint(t.Model, path),
+        "CheckpointIO": t.DCPCheckpointIO().load_checkpoint,
+    }
 
 
 def _fit(dirpath: Any = None, ckpt_path: Any = None, **options: Any) -> str:
@@ -99,7 +96,7 @@ def _project(path: Any) -> None:
 @on_ranks(1)
 def test_every_integration_takes_the_url_of_a_disk(tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    doors = _Doors(tmp_path).all
+    doors = _doors(tmp_path)
 
     def made(name: str) -> str:
         return f"file://{tmp_path}/{name}"
@@ -121,7 +118,7 @@ def test_every_integration_takes_the_url_of_a_store_and_makes_nothing_on_the_dis
     import dcp_plugin as dcp
 
     os.chdir(tmp_path)
-    doors = _Doors(tmp_path).all
+    doors = _doors(tmp_path)
     url = as_path("memory://doors")
     for name in ("", "fabric.", "accelerator."):
         saving, loading = ("save_state", "load_state") if "acc" in name else ("save", "load")
@@ -143,7 +140,7 @@ def test_every_integration_takes_the_url_of_a_store_and_makes_nothing_on_the_dis
 @on_ranks(1)
 def test_every_integration_refuses_what_is_no_url_of_a_store(tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    for name, door in _Doors(tmp_path).all.items():
+    for name, door in _doors(tmp_path).items():
         with pytest.raises(ValueError, match="is a URL of an unknown kind"):
             door("local://ck/x")  # to fsspec a disk, and to nobody else
         assert not list(tmp_path.iterdir()), name

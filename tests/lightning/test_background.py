@@ -14,15 +14,10 @@ import torch
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where
 from tests.compare import assert_same
+from tests.damage import fill_disk
 from tests.launch import on_ranks
 from tests.limits import HANG
 from tests.programs import LIGHTNING, Program
-
-
-def _async_io() -> Any:
-    from dcp_plugin.lightning import DCPCheckpointIO
-
-    return DCPCheckpointIO(async_save=True)
 
 
 def _saving_often(root: Path, **options: Any) -> Any:
@@ -39,7 +34,7 @@ def test_a_training_with_background_saves_resumes_like_any_other(place: Where, l
 
     straight, model = t.trainer_for(layout), t.Model(layout)
     straight.fit(model, t.stateful_loader(layout))
-    io = _async_io()
+    io = t.DCPCheckpointIO(async_save=True)
     first = t.trainer_for(layout, [_saving_often(place / layout, save_top_k=-1)], plugin=io, max_steps=5)
     first.fit(t.Model(layout), t.stateful_loader(layout))
     assert not any(thread.name == "dcp-save" for thread in threading.enumerate())
@@ -62,7 +57,7 @@ def test_the_old_checkpoint_is_deleted_when_the_new_one_is_there(tmp_path: Path)
             loadable.append(sum(state.committed for state in dcp.list_checkpoints(tmp_path)))
 
     events.subscribe(look)
-    trainer = t.trainer_for("ddp", [_saving_often(tmp_path, save_top_k=1)], plugin=_async_io())
+    trainer = t.trainer_for("ddp", [_saving_often(tmp_path, save_top_k=1)], plugin=t.DCPCheckpointIO(async_save=True))
     trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
     first_save = loadable.count(0)
     assert all(loadable[first_save:]), f"a save began with nothing to fall back to: {loadable}"
@@ -75,8 +70,8 @@ def test_a_failed_background_save_ends_the_training_and_is_raised_once(tmp_path:
     from dcp_plugin import CheckpointError
     from tests.lightning import training as t
 
-    _disk_full_at(step=6)
-    io = _async_io()
+    fill_disk(step=6)
+    io = t.DCPCheckpointIO(async_save=True)
     trainer = t.trainer_for("fsdp2", [_saving_often(tmp_path, save_top_k=-1)], plugin=io)
     with pytest.raises(CheckpointError, match="disk full"):
         trainer.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
@@ -92,24 +87,14 @@ def test_the_trainings_own_exception_comes_first(tmp_path: Path) -> None:
             if self.global_step == 3:
                 raise ArithmeticError("the loss is NaN")
 
-    _disk_full_at(step=3)
-    io = _async_io()
+    fill_disk(step=3)
+    io = t.DCPCheckpointIO(async_save=True)
     trainer = t.trainer_for("fsdp2", [_saving_often(tmp_path, save_top_k=-1)], plugin=io)
     warnings.simplefilter("ignore")  # it warns, too
     with pytest.raises(ArithmeticError, match="the loss is NaN") as raised:
         trainer.fit(Diverging("fsdp2"), t.plain_loader("fsdp2"))
     assert "disk full" in raised.value.__notes__[0]
     io.teardown()
-
-
-def _disk_full_at(step: int) -> None:
-    from dcp_plugin import events
-
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.SaveStarted) and event.step == step:
-            raise OSError("disk full")
-
-    events.subscribe(fail)
 
 
 @pytest.mark.one_of
@@ -170,7 +155,7 @@ import sys, time
 from lightning.pytorch.callbacks import Callback
 from dcp_plugin import events
 from tests.lightning import training as t
-from tests.lightning.test_background import _async_io, _saving_often
+from tests.lightning.test_background import _saving_often
 
 def slowly(event):
     if isinstance(event, events.SaveStarted) and event.step == 2:
@@ -188,7 +173,8 @@ class Slow(Callback):
         print("in flight:", trainer.global_step, flush=True)
 
 events.subscribe(slowly)
-trainer = t.trainer_for("single", [Slow(), _saving_often(sys.argv[1], save_top_k=-1)], plugin=_async_io())
+callbacks = [Slow(), _saving_often(sys.argv[1], save_top_k=-1)]
+trainer = t.trainer_for("single", callbacks, plugin=t.DCPCheckpointIO(async_save=True))
 trainer.fit(t.Model("single"), t.plain_loader("single"))
 print("trained to the end", flush=True)
 """
@@ -212,7 +198,7 @@ def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_pa
     straight, model = t.trainer_for("ddp"), t.Model("ddp")
     straight.fit(model, t.plain_loader("ddp"))
     with slow_writes(pause(0.1)):
-        trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=_async_io()), t.Model("ddp")
+        trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=t.DCPCheckpointIO(async_save=True)), t.Model("ddp")
         trainer.fit(again, t.plain_loader("ddp"))
         trainer.save_checkpoint(tmp_path / "after.ckpt")
         assert (tmp_path / "after.ckpt").is_dir(), "nobody would wait for it later"

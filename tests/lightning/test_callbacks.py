@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import launch
 from tests.compare import assert_same, full_state
+from tests.launch import on_ranks
+from tests.training import WORLD_SIZE
 
 
 def ddp_or_fsdp2(test: Callable[..., None]) -> Callable[..., None]:
@@ -19,7 +19,6 @@ def ddp_or_fsdp2(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def _resumes(
-    t: Any,
     root: Path,
     layout: str,
     *,
@@ -34,6 +33,7 @@ def _resumes(
     **options: Any,
 ) -> None:
     """A training of some epochs, without the plugin; and the same, interrupted after ``at`` of them. They end alike."""
+    from tests.lightning import training as t
 
     def train(seed: int, path: Path | None, *others: Any, **how: Any) -> tuple[Any, list[float]]:
         made = model(seed) if model else t.Model(layout, seed=seed)
@@ -53,36 +53,21 @@ def _resumes(
         assert_same(also(straight), also(one))
 
 
-def _quietly(work: Callable[[Any, Path, str], None], root: Path, layout: str) -> None:
-    from tests.lightning import training as t
-
-    warnings.simplefilter("ignore")
-    work(t, root, layout)
-
-
-def _run(work: Callable[[Any, Path, str], None], root: Path, layout: str, ranks: int = 2) -> None:
-    launch.run(_quietly, ranks, work, root, layout)
-
-
+@on_ranks(2)
 def test_weight_averaging_resumes(tmp_path: Path) -> None:
     """torch cannot copy what fully_shard has sharded, which this callback does."""
-    _run(_averaging, tmp_path, "ddp")
-
-
-def _averaging(t: Any, root: Path, layout: str) -> None:
     from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
-    _resumes(t, root / "mean", layout, callbacks=lambda: [WeightAveraging()])
-    _resumes(t, root / "moving", layout, callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
+    _resumes(tmp_path / "mean", "ddp", callbacks=lambda: [WeightAveraging()])
+    _resumes(tmp_path / "moving", "ddp", callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
 
 
+@on_ranks(2)
 def test_trap_10_sharded_averages_of_a_callback_are_saved_and_restored_by_all_ranks(tmp_path: Path) -> None:
-    _run(_sharded_averages, tmp_path, "fsdp2")
-
-
-def _sharded_averages(t: Any, root: Path, layout: str) -> None:
     from lightning.pytorch.callbacks import Callback
     from torch.distributed.tensor import DTensor
+
+    from tests.lightning import training as t
 
     class Average(Callback):
         """As one writes it for one device."""
@@ -105,21 +90,20 @@ def _sharded_averages(t: Any, root: Path, layout: str) -> None:
         assert all(isinstance(value, DTensor) for value in callback.average.values())
         return full_state(callback.average)
 
-    stock = t.trainer_for(layout, [callback := Average()], stock=True, max_steps=3)
-    stock.fit(t.Model(layout), t.plain_loader(layout))
-    stock.save_checkpoint(root / "stock")
-    stored = torch.load(root / "stock" / "meta.pt", weights_only=False)["average"]["net.body.0.weight"]
+    stock = t.trainer_for("fsdp2", [callback := Average()], stock=True, max_steps=3)
+    stock.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
+    stock.save_checkpoint(tmp_path / "stock")
+    stored = torch.load(tmp_path / "stock" / "meta.pt", weights_only=False)["average"]["net.body.0.weight"]
     mine = callback.average["net.body.0.weight"].to_local()
     assert torch.equal(stored.to_local(), mine) is (stock.global_rank == 0), "Lightning has saved rank 0's part alone"
-    _resumes(t, root / "ours", layout, callbacks=lambda: [Average()], also=averages)
+    _resumes(tmp_path / "ours", "fsdp2", callbacks=lambda: [Average()], also=averages)
 
 
+@on_ranks(2)
 def test_stochastic_weight_averaging_resumes_after_it_has_begun(tmp_path: Path) -> None:
-    _run(_swa, tmp_path, "ddp")
-
-
-def _swa(t: Any, root: Path, layout: str) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from tests.lightning import training as t
 
     class Scheduled(t.Model):
         def configure_optimizers(self) -> Any:
@@ -128,24 +112,22 @@ def _swa(t: Any, root: Path, layout: str) -> None:
             return made
 
     _resumes(
-        t,
-        root,
-        layout,
-        model=lambda seed: Scheduled(layout, seed),
+        tmp_path,
+        "ddp",
+        model=lambda seed: Scheduled("ddp", seed),
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)],
         epochs=5,
     )
 
 
-def test_a_backbone_that_was_unfrozen_before_the_checkpoint_stays_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_a_backbone_that_was_unfrozen_before_the_checkpoint_stays_so(tmp_path: Path, layout: str) -> None:
     """Lightning alone resumes with the backbone frozen, and not at all if the model is sharded. Not for DDP: it never
     averages the gradients of what was frozen when it was set up, so the ranks drift apart in any case."""
-    _run(_finetuning, tmp_path, "single", ranks=1)
-    _run(_finetuning, tmp_path, "fsdp2")
-
-
-def _finetuning(t: Any, root: Path, layout: str) -> None:
     from lightning.pytorch.callbacks import BackboneFinetuning
+
+    from tests.lightning import training as t
 
     class Tuned(t.Model):
         @property
@@ -156,8 +138,7 @@ def _finetuning(t: Any, root: Path, layout: str) -> None:
             return torch.optim.AdamW(self.net.head.parameters(), lr=0.01)
 
     _resumes(
-        t,
-        root,
+        tmp_path,
         layout,
         model=lambda seed: Tuned(layout, seed),
         callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)],
@@ -165,11 +146,10 @@ def _finetuning(t: Any, root: Path, layout: str) -> None:
 
 
 @ddp_or_fsdp2
+@on_ranks(2)
 def test_manual_optimization_of_two_optimizers_resumes(tmp_path: Path, layout: str) -> None:
-    _run(_manual, tmp_path, layout)
+    from tests.lightning import training as t
 
-
-def _manual(t: Any, root: Path, layout: str) -> None:
     class Manual(t.Model):
         def __init__(self, seed: int) -> None:
             super().__init__(layout, seed)
@@ -191,33 +171,30 @@ def _manual(t: Any, root: Path, layout: str) -> None:
             schedules = [torch.optim.lr_scheduler.StepLR(one, 2) for one in (body, head)]
             return [body, head], schedules
 
-    _resumes(t, root, layout, model=Manual)
+    _resumes(tmp_path, layout, model=Manual)
 
 
 @ddp_or_fsdp2
+@on_ranks(2)
 def test_gradient_accumulation_resumes(tmp_path: Path, layout: str) -> None:
-    _run(_accumulating, tmp_path, layout)
+    from tests.lightning import training as t
 
-
-def _accumulating(t: Any, root: Path, layout: str) -> None:
-    _resumes(t, root, layout, steps=4, accumulate_grad_batches=2, plugin=t.DCPCheckpointIO(async_save=True))
+    _resumes(tmp_path, layout, steps=4, accumulate_grad_batches=2, plugin=t.DCPCheckpointIO(async_save=True))
 
 
 @ddp_or_fsdp2
+@on_ranks(2)
 def test_dataloaders_that_are_made_anew_resume(tmp_path: Path, layout: str) -> None:
     """In the epochs in which they would have been without the interruption."""
-    _run(_made_anew, tmp_path, layout)
+    from tests.lightning import training as t
 
-
-def _made_anew(t: Any, root: Path, layout: str) -> None:
     class Reloading(t.Model):
         def train_dataloader(self) -> Any:
             return t.plain_loader(layout)
 
     for epochs in (1, 2):
         _resumes(
-            t,
-            root / str(epochs),
+            tmp_path / str(epochs),
             layout,
             model=lambda seed: Reloading(layout, seed),
             data=dict,
@@ -227,13 +204,12 @@ def _made_anew(t: Any, root: Path, layout: str) -> None:
 
 
 @ddp_or_fsdp2
+@on_ranks(2)
 def test_the_state_of_a_datamodule_and_of_a_gradient_scaler_resume(tmp_path: Path, layout: str) -> None:
-    _run(_datamodule, tmp_path, layout)
-
-
-def _datamodule(t: Any, root: Path, layout: str) -> None:
     from lightning.pytorch import LightningDataModule
     from lightning.pytorch.plugins import MixedPrecision
+
+    from tests.lightning import training as t
 
     class Counting(LightningDataModule):
         def __init__(self) -> None:
@@ -271,20 +247,18 @@ def _datamodule(t: Any, root: Path, layout: str) -> None:
         trainer.fit(model, datamodule=Counting(), ckpt_path=path)
         return trainer, model
 
-    first, model = train(0, None, t.ModelCheckpoint(root / layout, "{step}", save_top_k=-1))
-    second, resumed = train(5, root / layout / "step=4.ckpt")
+    first, model = train(0, None, t.ModelCheckpoint(tmp_path / layout, "{step}", save_top_k=-1))
+    second, resumed = train(5, tmp_path / layout / "step=4.ckpt")
     assert resumed.losses == model.losses[4:]
     assert_same(extras(first), extras(second))
     assert_same(t.whole_state(first), t.whole_state(second))
 
 
 @ddp_or_fsdp2
+@on_ranks(2)
 def test_hooks_of_the_fits_start_see_the_restored_model(tmp_path: Path, layout: str) -> None:
-    _run(_on_fit_start, tmp_path, layout)
-
-
-def _on_fit_start(t: Any, root: Path, layout: str) -> None:
     """As far as they do with Lightning's own checkpoints: not where it restores sharded models after them."""
+    from tests.lightning import training as t
 
     class Teacher(t.Model):
         def on_fit_start(self) -> None:
@@ -292,9 +266,11 @@ def _on_fit_start(t: Any, root: Path, layout: str) -> None:
 
     trainer = t.trainer_for(layout, max_steps=2, plugin=True)
     trainer.fit(t.Model(layout), t.plain_loader(layout))
-    trainer.save_checkpoint(root / layout)
+    trainer.save_checkpoint(tmp_path / layout)
     saved = {key: value.detach().clone() for key, value in trainer.lightning_module.net.state_dict().items()}
     model = Teacher(layout, seed=5)
-    t.trainer_for(layout, [t.AtTrainStart()], plugin=True).fit(model, t.plain_loader(layout), ckpt_path=root / layout)
+    t.trainer_for(layout, [t.AtTrainStart()], plugin=True).fit(
+        model, t.plain_loader(layout), ckpt_path=tmp_path / layout
+    )
     same = all(torch.equal(model.at_start[key], saved[key]) for key in saved)
     assert same is (layout == "ddp")

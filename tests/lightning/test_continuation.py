@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from tests import launch
 from tests.launch import on_ranks
+from tests.messages import warned
 
 
 @on_ranks(1)
@@ -49,10 +49,9 @@ def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
 
 
 def _messages(trainer: Any, model: Any, loader: Any, path: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("continue exactly") as said:
         trainer.fit(model, loader, ckpt_path=str(path))
-    return [str(warning.message) for warning in caught if "continue exactly" in str(warning.message)]
+    return said
 
 
 @on_ranks(1)
@@ -84,12 +83,10 @@ def test_gradients_that_are_not_in_the_checkpoint_are_warned_about(tmp_path: Pat
         trainer.fit(t.Model(), t.stateful_loader("single", 6), **fit)
 
     train(Save())
-    said = {}
+    said: dict[int, list[str]] = {}
     for batch in (1, 2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned("gradient accumulation") as said[batch]:
             train(ckpt_path=tmp_path / str(batch))
-        said[batch] = [str(one.message) for one in caught if "gradient accumulation" in str(one.message)]
     assert len(said[1]) == 1 and "after 2 of 3 batches" in said[1][0]
     assert said[2] == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 
 import dcp_plugin as dcp
 from tests import launch
-from tests.lightning import WORLD_SIZE
-from tests.programs import LIGHTNING, Program
+from tests.lightning.stock_processes import resume_with_stock
+from tests.training import WORLD_SIZE
 
 RESUMED_AS = {"single": "single", "ddp": "ddp", "fsdp1": "ddp", "fsdp2": "ddp"}
 """With which strategy of stock's. The sharded ones take numbers for names in the model's order, whatever the
@@ -22,50 +21,34 @@ optimizer's was; and they need no file: they resume from the checkpoint itself."
 
 def _save(root: Path, layouts: list[str]) -> None:
     """Two epochs in one go without the plugin; one with it, and a checkpoint."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import two_optimizers as t
 
     for layout in layouts:
-        _, straight, counts = t.fit(layout, 2)
-        keep = ModelCheckpoint(root / layout, filename="first", every_n_epochs=1)
-        trainer, first, _ = t.fit(layout, 1, callbacks=[keep], plugins=[DCPCheckpointIO()])
-        assert first.losses == straight.losses[: t.stock.STEPS_PER_EPOCH]
+        _, straight = t.fit(layout, 2)
+        trainer, first = t.fit(layout, 1, [t.stock.first_checkpoint(root / layout)], plugins=[DCPCheckpointIO()])
+        losses = straight["losses"]
+        assert first["losses"] == losses[: t.stock.STEPS_PER_EPOCH]
         if trainer.is_global_zero:
-            losses = straight.losses[t.stock.STEPS_PER_EPOCH :]
-            said = {"losses": losses, "batches": counts.batches, "sums": counts.sums.tolist()}
-            (root / f"{layout}.json").write_text(json.dumps(said))
+            straight["losses"] = losses[t.stock.STEPS_PER_EPOCH :]
+            (root / f"{layout}.json").write_text(json.dumps(straight))
 
 
-def _resume_with_stock(root: Path, layouts: list[str], ranks: int, training: str = "two_optimizers") -> dict[str, Any]:
+def _resume_exported(root: Path, layouts: list[str], ranks: int, module: str = "two_optimizers") -> dict[str, Any]:
     """What processes without this package say of the exported files, by layout."""
-    from tests.lightning.stock_training import done_by
-
-    words: list[Path | str] = []
     for layout in layouts:
         dcp.export(root / layout / "first.ckpt", root / f"{layout}.ckpt", "lightning")
-        words += [RESUMED_AS[layout], root / f"{layout}.ckpt", root / f"{layout}-resumed.json"]
-    place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [
-        Program(
-            *("-m", f"tests.lightning.{training}", *words),
-            imported=LIGHTNING,
-            env={**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate()[1] for process in processes]
-    assert all(done_by(Path(words[-1]), rank).exists() for rank in range(ranks)), "\n".join(said)
-    return {layout: json.loads((root / f"{layout}-resumed.json").read_text()) for layout in layouts}
+    results = {layout: root / f"{layout}-resumed.json" for layout in layouts}
+    jobs = [(RESUMED_AS[layout], root / f"{layout}.ckpt", path) for layout, path in results.items()]
+    resume_with_stock(module, ranks, jobs)
+    return {layout: json.loads(path.read_text()) for layout, path in results.items()}
 
 
 def _check(root: Path, layouts: list[str], ranks: int) -> None:
     from tests.lightning import two_optimizers as t
 
     launch.run(_save, ranks, root, layouts)
-    for layout, resumed in _resume_with_stock(root, layouts, ranks).items():
+    for layout, resumed in _resume_exported(root, layouts, ranks).items():
         loaded = resumed.pop("outputs")
         straight = json.loads((root / f"{layout}.json").read_text())
         if layout != RESUMED_AS[layout]:  # which adds up gradients in another order
@@ -91,22 +74,18 @@ def test_so_it_does_with_what_several_ranks_saved(tmp_path: Path) -> None:
     _check(tmp_path, layouts, 2)
 
 
-def _save_with_one_optimizer(root: Path) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
+def _save_with_one_optimizer(root: Path) -> list[float]:
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import stock_training as stock
 
     _, straight = stock.fit("fsdp1", 2)
-    keep = ModelCheckpoint(root / "fsdp1", filename="first", every_n_epochs=1)
-    trainer, _ = stock.fit("fsdp1", 1, callbacks=[keep], plugins=[DCPCheckpointIO()])
-    if trainer.is_global_zero:
-        (root / "fsdp1.json").write_text(json.dumps(straight.losses[stock.STEPS_PER_EPOCH :]))
+    stock.fit("fsdp1", 1, callbacks=[stock.first_checkpoint(root / "fsdp1")], plugins=[DCPCheckpointIO()])
+    losses: list[float] = straight.losses[stock.STEPS_PER_EPOCH :]
+    return losses
 
 
 @pytest.mark.long
 def test_so_it_does_with_fsdp1_which_cannot_be_optimized_by_hand(tmp_path: Path) -> None:
-    launch.run(_save_with_one_optimizer, 2, tmp_path)
-    resumed = _resume_with_stock(tmp_path, ["fsdp1"], 2, "stock_training")
-    straight = json.loads((tmp_path / "fsdp1.json").read_text())
-    assert resumed["fsdp1"] == pytest.approx(straight, rel=1e-5)
+    losses = launch.run(_save_with_one_optimizer, 2, tmp_path)[0]
+    resumed = _resume_exported(tmp_path, ["fsdp1"], 2, "stock_training")
+    assert resumed["fsdp1"] == pytest.approx(losses, rel=1e-5)

@@ -11,22 +11,8 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.format.foreign.detect import lightning_names
-from tests import launch
-from tests.compare import assert_same
-
-LAYOUTS = ("fsdp1", "fsdp2")
-
-
-def _save(root: Path) -> None:
-    from tests.lightning import training as t
-
-    for layout in LAYOUTS:
-        trainer = t.trainer_for(layout)
-        trainer.fit(t.Model(layout), t.plain_loader(layout))
-        trainer.save_checkpoint(root / layout)
-        state = t.whole_state(trainer)
-        if trainer.is_global_zero:
-            torch.save(state, root / f"{layout}.pt")
+from tests.compare import assert_same, same_bytes, weights_of
+from tests.launch import on_ranks
 
 
 def test_the_weights_of_a_ckpt_are_loaded_and_its_optimizer_is_left(tmp_path: Path) -> None:
@@ -53,22 +39,19 @@ def test_the_weights_of_a_ckpt_are_loaded_and_its_optimizer_is_left(tmp_path: Pa
     assert_same(saved.net.state_dict(), net.state_dict())
 
 
+@on_ranks(2)
 def test_a_sharded_directory_is_loaded_under_our_names(tmp_path: Path) -> None:
     from tests.lightning import training as t
 
-    launch.run(_save, 2, tmp_path)
-    for layout in LAYOUTS:
+    for layout in ("fsdp1", "fsdp2"):
+        saved = t.saved(layout, tmp_path / layout, stock=True)
         assert (tmp_path / layout / "meta.pt").exists()
         model = t.Model(seed=5)
-        optimizer = model.configure_optimizers()["optimizer"]
+        optimizer = model.make_optimizer()
         dcp.load({"model": model, "optim": optimizer}, tmp_path / layout)
-        saved = torch.load(tmp_path / f"{layout}.pt", weights_only=True)
-        weights = {key: value for key, value in saved.items() if key.startswith("model.")}
-        assert_same(weights, {f"model.{key}": value for key, value in model.state_dict().items()})
+        assert_same(weights_of(saved), model.state_dict())
         for name, parameter in model.named_parameters():
-            assert_same(
-                {"exp_avg": saved[f"optim.state.{name}.exp_avg"]}, {"exp_avg": optimizer.state[parameter]["exp_avg"]}
-            )
+            assert same_bytes(saved[f"optim.state.{name}.exp_avg"], optimizer.state[parameter]["exp_avg"])
         assert dcp.inspect(tmp_path / layout).format == "lightning"
 
 

@@ -14,41 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests import launch
 from tests.compare import assert_same, full, same_bytes
 from tests.launch import on_ranks
-from tests.lightning import WORLD_SIZE
+from tests.training import WORLD_SIZE
+
+on_its_ranks = on_ranks(of=lambda layout: WORLD_SIZE[layout])
 
 
 def on_one_rank_or_sharded(test: Callable[..., None]) -> Callable[..., None]:
     layouts = pytest.mark.parametrize("layout", ["single", "fsdp1", "fsdp2"])
-    return pytest.mark.one_of(layouts(test))  # type: ignore[no-any-return]
-
-
-def _run(work: Callable[[Path, str], None], layout: str, root: Path) -> None:
-    launch.run(work, WORLD_SIZE[layout], root, layout)
-
-
-def _saved(t: Any, root: Path, layout: str, **options: Any) -> tuple[str, dict[str, Any]]:
-    """A checkpoint of three steps, and the whole state in it."""
-    trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3, **options)
-    trainer.fit(t.Model(layout), t.plain_loader(layout))
-    return str(root / f"{layout}-plain" / "step=3.ckpt"), t.whole_state(trainer)
-
-
-def _resumed(t: Any, layout: str, path: str, model: Any, *callbacks: Any) -> dict[str, Any]:
-    look = t.AtTrainStart()
-    trainer = t.trainer_for(layout, [*callbacks, look], plugin=True)
-    trainer.fit(model, t.plain_loader(layout), ckpt_path=path)
-    return look.state
+    return pytest.mark.one_of(layouts(on_its_ranks(test)))  # type: ignore[no-any-return]
 
 
 @on_one_rank_or_sharded
 def test_on_load_checkpoint_may_remove_rename_and_replace(tmp_path: Path, layout: str) -> None:
-    _run(_edit_the_model, layout, tmp_path)
-
-
-def _edit_the_model(root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     class Editing(t.Model):
@@ -65,12 +44,11 @@ def _edit_the_model(root: Path, layout: str) -> None:
             state["net.head.bias"] = torch.full((1,), 7.0)
             del state["net.head.weight"]
 
-    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
-    first.fit(Editing(layout), t.plain_loader(layout))
-    saved = t.whole_state(first)
+    path = tmp_path / "checkpoint"
+    saved = t.saved(layout, path, Editing(layout))
     model = Editing(layout, seed=5)
     fresh = {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
-    loaded = _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+    loaded = t.resumed(layout, path, model).state
     expected = {
         **saved,
         "model.net.head.bias": torch.full((1,), 7.0),
@@ -81,10 +59,6 @@ def _edit_the_model(root: Path, layout: str) -> None:
 
 @on_one_rank_or_sharded
 def test_a_callback_may_change_the_optimizer_state(tmp_path: Path, layout: str) -> None:
-    _run(_edit_the_optimizer, layout, tmp_path)
-
-
-def _edit_the_optimizer(root: Path, layout: str) -> None:
     from lightning.pytorch.callbacks import Callback
 
     from tests.lightning import training as t
@@ -94,8 +68,9 @@ def _edit_the_optimizer(root: Path, layout: str) -> None:
             for group in checkpoint["optimizer_states"][0]["param_groups"]:
                 group["weight_decay"] = 0.5
 
-    path, saved = _saved(t, root, layout)
-    loaded = _resumed(t, layout, path, t.Model(layout, seed=5), Warmer())
+    path = tmp_path / "checkpoint"
+    saved = t.saved(layout, path)
+    loaded = t.resumed(layout, path, t.Model(layout, seed=5), Warmer()).state
     assert_same({key: 0.5 if key.endswith(".weight_decay") else value for key, value in saved.items()}, loaded)
 
 
@@ -113,11 +88,8 @@ def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> Non
 
 @pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+@on_its_ranks
 def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layout: str) -> None:
-    _run(_save_a_part_and_more, layout, tmp_path)
-
-
-def _save_a_part_and_more(root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     class Owning(t.Model):
@@ -137,12 +109,11 @@ def _save_a_part_and_more(root: Path, layout: str) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["average"] += 1
 
-    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
-    first.fit(Owning(layout), t.plain_loader(layout))
-    saved = t.whole_state(first)
+    path = tmp_path / "checkpoint"
+    saved = t.saved(layout, path, Owning(layout))
     for kind, added in ((Owning, 0), (Hooked, 1)):
         model = kind(layout, seed=5)
-        loaded = _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+        loaded = t.resumed(layout, path, model).state
         assert same_bytes(loaded["model.renamed"], saved["model.renamed"])
         names, count, average = model.handed
         assert set(names) == set(model.state_dict()) and count == {"of": 3}
@@ -151,11 +122,8 @@ def _save_a_part_and_more(root: Path, layout: str) -> None:
 
 @pytest.mark.one_of
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+@on_its_ranks
 def test_a_module_that_saves_nothing_resumes(tmp_path: Path, layout: str) -> None:
-    _run(_save_nothing, layout, tmp_path)
-
-
-def _save_nothing(root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     class Stateless(t.Model):
@@ -172,23 +140,17 @@ def _save_nothing(root: Path, layout: str) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             assert checkpoint["state_dict"] == {}
 
-    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
-    first.fit(Stateless(layout), t.plain_loader(layout))
-    saved = t.whole_state(first)
-    path = root / f"{layout}-plain" / "step=3.ckpt"
+    path = tmp_path / "checkpoint"
+    saved = t.saved(layout, path, Stateless(layout))
     for kind in (Stateless, Hooked):
         model = kind(layout, seed=5)
-        assert_same(saved, _resumed(t, layout, str(path), model))
+        assert_same(saved, t.resumed(layout, path, model).state)
         assert model.handed == {}
     assert t.DCPCheckpointIO().load_checkpoint(path)["state_dict"] == {}
 
 
 @on_one_rank_or_sharded
 def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layout: str) -> None:
-    _run(_add_a_parameter, layout, tmp_path)
-
-
-def _add_a_parameter(root: Path, layout: str) -> None:
     from dcp_plugin import CheckpointMismatch
     from tests.lightning import training as t
 
@@ -197,22 +159,19 @@ def _add_a_parameter(root: Path, layout: str) -> None:
             super().__init__(layout, seed)
             self.net.head.adapter = torch.nn.Linear(1, 1)
 
-    path, saved = _saved(t, root, layout)
+    path = tmp_path / "checkpoint"
+    saved = t.saved(layout, path)
     with pytest.raises(CheckpointMismatch, match="adapter"):
-        _resumed(t, layout, path, Adapted(layout, seed=5))
+        t.resumed(layout, path, Adapted(layout, seed=5))
     model = Adapted(layout, seed=5)
     model.strict_loading = False
-    loaded = _resumed(t, layout, path, model)
+    loaded = t.resumed(layout, path, model).state
     assert all(same_bytes(value, loaded[key]) for key, value in saved.items())
     assert "model.net.head.adapter.weight" in loaded
 
 
 @on_one_rank_or_sharded
 def test_tensors_that_hooks_add_come_back_whole(tmp_path: Path, layout: str) -> None:
-    _run(_add_tensors, layout, tmp_path)
-
-
-def _add_tensors(root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     class Averaging(t.Model):
@@ -229,16 +188,16 @@ def _add_tensors(root: Path, layout: str) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.average, self.rng = checkpoint["averages"], checkpoint["rng"]
 
-    trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
+    trainer = t.trainer_for(layout, t.checkpoints(tmp_path, layout, "plain"), max_steps=3)
     model = Averaging(layout)
     trainer.fit(model, t.plain_loader(layout))
     checkpoint, keys = model.handed
     assert list(checkpoint) == keys, "what we store is added to the mapping that the hook had"
     assert checkpoint["rng"] == {"mine": 7}
     saved = t.whole_state(trainer)
-    path = str(root / f"{layout}-plain" / "step=3.ckpt")
+    path = str(tmp_path / f"{layout}-plain" / "step=3.ckpt")
     model = Averaging(layout, seed=5)
-    _resumed(t, layout, path, model)
+    t.resumed(layout, path, model)
     assert model.rng == {"mine": 7}
     assert same_bytes(full(model.average["of"]["weight"]), saved["model.net.body.0.weight"])
     assert model.average["count"] == 3
@@ -247,10 +206,6 @@ def _add_tensors(root: Path, layout: str) -> None:
 
 @on_one_rank_or_sharded
 def test_an_object_that_a_hook_adds_comes_back_as_itself_or_is_refused(tmp_path: Path, layout: str) -> None:
-    _run(_add_objects, layout, tmp_path)
-
-
-def _add_objects(root: Path, layout: str) -> None:
     from torchmetrics.aggregation import SumMetric
 
     from dcp_plugin import UnsafeCheckpoint
@@ -273,19 +228,19 @@ def _add_objects(root: Path, layout: str) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.handed = {name: checkpoint[name] for name in added}
 
-    saving = t.checkpoints(root, layout, "plain")
+    saving = t.checkpoints(tmp_path, layout, "plain")
     keys = "extra.loss .*extra.encoder .*extra.metrics.sum .*extra.metrics.all .*extra.optimizer "
     with pytest.raises(UnsafeCheckpoint, match=keys):
         t.trainer_for(layout, saving).fit(Keeping(layout), t.plain_loader(layout))
-    assert not (root / f"{layout}-plain" / "step=3.ckpt").exists()
+    assert not (tmp_path / f"{layout}-plain" / "step=3.ckpt").exists()
 
     allowing = ("extra.loss", "extra.encoder", "extra.metrics.*", "extra.optimizer")
     for async_save in (False, True):
         folder, model = f"{layout}-{async_save}", Keeping(layout, seed=5)
         io = t.DCPCheckpointIO(allow_pickle=allowing, async_save=async_save)
-        saving = t.checkpoints(root, folder, "plain")
+        saving = t.checkpoints(tmp_path, folder, "plain")
         t.trainer_for(layout, saving, plugin=io, max_steps=3).fit(Keeping(layout), t.plain_loader(layout))
-        path = root / f"{folder}-plain" / "step=3.ckpt"
+        path = tmp_path / f"{folder}-plain" / "step=3.ckpt"
         resumed = t.trainer_for(layout, [t.AtTrainStart()], plugin=t.DCPCheckpointIO(allow_pickle=allowing))
         resumed.fit(model, t.plain_loader(layout), ckpt_path=path)
         assert isinstance(model.handed["loss"], torch.nn.MSELoss)
@@ -339,21 +294,17 @@ def test_hyper_parameters_of_hydra_and_other_settings_are_saved(tmp_path: Path) 
 
 @on_one_rank_or_sharded
 def test_weights_only_is_enough_to_validate_and_not_to_resume(tmp_path: Path, layout: str) -> None:
-    _run(_weights_only, layout, tmp_path)
-
-
-def _weights_only(root: Path, layout: str) -> None:
     from tests.lightning import training as t
 
     class Validated(t.Model):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
 
-    callbacks = t.checkpoints(root, layout, "plain")
+    callbacks = t.checkpoints(tmp_path, layout, "plain")
     callbacks[0].save_weights_only = True
     trainer = t.trainer_for(layout, callbacks, max_steps=3)
     trainer.fit(Validated(layout), t.plain_loader(layout))
-    path = str(root / f"{layout}-plain" / "step=3.ckpt")
+    path = str(tmp_path / f"{layout}-plain" / "step=3.ckpt")
     in_order = t.DataLoader(t.data(12), batch_size=2)  # the mean of a loss depends on the order of its batches
     measured = [
         t.trainer_for(layout, plugin=True).validate(Validated(layout, seed), in_order, ckpt_path=path)
@@ -361,4 +312,4 @@ def _weights_only(root: Path, layout: str) -> None:
     ]
     assert measured[0] == measured[1]
     with pytest.raises(KeyError, match="save_weights_only"):
-        _resumed(t, layout, path, t.Model(layout, seed=5))
+        t.resumed(layout, path, t.Model(layout, seed=5))

@@ -82,11 +82,7 @@ def test_the_plugin_resumes_a_file_of_lightnings_own(place: Where) -> None:
     first.fit(t.Model(), t.plain_loader("single"))
     first.save_checkpoint(place / "stock.ckpt")
     saved = t.whole_state(first)
-    look = t.AtTrainStart()
-    t.trainer_for("single", [look], plugin=True).fit(
-        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(place / "stock.ckpt")
-    )
-    assert_same(saved, look.state)
+    assert_same(saved, t.resumed("single", str(place / "stock.ckpt")).state)
     io = t.DCPCheckpointIO()
     io.remove_checkpoint(place / "stock.ckpt")
     assert not medium_of(place).kind(place / "stock.ckpt")

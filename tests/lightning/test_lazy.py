@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from dcp_plugin.lightning import DCPCheckpointIO
-from tests.compare import assert_same
+from tests.compare import same_tree
 from tests.lightning import training as t
 from tests.places import names_in
 from tests.slowness import at_random, slow_copies
@@ -67,14 +67,6 @@ def _callbacks(writer: str, root: Path) -> list[Any]:
     }[writer]()  # type: ignore[no-any-return]
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The tensors of nested dictionaries and lists."""
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return {key: leaf for name, value in items for key, leaf in _flat(value, f"{prefix}.{name}").items()}
-
-
 def _fit(writer: str, root: Path, **config: Any) -> Any:
     io = DCPCheckpointIO(**config)
     saving = ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=False)
@@ -95,10 +87,8 @@ def test_a_lazy_checkpoint_is_the_state_at_its_call_whoever_writes_weights(write
     names = names_in(tmp_path / "expected")
     assert len(names) > 5 and names == names_in(tmp_path / "lazy")
     for name in names:
-        one, other = (
-            expected.load_checkpoint(tmp_path / "expected" / name),
-            ours.load_checkpoint(tmp_path / "lazy" / name),
-        )
+        one = expected.load_checkpoint(tmp_path / "expected" / name)
+        other = ours.load_checkpoint(tmp_path / "lazy" / name)
         assert ("current_model_state" in one) == (writer == "averages")
         for part in ("state_dict", "optimizer_states", *(["current_model_state"] if writer == "averages" else [])):
-            assert_same(_flat(one[part]), _flat(other[part]))
+            assert same_tree(one[part], other[part]), part

@@ -12,28 +12,26 @@ import torch
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, as_path
 from tests import launch, programs
-from tests.compare import assert_same
+from tests.compare import assert_same, weights_of
 from tests.damage import flip_any
 from tests.launch import on_ranks
+from tests.lives import read, write
+from tests.messages import warned
 from tests.object_server import Bucket
 from tests.programs import LIGHTNING
-from tests.small_training import QUIET
+from tests.training import QUIET
 
 
 def _save(root: Path, layouts: list[str]) -> None:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import stock_training as stock
     from tests.lightning import training as t
 
     for layout in layouts:
         for name, plugins in (("stock", None), ("ours", [DCPCheckpointIO()])):
-            keep = ModelCheckpoint(root / f"{layout}-{name}", filename="first", every_n_epochs=1)
-            trainer, _ = stock.fit(layout, 1, callbacks=[keep], plugins=plugins)
-            state = t.whole_state(trainer)
-            if trainer.is_global_zero:
-                torch.save(state, root / f"{layout}-{name}.pt")
+            keep = stock.first_checkpoint(root / f"{layout}-{name}")
+            trainer, model = stock.fit(layout, 1, callbacks=[keep], plugins=plugins)
+            write(root, f"{layout}-{name}", model.losses, t.whole_state(trainer))
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +42,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("copied_to_a_store", [False, True])
 @on_ranks(1)
-def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path) -> None:
-    _load_all(root, root)
-
-
-@on_ranks(1)
-def test_a_model_comes_from_what_was_copied_to_a_store(root: Path) -> None:
-    url = as_path("memory://copied")
-    for path in (path for path in root.rglob("*") if path.is_file()):
-        with fsspec.open(str(url / path.relative_to(root).as_posix()), "wb") as copy:
-            copy.write(path.read_bytes())
-    _load_all(root, url)
-
-
-def _load_all(root: Path, place: Where) -> None:
+def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path, copied_to_a_store: bool) -> None:
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
@@ -66,15 +52,18 @@ def _load_all(root: Path, place: Where) -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.seen_in_checkpoint = checkpoint
 
+    place: Where = root
+    if copied_to_a_store:
+        place = as_path("memory://copied")
+        for path in (path for path in root.rglob("*") if path.is_file()):
+            with fsspec.open(str(place / path.relative_to(root).as_posix()), "wb") as copy:
+                copy.write(path.read_bytes())
     for name in ("single-ours", "fsdp1-ours", "fsdp2-ours", "single-stock", "fsdp1-stock", "fsdp2-stock"):
         path = place / name / "first.ckpt"
         model = load_from_checkpoint(StockModel, path, layout="single", seed=5)
         assert (model.hparams.width, model.hparams.seed) == (7, 5)
-        saved = torch.load(root / f"{name}.pt", weights_only=True)
-        assert_same(
-            {key: value for key, value in saved.items() if key.startswith("model.")},
-            {f"model.{key}": value for key, value in model.state_dict().items()},
-        )
+        _, saved = read(root, name)
+        assert_same(weights_of(saved), model.state_dict())
         watching = load_from_checkpoint(Watching, path, layout="single")
         assert len(watching.seen_in_checkpoint["optimizer_states"]) == 1
         assert watching.seen_in_checkpoint["global_step"] == 3
@@ -96,8 +85,6 @@ def test_an_object_in_place_of_its_class_is_told(root: Path) -> None:
 
 @on_ranks(1)
 def test_strict_is_what_it_is_for_lightning(root: Path) -> None:
-    import warnings
-
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
@@ -109,10 +96,9 @@ def test_strict_is_what_it_is_for_lightning(root: Path) -> None:
     path = root / "fsdp2-ours" / "first.ckpt"
     with pytest.raises(RuntimeError, match=r"adapter\.weight"):
         load_from_checkpoint(Adapted, path, layout="single")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("adapter.weight") as said:
         load_from_checkpoint(Adapted, path, strict=False, layout="single")
-    assert any("adapter.weight" in str(warning.message) for warning in caught)
+    assert said
 
 
 @on_ranks(1)

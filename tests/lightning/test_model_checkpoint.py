@@ -147,9 +147,11 @@ def test_every_option_does_in_a_bucket_what_it_does_on_a_disk(tmp_path: Path, bu
 def _compare_with_stock(tmp_path: Path, place: Where, layout: str, half: str, ways: list[str]) -> None:
     """A store has no links: what is one on a disk is a checkpoint of its own there."""
     import dcp_plugin as dcp
+    from dcp_plugin import events
     from tests.lightning import training as t
+    from tests.slowness import pause
 
-    _slow_writes()
+    events.subscribe(pause(0.01))  # wide enough that batches are trained while a save is in flight
     stock = _train(tmp_path / "stock", layout, half, None)
     for name in ways:
         io = t.DCPCheckpointIO(async_save=name == "background")
@@ -167,11 +169,3 @@ def _compare_with_stock(tmp_path: Path, place: Where, layout: str, half: str, wa
                 loaded = io.load_checkpoint(mine)
                 assert_same(written["state_dict"], loaded["state_dict"])
                 assert written.keys() == loaded.keys() - {"hyper_parameters"}, mine
-
-
-def _slow_writes() -> None:
-    """Wide enough that batches are trained while a save is in flight."""
-    from dcp_plugin import events
-    from tests.slowness import pause
-
-    events.subscribe(pause(0.01))

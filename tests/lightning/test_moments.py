@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.training import Stream
 
 MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "the end of an epoch": (3, {"every_n_epochs": 1}),
@@ -26,32 +26,15 @@ MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class Stream(IterableDataset[list[torch.Tensor]]):
-    """Samples without a length, drawn from the global generator; three batches of two."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        while self.position < 6:
-            self.position += 1
-            yield [torch.randn(6)]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
 def _loader(t: Any, kind: str) -> Any:
     generator = torch.Generator().manual_seed(2)
     return {
         "plain": lambda: t.plain_loader("single"),
         "plain with a generator": lambda: t.DataLoader(t.data(6), batch_size=2, shuffle=True, generator=generator),
         "stateful": lambda: t.stateful_loader("single", 3),
-        "stateful without length": lambda: t.StatefulDataLoader(Stream(), batch_size=2),
+        "stateful without length": lambda: t.StatefulDataLoader(
+            Stream(6, lambda number: [torch.randn(6)]), batch_size=2
+        ),
     }[kind]()
 
 
@@ -122,25 +105,10 @@ def _train(
     return {"losses": model.losses, "loops": loops}
 
 
-class Feed(IterableDataset[list[torch.Tensor]]):
-    """A stream that gives each number once, whoever reads it; an epoch has six."""
-
-    def __init__(self) -> None:
-        self.given = torch.zeros((), dtype=torch.int64).share_memory_()
-        self.left = 6
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        while self.left:
-            self.left -= 1
-            self.given += 1
-            yield [torch.full((6,), float(self.given))]
-        self.left = 6
-
-    def state_dict(self) -> dict[str, int]:
-        return {"left": self.left}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.left = state["left"]
+def _next_number(given: torch.Tensor, position: int) -> list[torch.Tensor]:
+    """Each number once, whichever process reads it, and whatever its position."""
+    given.add_(1)
+    return [torch.full((6,), float(given))]
 
 
 @pytest.mark.one_of
@@ -163,14 +131,15 @@ def test_a_resume_at_the_end_of_an_epoch_takes_nothing_from_a_stream_that_it_doe
             pass
 
     for kind, workers in itertools.product((DataLoader, t.StatefulDataLoader), (0, 1)):
-        feed, trained_on, root = Feed(), [], tmp_path / f"{kind.__name__}-{workers}"
+        given = torch.zeros((), dtype=torch.int64).share_memory_()
+        feed, trained_on, root = Stream(6, partial(_next_number, given)), [], tmp_path / f"{kind.__name__}-{workers}"
         for epochs, path in ((1, None), (3, root / "step=3.ckpt")):
             saving = ModelCheckpoint(root, "{step}", save_top_k=-1, **MOMENTS[moment][1])
             trainer = t.trainer_for("single", [saving], max_epochs=epochs, max_steps=-1)
             loader = kind(feed, batch_size=2, num_workers=workers)
             trainer.fit(Model(), loader, t.DataLoader(t.data(2)), ckpt_path=path)
         assert trained_on == [float(number) for number in range(1, 19)], (kind, workers)
-        assert feed.given == 18
+        assert given == 18
 
 
 @on_ranks(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.messages import warned
 from tests.object_server import Bucket
 
 
@@ -31,11 +31,10 @@ def _from_last(folder: Any, *callbacks: Any) -> tuple[dict[str, Any], list[str]]
     from tests.lightning import training as t
 
     look = t.AtTrainStart()
-    with warnings.catch_warnings(record=True) as caught:
-        trainer = t.trainer_for("single", [t.ModelCheckpoint(folder), *callbacks, look])
-        warnings.simplefilter("always")
+    trainer = t.trainer_for("single", [t.ModelCheckpoint(folder), *callbacks, look])
+    with warned() as said:
         trainer.fit(t.Model(seed=5), t.plain_loader("single"), ckpt_path="last")
-    return look.state if trainer.ckpt_path else {}, [str(warning.message) for warning in caught]
+    return look.state if trainer.ckpt_path else {}, said
 
 
 def _trained(t: Any) -> Any:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from tests import launch, sampling
-from tests.compare import assert_same
+from tests.compare import assert_same, weights_of
 from tests.launch import on_ranks
-from tests.lightning import WORLD_SIZE
-from tests.lives import layouts_of
+from tests.lives import layouts_of, read, write
+from tests.training import WORLD_SIZE
 
 SOURCES = ("single", "ddp", "fsdp1", "fsdp2", "fsdp2_full")
 TARGETS = ("single", "ddp", "fsdp1", "fsdp2")
@@ -28,19 +28,14 @@ EACH_TARGET = pytest.mark.parametrize("target", layouts_of([TARGETS[sampling.num
 
 def _save(root: Path, layouts: list[str]) -> None:
     """One epoch of stock Lightning, saved; and what a second one would bring."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     from tests.lightning import stock_training as stock
     from tests.lightning import training as t
 
     for source in layouts:
-        keep = ModelCheckpoint(root / source, filename="first", every_n_epochs=1)
-        trainer, _ = stock.fit(source, 1, callbacks=[keep])
+        trainer, _ = stock.fit(source, 1, callbacks=[stock.first_checkpoint(root / source)])
         state = t.whole_state(trainer)
         _, straight = stock.fit(source, 2)
-        if trainer.is_global_zero:
-            torch.save(state, root / f"{source}.pt")
-            (root / f"{source}.json").write_text(json.dumps(straight.losses))
+        write(root, source, straight.losses, state)
 
 
 def _resume(root: Path, target: str) -> None:
@@ -52,11 +47,9 @@ def _resume(root: Path, target: str) -> None:
         look = t.AtTrainStart()
         path = root / source / "first.ckpt"
         stock.fit(target, 2, seed=5, ckpt_path=path, callbacks=[look], plugins=[DCPCheckpointIO()])
-        if torch.distributed.get_rank() == 0:
-            torch.save({"state": look.state, "progress": look.progress}, root / f"{source}-to-{target}.pt")
+        write(root, f"{source}-to-{target}", look.progress, look.state)
     _, model = stock.fit(target, 2, seed=5, ckpt_path=root / target / "first.ckpt", plugins=[DCPCheckpointIO()])
-    if torch.distributed.get_rank() == 0:
-        (root / f"{target}-resumed.json").write_text(json.dumps(model.losses))
+    write(root, f"{target}-resumed", model.losses, {})
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +78,15 @@ def test_every_strategy_resumes_what_lightning_saved_under_any(
     resumed: Callable[[str], Path], source: str, target: str
 ) -> None:
     root = resumed(target)
-    found = torch.load(root / f"{source}-to-{target}.pt", weights_only=True)
-    assert_same(torch.load(root / f"{source}.pt", weights_only=True), found["state"])
-    assert found["progress"] == {"global_step": 3, "current_epoch": 1, "schedule": 3}
+    progress, state = read(root, f"{source}-to-{target}")
+    assert_same(read(root, source)[1], state)
+    assert progress == {"global_step": 3, "current_epoch": 1, "schedule": 3}
 
 
 @EACH_TARGET
 def test_it_goes_on_as_if_it_had_never_been_interrupted(resumed: Callable[[str], Path], target: str) -> None:
     root = resumed(target)
-    straight = json.loads((root / f"{target}.json").read_text())
-    assert json.loads((root / f"{target}-resumed.json").read_text()) == straight[3:]
+    assert read(root, f"{target}-resumed")[0] == read(root, target)[0][3:]
 
 
 def test_the_plugin_alone_reads_them_as_lightnings_dictionary(root: Path) -> None:
@@ -102,9 +94,8 @@ def test_the_plugin_alone_reads_them_as_lightnings_dictionary(root: Path) -> Non
 
     for source in SOURCES:
         checkpoint = DCPCheckpointIO().load_checkpoint(root / source / "first.ckpt")
-        saved = torch.load(root / f"{source}.pt", weights_only=True)
-        model = {f"model.{key}": value for key, value in checkpoint["state_dict"].items()}
-        assert_same({key: value for key, value in saved.items() if key.startswith("model.")}, model)
+        _, saved = read(root, source)
+        assert_same(weights_of(saved), checkpoint["state_dict"])
         assert len(checkpoint["optimizer_states"]) == 1
         assert len(checkpoint["optimizer_states"][0]["param_groups"]) == 2
         assert checkpoint["global_step"] == 3
@@ -123,7 +114,7 @@ def test_traps_6_and_7_stock_lightning_does_none_of_that(root: Path) -> None:
     except Exception:
         misaligned = True
     else:
-        saved = torch.load(root / "ddp.pt", weights_only=True)
+        _, saved = read(root, "ddp")
         misaligned = not all(key in look.state and torch.equal(look.state[key], saved[key]) for key in saved)
     assert misaligned
     # trap 7: directories are for those who saved them
@@ -163,7 +154,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes() -
 @on_ranks(1)
 def test_code_is_executed_only_where_it_is_allowed(tmp_path: Path) -> None:
     """Lightning drops ``fit(weights_only=False)`` where a strategy is sharded; the plugin takes it at construction."""
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.callbacks import Callback
 
     from dcp_plugin import UnsafeCheckpoint
     from dcp_plugin.lightning import DCPCheckpointIO
@@ -175,8 +166,7 @@ def test_code_is_executed_only_where_it_is_allowed(tmp_path: Path) -> None:
 
     for layout in ("single", "fsdp2"):
         stock.WORLD_SIZE[layout] = 1
-        keep = ModelCheckpoint(tmp_path / layout, filename="first", every_n_epochs=1)
-        stock.fit(layout, 1, callbacks=[keep, Settings()])
+        stock.fit(layout, 1, callbacks=[stock.first_checkpoint(tmp_path / layout), Settings()])
         path = tmp_path / layout / "first.ckpt"
         resume: dict[str, Any] = {"ckpt_path": path, "callbacks": [Settings()]}
         if layout == "fsdp2":  # trap 5: the argument is dropped

@@ -12,7 +12,7 @@ import torch
 
 from tests import programs
 from tests.launch import on_ranks
-from tests.small_training import QUIET
+from tests.training import QUIET
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.launch import on_ranks
+from tests.messages import warned
 
 
 @on_ranks(2)
@@ -71,10 +71,9 @@ def test_modules_and_functions_among_the_hyper_parameters_cost_nothing_but_a_war
     def fit(io: Any, folder: str) -> list[str]:
         callbacks = t.checkpoints(tmp_path, folder, "plain")
         trainer = t.trainer_for("single", callbacks, plugin=io, max_steps=6)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned("Not stored") as said:
             trainer.fit(Configured(**given), t.plain_loader("single"))  # type: ignore[arg-type]
-        return [str(warning.message) for warning in caught if "Not stored" in str(warning.message)]
+        return said
 
     (said,) = fit(t.DCPCheckpointIO(), "without")
     for name in ("hyper_parameters.encoder", "hyper_parameters.loss", "hyper_parameters.optimizer.class"):

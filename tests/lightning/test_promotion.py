@@ -5,13 +5,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
-from tests import launch
 from tests.launch import on_ranks
+from tests.messages import warned
 
 
 def test_the_entry_point_imports_nothing_and_gives_nothing_to_others() -> None:
@@ -90,43 +89,32 @@ def test_a_strategy_built_by_hand_needs_neither_callback_nor_plugin(tmp_path: Pa
     assert dcp.inspect(tmp_path / "single-plain" / "step=1.ckpt").step == 1
 
 
+@on_ranks(2)
 def test_without_its_callback_the_plugin_says_that_rank_0_is_alone(tmp_path: Path) -> None:
-    said, also_said = launch.run(_not_promoted, 2, tmp_path)
-    assert len(said) == 1
-    assert "callbacks=[DCPCallback()]" in said[0]
-    assert also_said == []
-
-
-def _not_promoted(root: Path) -> list[str]:
     from dcp_plugin.lightning import DCPCallback
     from tests.lightning import training as t
 
-    trainer = t.trainer_for("ddp", t.checkpoints(root, "ddp", "plain"))
+    trainer = t.trainer_for("ddp", t.checkpoints(tmp_path, "ddp", "plain"))
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, DCPCallback)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("DCPCheckpointIO") as said:
         trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
-    return [str(warning.message) for warning in caught if "DCPCheckpointIO" in str(warning.message)]
+    assert len(said) == (trainer.global_rank == 0)
+    assert all("callbacks=[DCPCallback()]" in message for message in said)
 
 
+@on_ranks(1)
 def test_a_wrapper_around_the_plugin_is_said_to_be_of_no_use(tmp_path: Path) -> None:
-    (said,) = launch.run(_wrapped, 1, tmp_path)
-    assert len(said) == 1
-    assert "async_save=True" in said[0]
-
-
-def _wrapped(root: Path) -> list[str]:
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     from tests.lightning import training as t
 
     io = AsyncCheckpointIO(t.DCPCheckpointIO())
-    trainer = pl.Trainer(accelerator="cpu", plugins=[io], max_steps=1, logger=False, default_root_dir=root)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    trainer = pl.Trainer(accelerator="cpu", plugins=[io], max_steps=1, logger=False, default_root_dir=tmp_path)
+    with warned("AsyncCheckpointIO") as said:
         trainer.fit(t.Model(), t.plain_loader("single"))
-    return [str(warning.message) for warning in caught if "AsyncCheckpointIO" in str(warning.message)]
+    assert len(said) == 1
+    assert "async_save=True" in said[0]
 
 
 @on_ranks(1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.compare import assert_same
-from tests.lightning import WORLD_SIZE
 from tests.lives import drawn, layouts_of, live, pairs_of, read, wanted, write
+from tests.training import WORLD_SIZE
 
 DRAWN = drawn("lightning", WORLD_SIZE)
 
@@ -52,9 +52,7 @@ def _under_another_strategy(root: Path, layouts: list[str], pairs: Sequence[tupl
 
     for source, target in pairs:
         if target in layouts:
-            look = t.AtTrainStart()
-            trainer = t.trainer_for(target, [look], plugin=True)
-            trainer.fit(t.Model(target, seed=5), t.plain_loader(target), ckpt_path=_checkpoint(root, source, "plain"))
+            look = t.resumed(target, _checkpoint(root, source, "plain"))
             write(root, f"{source}-to-{target}", look.progress, look.state)
 
 

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from tests import launch
 from tests.compare import assert_same, same_bytes
+from tests.damage import fill_disk
 from tests.launch import on_ranks
 from tests.limits import HANG
+from tests.messages import warned
 from tests.places import names_in
-
-
-def _saved(t: Any, layout: str, path: Path, *callbacks: Any, steps: int = 3, **options: Any) -> dict[str, Any]:
-    """The whole state after some steps, which is in the checkpoint."""
-    trainer = t.trainer_for(layout, callbacks, max_steps=steps, **options)
-    trainer.fit(t.Model(layout), t.plain_loader(layout))
-    trainer.save_checkpoint(path)
-    return dict(t.whole_state(trainer))
-
-
-def _resumed(t: Any, layout: str, path: Any, model: Any = None, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    """The whole state that a resumed training starts with; empty if it did not start."""
-    look = t.AtTrainStart()
-    trainer = t.trainer_for(layout, [*callbacks, look], **options)
-    trainer.fit(model or t.Model(layout, seed=5), t.plain_loader(layout), ckpt_path=path)
-    return dict(look.state)
+from tests.training import Stream
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -56,8 +41,8 @@ def test_trap_1_hybrid_shard_of_fsdp1_resumes_with_its_optimizer_state(tmp_path:
     from tests.lightning import training as t
 
     for way, right in ((STOCK, False), (OURS, True)):
-        saved = _saved(t, "fsdp1_hsdp", tmp_path / str(right), **way)
-        loaded = _resumed(t, "fsdp1_hsdp", tmp_path / str(right), **way)
+        saved = t.saved("fsdp1_hsdp", tmp_path / str(right), **way)
+        loaded = t.resumed("fsdp1_hsdp", tmp_path / str(right), **way).state
         assert _differ(saved, loaded) is not right
         moments = torch.cat([value.ravel() for key, value in loaded.items() if key.endswith("exp_avg")])
         everywhere = [torch.empty_like(moments) for _ in range(4)]
@@ -76,7 +61,7 @@ def test_trap_2_a_rank_killed_while_overwriting_leaves_the_old_checkpoint(tmp_pa
 def _write_once(root: Path, way: dict[str, Any]) -> None:
     from tests.lightning import training as t
 
-    torch.save(_saved(t, "fsdp2", root / "checkpoint", **way), root / f"old-{dist.get_rank()}.pt")
+    torch.save(t.saved("fsdp2", root / "checkpoint", **way), root / f"old-{dist.get_rank()}.pt")
 
 
 def _overwrite_and_die(root: Path, way: dict[str, Any]) -> None:
@@ -119,7 +104,7 @@ def _read_overwritten(root: Path, way: dict[str, Any]) -> None:
     from tests.lightning import training as t
 
     old, new = (torch.load(root / f"{name}-{dist.get_rank()}.pt", weights_only=True) for name in ("old", "new"))
-    loaded = _resumed(t, "fsdp2", root / "checkpoint", **way)
+    loaded = t.resumed("fsdp2", root / "checkpoint", **way).state
     if way == OURS:
         assert_same(old, loaded)
     else:
@@ -134,7 +119,7 @@ def test_trap_3_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_
     for name, way in (("stock", STOCK), ("ours", OURS)):
         folder = tmp_path / name
         good, torn, link = (folder / f"last{suffix}.ckpt" for suffix in ("", "-v1", "-v2"))
-        saved = _saved(t, "single", good, **way)
+        saved = t.saved("single", good, **way)
         torn.mkdir()
         (torn / "__0_0.distcp").write_bytes(b"the beginning")
         os.utime(torn, (good.stat().st_mtime + 10,) * 2)  # newer, however coarse the clock is
@@ -158,10 +143,9 @@ def test_trap_3_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_
 
 
 def _from_last(t: Any, folder: Path, way: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        state = _resumed(t, "single", "last", None, t.ModelCheckpoint(folder), **way)
-    return state, [str(warning.message) for warning in caught]
+    with warned() as said:
+        state = t.resumed("single", "last", None, t.ModelCheckpoint(folder), **way).state
+    return state, said
 
 
 @on_ranks(1)
@@ -180,7 +164,7 @@ def test_trap_4_what_a_save_needs_beside_the_checkpoint_does_not_count_as_one(tm
         trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(tmp_path))
     assert set(seen) == {"hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"}
     assert next_name(trainer) == "hpc_ckpt_3.ckpt"
-    assert_same(t.whole_state(trainer), _resumed(t, "single", "hpc", default_root_dir=tmp_path, **OURS))
+    assert_same(t.whole_state(trainer), t.resumed("single", "hpc", default_root_dir=tmp_path, **OURS).state)
     (tmp_path / "hpc_ckpt_2.ckpt.tmp_7").mkdir()
     assert next_name(trainer) == "hpc_ckpt_3.ckpt"
     alone = type(trainer._checkpoint_connector).__mro__[1].hpc_save_path(tmp_path)
@@ -198,11 +182,11 @@ def test_trap_8_strict_loading_is_honoured_when_the_model_is_sharded(tmp_path: P
             super().__init__("fsdp2", seed=5)
             self.net.head.adapter = torch.nn.Linear(1, 1)
 
-    saved = _saved(t, "fsdp2", tmp_path / "stock", **STOCK)
+    saved = t.saved("fsdp2", tmp_path / "stock", **STOCK)
     with pytest.raises(BaseException, match="adapter"):  # torch's own derives from that
-        _resumed(t, "fsdp2", tmp_path / "stock", Adapted(), **STOCK)
-    saved = _saved(t, "fsdp2", tmp_path / "ours", **OURS)
-    loaded = _resumed(t, "fsdp2", tmp_path / "ours", Adapted(), **OURS)
+        t.resumed("fsdp2", tmp_path / "stock", Adapted(), **STOCK)
+    saved = t.saved("fsdp2", tmp_path / "ours", **OURS)
+    loaded = t.resumed("fsdp2", tmp_path / "ours", Adapted(), **OURS).state
     assert not _differ(saved, loaded)
 
 
@@ -248,59 +232,28 @@ def test_trap_11_on_load_checkpoint_sees_what_it_sees_on_one_device(tmp_path: Pa
 
 
 def _all_on_load(root: Path, ways: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [_on_load(root, layout, way) for layout, way in ways]
-
-
-def _on_load(root: Path, layout: str, way: dict[str, Any]) -> dict[str, Any]:
     from tests.lightning import training as t
-
-    seen: dict[str, Any] = {}
 
     class Looking(t.Model):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            seen.update(dict.fromkeys(checkpoint))
+            self.handed: dict[str, Any] = dict.fromkeys(checkpoint)
             for key, value in checkpoint.get("state_dict", {}).items():
-                seen[f"state_dict.{key}"] = tuple(value.size())
+                self.handed[f"state_dict.{key}"] = tuple(value.size())
             for state in checkpoint.get("optimizer_states", ()):
-                seen["trained"] = sorted(state["state"])
+                self.handed["trained"] = sorted(state["state"])
 
-    path = root / f"{layout}-{way == OURS}"
-    _saved(t, layout, path, **way)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _resumed(t, layout, path, Looking(layout, seed=5), **way)
-    return seen
-
-
-class _Stream(IterableDataset[list[torch.Tensor]]):
-    """Numbers of this rank's own, from its position on."""
-
-    def __init__(self) -> None:
-        self.position = 100 * dist.get_rank()
-
-    def __len__(self) -> int:
-        return 100
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        while True:
-            self.position += 1
-            yield [torch.full((6,), float(self.position))]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+    warnings.simplefilter("ignore")
+    handed = []
+    for layout, way in ways:
+        path, model = root / f"{layout}-{way == OURS}", Looking(layout, seed=5)
+        t.saved(layout, path, **way)
+        t.resumed(layout, path, model, **way)
+        handed.append(model.handed)
+    return handed
 
 
+@on_ranks(2)
 def test_trap_12_each_rank_continues_in_its_own_data(tmp_path: Path) -> None:
-    for rank, (stock, ours) in enumerate(launch.run(_own_data, 2, tmp_path)):
-        own = [100.0 * rank + number for number in (4, 5, 6)]
-        assert ours == own
-        assert (stock == own) is (rank == 0), "every rank gets the data of rank 0"
-
-
-def _own_data(root: Path) -> list[list[float]]:
     from tests.lightning import training as t
 
     class Reading(t.Model):
@@ -308,17 +261,26 @@ def _own_data(root: Path) -> list[list[float]]:
             seen.append(float(batch[0][0, 0]))
             return super().training_step(batch, batch_idx)
 
-    continued = []
+    class Numbers(Stream):
+        def __len__(self) -> int:  # without it Lightning reads a batch ahead
+            return 100
+
+    def own_numbers() -> Any:
+        numbers = Numbers(1000, lambda number: [torch.full((6,), float(number))])
+        numbers.load_state_dict({"position": 100 * dist.get_rank()})
+        return t.StatefulDataLoader(numbers, batch_size=1)
+
+    own = [100.0 * dist.get_rank() + number for number in (4, 5, 6)]
     for name, way in (("stock", STOCK), ("ours", OURS)):
         seen: list[float] = []
         trainer = t.trainer_for("ddp", max_steps=3, **way)
-        trainer.fit(Reading("ddp"), t.StatefulDataLoader(_Stream(), batch_size=1))
-        trainer.save_checkpoint(root / name)
+        trainer.fit(Reading("ddp"), own_numbers())
+        trainer.save_checkpoint(tmp_path / name)
         seen.clear()
         trainer = t.trainer_for("ddp", **way)
-        trainer.fit(Reading("ddp"), t.StatefulDataLoader(_Stream(), batch_size=1), ckpt_path=root / name)
-        continued.append(list(seen))
-    return continued
+        trainer.fit(Reading("ddp"), own_numbers(), ckpt_path=tmp_path / name)
+        # Stock gives the data of rank 0 to every rank.
+        assert (seen == own) is (way is OURS or dist.get_rank() == 0)
 
 
 @pytest.mark.one_of
@@ -376,13 +338,9 @@ def test_when_all_ranks_fail_what_they_have_is_saved(tmp_path: Path) -> None:
             assert dcp.inspect(tmp_path / layout / name).step == 2
 
 
+@on_ranks(2)
 def test_exceptions_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
     """It would have the parts of one step from one rank, and those of another step from another."""
-    launch.run(_ranks_fail_apart, 2, tmp_path)
-    assert not list(tmp_path.glob("**/*.ckpt"))
-
-
-def _ranks_fail_apart(root: Path) -> None:
     from tests.lightning import training as t
 
     class Failing(t.Model):
@@ -395,9 +353,11 @@ def _ranks_fail_apart(root: Path) -> None:
                 raise ArithmeticError("after the step")
 
     for layout in ("ddp", "fsdp2"):
-        trainer = t.trainer_for(layout, [t.ModelCheckpoint(root / layout, save_on_exception=True)])
+        trainer = t.trainer_for(layout, [t.ModelCheckpoint(tmp_path / layout, save_on_exception=True)])
         with pytest.raises(ArithmeticError), pytest.warns(UserWarning, match="at the same step"):
             trainer.fit(Failing(layout), t.plain_loader(layout, 6))
+    dist.barrier()
+    assert not list(tmp_path.glob("**/*.ckpt"))
 
 
 @on_ranks(2)
@@ -414,11 +374,9 @@ def test_a_first_load_that_fails_is_no_exception_to_save(tmp_path: Path) -> None
             OnExceptionCheckpoint(tmp_path / layout),
         ]
         trainer = t.trainer_for(layout, callbacks)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with pytest.raises(dcp.CheckpointNotFound):
-                trainer.fit(t.Model(layout), t.plain_loader(layout), ckpt_path=str(tmp_path / "nothing"))
-        assert not [str(one.message) for one in caught if "of its exception" in str(one.message)]
+        with warned("of its exception") as said, pytest.raises(dcp.CheckpointNotFound):
+            trainer.fit(t.Model(layout), t.plain_loader(layout), ckpt_path=str(tmp_path / "nothing"))
+        assert not said
 
 
 def test_an_exception_waits_for_nobody_if_nothing_is_saved_because_of_it(tmp_path: Path) -> None:
@@ -506,11 +464,7 @@ def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_
     assert len(train("stock", stock=True, plugins=[AsyncCheckpointIO(SlowIO())])) > 1
     assert train("ours", plugin=t.DCPCheckpointIO(async_save=True)) == ["step=4.ckpt"]
 
-    def full(event: events.Event) -> None:
-        if isinstance(event, events.SaveStarted) and event.step == 3:
-            raise OSError("disk full")
-
-    events.subscribe(full)
+    fill_disk(step=3)
     with pytest.raises(SaveFailed, match="disk full"):
         train("failed", plugin=t.DCPCheckpointIO(async_save=True))
     assert (tmp_path / "failed" / "step=2.ckpt").exists(), "the one that would have been replaced"

@@ -1,25 +1,18 @@
-"""One small training that any strategy can run on a CPU, and what can be asked of it.
+"""One small training that any strategy can run on a CPU with the plugin, and what can be asked of it.
 
 Functions here run on ranks that ``tests.launch`` has made; to Lightning they look like ranks of torchrun.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -27,57 +20,44 @@ from dcp_plugin.lightning import DCPCheckpointIO
 from dcp_plugin.paths import Where
 from dcp_plugin.state import inside_ddp
 from tests import layouts
-from tests.lightning import WORLD_SIZE
-from tests.lightning.cpu_fsdp import CPUFSDPStrategy
-from tests.small_training import QUIET, Net, two_groups
-from tests.small_training import samples as data
+from tests.lightning import stock_training
+from tests.lightning.stock_training import strategy_for as strategy_for
+from tests.training import WORLD_SIZE, Net, shard, two_groups
+from tests.training import samples as data
 
 
-class Model(pl.LightningModule):
+class Model(stock_training.Trained):
     """Dropout (random numbers), a schedule, two param groups, uneven sizes, a buffer."""
 
     def __init__(self, layout: str = "single", seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layout = layout
+        super().__init__(layout, seed)
         self.net = nn.Sequential(OrderedDict(Net().named_children()))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.losses: list[float] = []
 
-    def configure_model(self) -> None:
-        """FSDP2, where Lightning wants it; called again when the trainer is used again."""
-        if self.layout == "fsdp2":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        elif self.layout == "hsdp":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        else:
-            return
-        fully_shard(self.net.body, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+    def shard(self, mesh: Any) -> None:
+        shard(self.net, mesh)
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.seen += 1
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = two_groups(self.net)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return two_groups(self.net)
 
 
-def strategy_for(layout: str) -> Strategy:
-    if layout == "single":
-        return SingleDeviceStrategy("cpu")
-    if layout == "ddp":
-        return DDPStrategy()
-    if layout == "fsdp1":
-        return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={nn.Linear})
-    if layout == "fsdp1_hsdp":
-        hybrid: Any = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
-        return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={nn.Linear}, **hybrid)
-    return ModelParallelStrategy(data_parallel_size=WORLD_SIZE[layout], tensor_parallel_size=1)
+class FineTune(Model):
+    """With its body frozen or not, and perhaps an adapter. Only what trains is in the optimizer."""
+
+    def __init__(
+        self, layout: str = "single", seed: int = 0, *, frozen: bool = True, adapter: bool = False, meta: bool = False
+    ) -> None:
+        super().__init__(layout, seed)
+        if adapter:
+            self.net.adapter = nn.Linear(1, 1)
+        self.net.body.requires_grad_(not frozen)
+        if meta:
+            self.net = self.net.to("meta")
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("validated", self.net(batch[0]).square().mean(), sync_dist=True)
 
 
 def trainer_for(
@@ -90,20 +70,9 @@ def trainer_for(
 ) -> pl.Trainer:
     """A quiet trainer of six steps. With a ``ModelCheckpoint`` among the callbacks it has the plugin, unless it is to
     be ``stock``: Lightning alone."""
-    if layout != "single":
-        os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning|torchdata")
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    io = plugin if isinstance(plugin, DCPCheckpointIO) else DCPCheckpointIO() if plugin or saves else None
-    io = None if stock else io
-    options.setdefault("strategy", strategy_for(layout))
-    return pl.Trainer(
-        devices=WORLD_SIZE[layout],
-        callbacks=list(callbacks),
-        enable_checkpointing=saves,
-        **{**QUIET, "max_steps": 6, "plugins": [io] if io else None, **options},
-    )
+    if not stock and (plugin or any(isinstance(callback, ModelCheckpoint) for callback in callbacks)):
+        options = {"plugins": [plugin if isinstance(plugin, DCPCheckpointIO) else DCPCheckpointIO()], **options}
+    return stock_training.trainer_for(layout, callbacks, **{"max_steps": 6, **options})
 
 
 def checkpoints(root: Where, layout: str, loader: str) -> list[Callback]:
@@ -122,27 +91,45 @@ def stateful_loader(layout: str, steps: int = 4) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(data(steps * 2 * WORLD_SIZE[layout]), batch_size=2, shuffle=True)
 
 
+LOADERS = {"plain": plain_loader, "stateful": stateful_loader}
+
+
 def whole_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Model and optimizers by key, every tensor whole. Collective."""
     return layouts.whole_state(inside_ddp(trainer.strategy.model), *trainer.optimizers)
 
 
 class AtTrainStart(Callback):
-    """Looks at what a resumed training starts with, and ends it."""
+    """Looks at what a training starts with, in its sanity check too, and ends it unless it is to go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stop: bool = True) -> None:
         self.state: dict[str, Any] = {}
+        self.at_sanity_check: dict[str, Any] = {}
         self.progress: dict[str, int] = {}
+        self._stop = stop
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_sanity_check = whole_state(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.state = whole_state(trainer)
         schedule = trainer.lr_scheduler_configs[0].scheduler.last_epoch
-        self.progress = {
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-            "schedule": schedule,
-        }
-        trainer.should_stop = True
+        epoch = trainer.current_epoch
+        self.progress = {"global_step": trainer.global_step, "current_epoch": epoch, "schedule": schedule}
+        trainer.should_stop = self._stop
 
 
-LOADERS = {"plain": plain_loader, "stateful": stateful_loader}
+def saved(layout: str, path: Where, model: Any = None, **options: Any) -> dict[str, Any]:
+    """The whole state after three steps, which is in the checkpoint at ``path``."""
+    trainer = trainer_for(layout, **{"plugin": True, "max_steps": 3, **options})
+    trainer.fit(model or Model(layout), plain_loader(layout))
+    trainer.save_checkpoint(path)
+    return whole_state(trainer)
+
+
+def resumed(layout: str, path: Any, model: Any = None, *callbacks: Callback, **options: Any) -> AtTrainStart:
+    """What a training that resumes from ``path`` starts with. Its state is empty if the training did not start."""
+    look = AtTrainStart()
+    trainer = trainer_for(layout, [*callbacks, look], **{"plugin": True, **options})
+    trainer.fit(model or Model(layout, seed=5), plain_loader(layout), ckpt_path=path)
+    return look

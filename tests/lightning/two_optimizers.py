@@ -1,46 +1,30 @@
-"""A training with all that makes an optimizer's state hard to number, without this package.
+"""A training with all that makes an optimizer's state hard to number, with Lightning alone.
 
 Manual optimization of two optimizers; groups with equal settings; parameters in another order than the model's; a
-frozen one in a group; a callback with a state. Run as a module on each rank, it resumes with stock Lightning, in a
-process that cannot import this package: ``python -m tests.lightning.two_optimizers LAYOUT CHECKPOINT OUT …``.
+frozen one in a group; a callback with a state. ``tests/lightning/stock_processes.py`` runs it.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.lightning import stock_training as stock
 
 
-class TwoOptimizers(pl.LightningModule):
+class TwoOptimizers(stock.StockModel):
     """Nothing random, since stock Lightning saves no random state."""
 
     def __init__(self, layout: str = "single", seed: int = 0) -> None:
-        super().__init__()
-        self.save_hyperparameters()
+        super().__init__(layout, seed)
         self.automatic_optimization = False
-        torch.manual_seed(seed)
-        self.layout = layout
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 7), nn.Linear(7, 1))
-        self.net[0].requires_grad_(False)
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        if self.layout == "fsdp2":
-            fully_shard(self.net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        loss = self.net(batch[0]).square().mean()
+        loss = super().training_step(batch, batch_idx)
         both: Any = self.optimizers()
         for optimizer in both:
             optimizer.zero_grad()
@@ -48,7 +32,6 @@ class TwoOptimizers(pl.LightningModule):
         for optimizer in both:
             optimizer.step()
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
-        self.losses.append(loss.item())
 
     def configure_optimizers(self) -> Any:
         first, second, third = self.net
@@ -75,13 +58,11 @@ class Counts(Callback):
         self.batches, self.sums = state_dict["batches"], state_dict["sums"]
 
 
-def fit(
-    layout: str, epochs: int, seed: int = 0, ckpt_path: Any = None, callbacks: Any = (), plugins: Any = None
-) -> Any:
-    """Train; the trainer, the model and the callback."""
+def fit(layout: str, epochs: int, callbacks: Sequence[Callback] = (), **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Train; the trainer, and what the test compares."""
     counts = Counts()
-    trainer, model = stock.fit(layout, epochs, seed, ckpt_path, [counts, *callbacks], plugins, TwoOptimizers)
-    return trainer, model, counts
+    trainer, model = stock.fit(layout, epochs, callbacks=[counts, *callbacks], kind=TwoOptimizers, **options)
+    return trainer, {"losses": model.losses, "batches": counts.batches, "sums": counts.sums.tolist()}
 
 
 def outputs(model: TwoOptimizers) -> list[float]:
@@ -90,13 +71,6 @@ def outputs(model: TwoOptimizers) -> list[float]:
     return found
 
 
-def resume(layout: str, checkpoint: Path, out: Path) -> None:
-    _, model, counts = fit(layout, 2, seed=5, ckpt_path=checkpoint)
-    said = {"losses": model.losses, "batches": counts.batches, "sums": counts.sums.tolist()}
-    if dist.get_rank() == 0:
-        loaded = TwoOptimizers.load_from_checkpoint(checkpoint, layout="single")
-        out.write_text(json.dumps({**said, "outputs": outputs(loaded)}))
-
-
-if __name__ == "__main__":
-    stock.main(resume)
+def resume(layout: str, checkpoint: Path) -> dict[str, Any]:
+    _, results = fit(layout, 2, seed=5, ckpt_path=checkpoint)
+    return {**results, "outputs": outputs(TwoOptimizers.load_from_checkpoint(checkpoint, layout="single"))}

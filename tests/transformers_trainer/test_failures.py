@@ -8,19 +8,8 @@ from typing import Any
 import pytest
 
 import dcp_plugin as dcp
+from tests.damage import fill_disk
 from tests.launch import on_ranks
-
-
-def _disk_full_on_rank_1(step: int) -> None:
-    import torch.distributed as dist
-
-    from dcp_plugin import events
-
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.SaveStarted) and event.step == step and dist.get_rank() == 1:
-            raise OSError("disk full")
-
-    events.subscribe(fail)
 
 
 @on_ranks(2)
@@ -28,7 +17,7 @@ def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path:
     from tests.transformers_trainer import training as t
 
     config = dcp.CheckpointConfig(async_save=True, timeout=20)
-    _disk_full_on_rank_1(step=6)
+    fill_disk(step=6, rank=1)
     trainer = t.trainer(tmp_path / "last", "ddp", config=config)
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*disk full"):
         trainer.train()
@@ -46,7 +35,7 @@ def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path:
         trainer.train()
     assert dcp.verify(tmp_path / "whole" / "checkpoint-3").ok
 
-    _disk_full_on_rank_1(step=3)
+    fill_disk(step=3, rank=1)
     trainer = t.trainer(tmp_path / "both", "ddp", config=config, callbacks=[Breaks()])
     with pytest.raises(ArithmeticError, match="NaN") as raised:
         trainer.train()

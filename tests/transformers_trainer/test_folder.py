@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import dcp_plugin as dcp
 from tests import launch
 from tests.launch import on_ranks
+from tests.messages import warned
 from tests.places import names_in
 
 
@@ -55,13 +55,12 @@ def _train_and_die(root: Path, kind: str, victims: list[int], options: dict[str,
     trainer.train()
 
 
-def _resume(root: Path, kind: str) -> Any:
+def _resume(root: Path, kind: str, resume: bool | Path = True) -> Any:
     from tests.transformers_trainer import training as t
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        step = t.begin(t.trainer(root, kind=_kind(kind)), resume=True).step
-    return step, [str(one.message) for one in said if "passes over" in str(one.message)]
+    with warned("passes over") as said:
+        step = t.begin(t.trainer(root, kind=_kind(kind)), resume).step
+    return step, said
 
 
 @pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
@@ -134,7 +133,7 @@ def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert step == 2
     assert [next(n for n in (99, 5, 4, 3) if f"checkpoint-{n}" in one) for one in said] == [99, 5, 4, 3]
     for torn, error in (cut, "CheckpointCorrupt"), (lost, "CheckpointIncomplete"), (edited, "CheckpointCorrupt"):
-        assert error in launch.outcomes_of(_resume_from, 1, torn)[0].traceback
+        assert error in launch.outcomes_of(_resume, 1, tmp_path, "ours", torn)[0].traceback
     for step in (1, 2):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
     assert "CheckpointNotFound" in launch.outcomes_of(_resume, 1, tmp_path, "ours")[0].traceback
@@ -155,12 +154,6 @@ def test_nothing_to_resume_from_is_caught_as_with_stock(tmp_path: Path, resume: 
         Path(named).mkdir()
         with pytest.raises(ValueError, match=re.escape(str(stock.value))):
             t.trainer(tmp_path).train(resume_from_checkpoint=named)
-
-
-def _resume_from(path: Path) -> None:
-    from tests.transformers_trainer import training as t
-
-    t.begin(t.trainer(path.parent), path)
 
 
 APART = {"eval_strategy": "epoch", "save_steps": 2, "load_best_model_at_end": False}
@@ -185,14 +178,11 @@ KEPT = {
 }
 
 
+@on_ranks(1)
 def test_the_checkpoints_that_are_kept_are_those_that_stock_keeps(tmp_path: Path) -> None:
     for kind in ("stock", "ours"):
-        kept = launch.run(_keep, 1, tmp_path / kind, kind)[0]
-        assert kept == {case: left for case, (_, left) in KEPT.items()}, kind
-
-
-def _keep(root: Path, kind: str) -> dict[str, list[str]]:
-    return {case: _train_with_best(root / case, kind, options) for case, (options, _) in KEPT.items()}
+        for case, (options, left) in KEPT.items():
+            assert _train_with_best(tmp_path / kind / case, kind, options) == left, (kind, case)
 
 
 def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.messages import warned
 from tests.transformers_trainer import WORLD_SIZE
 
 
@@ -31,51 +30,34 @@ def _adapted(seed: int) -> Any:
     return model
 
 
-def _train_adapters(root: Path, layout: str) -> Any:
-    from tests.transformers_trainer import training as t
-
-    trainer = t.trainer(root, layout, net=_adapted(1), callbacks=[watch := t.Watch()])
-    trainer.train()
-    return t.whole_state(trainer), watch.losses
-
-
-def _resume_adapters(root: Path, layout: str) -> Any:
-    from tests.transformers_trainer import training as t
-
-    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "eval_dataset": t.Text(4)}
-    trainer = t.trainer(root, layout, net=_adapted(2), callbacks=[watch := t.Watch()], **options)
-    trainer.train(resume_from_checkpoint=str(root / "checkpoint-3"))
-    assert trainer.state.best_model_checkpoint == str(root / "checkpoint-6")
-    return t.whole_state(trainer), watch.losses
-
-
-def _adapters_for_inference(root: Path) -> None:
-    """As PEFT's documentation does it, with a checkpoint of the Trainer."""
+@pytest.mark.one_of
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> None:
     from peft import PeftModel
 
     from tests.transformers_trainer import training as t
 
-    model = PeftModel.from_pretrained(t.model(), str(root / "checkpoint-6"))
-    adapters = {key: p.detach() for key, p in model.named_parameters() if "lora_" in key or "_to_save" in key}
-    found = {f"model.{key}": value for key, value in adapters.items()}
-    saved: dict[str, Any] = dict.fromkeys(found)
-    dcp.load(saved, root / "checkpoint-6")
-    assert_same(saved, found)
-
-
-@pytest.mark.one_of
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
-def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> None:
-    straight = launch.run(_train_adapters, WORLD_SIZE[layout], tmp_path, layout)[0]
-
+    straight = t.run(t.trainer(tmp_path, layout, net=_adapted(1)))
     path = tmp_path / "checkpoint-3"
     keys = [tensor.key for tensor in dcp.inspect(path).tensors if tensor.key.startswith("model.")]
     assert keys and all("lora_" in key or "modules_to_save" in key for key in keys), keys
     assert not (path / "model.safetensors").exists()
-    launch.run(_adapters_for_inference, 1, tmp_path)
-    resumed = launch.run(_resume_adapters, WORLD_SIZE[layout], tmp_path, layout)[0]
-    assert_same(straight[0], resumed[0])
-    assert resumed[1].items() <= straight[1].items()
+
+    # As PEFT's documentation does it, with a checkpoint of the Trainer.
+    model = PeftModel.from_pretrained(t.model(), str(tmp_path / "checkpoint-6"))
+    adapters = {key: p.detach() for key, p in model.named_parameters() if "lora_" in key or "_to_save" in key}
+    found = {f"model.{key}": value for key, value in adapters.items()}
+    saved: dict[str, Any] = dict.fromkeys(found)
+    dcp.load(saved, tmp_path / "checkpoint-6")
+    assert_same(saved, found)
+
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "eval_dataset": t.Text(4)}
+    trainer = t.trainer(tmp_path, layout, net=_adapted(2), **options)
+    resumed = t.run(trainer, path)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    assert_same(straight.state, resumed.state)
+    assert resumed.losses.items() <= straight.losses.items()
 
 
 @pytest.mark.one_of
@@ -114,16 +96,15 @@ def test_save_only_model_saves_and_resumes_only_the_model(tmp_path: Path) -> Non
 def test_a_checkpoint_of_stock_resumes_as_with_stock(tmp_path: Path, layout: str) -> None:
     from tests.transformers_trainer import training as t
 
-    t.trainer(tmp_path, layout, kind=t.OnCPU, callbacks=[first := t.Watch()]).train()
+    first = t.run(t.trainer(tmp_path, layout, kind=t.OnCPU))
     assert dcp.latest(tmp_path) == tmp_path / "checkpoint-6"
-    results = []
-    for kind in (t.OnCPU, t.Ours):
-        trainer = t.trainer(tmp_path, layout, kind=kind, net=t.model(seed=9), callbacks=[watch := t.Watch()])
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        results.append((t.whole_state(trainer), watch.losses))
-    assert_same(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
-    assert results[1][1].items() <= first.losses.items()
+    stock, ours = (
+        t.run(t.trainer(tmp_path, layout, kind=kind, net=t.model(seed=9)), tmp_path / "checkpoint-3")
+        for kind in (t.OnCPU, t.Ours)
+    )
+    assert_same(stock.state, ours.state)
+    assert stock.losses == ours.losses
+    assert ours.losses.items() <= first.losses.items()
 
 
 @on_ranks(1)
@@ -140,18 +121,9 @@ def test_a_checkpoint_of_another_door_gives_model_and_optimizer(tmp_path: Path) 
     assert_same(expected, {key: value for key, value in seen.state.items() if not key.startswith("schedule.")})
 
 
-def _loaded_by_core(path: Path) -> None:
-    from tests.transformers_trainer import training as t
-
-    model = t.model(seed=9)
-    import torch
-
-    report = dcp.load({"model": model, "optim": torch.optim.AdamW(model.parameters())}, path)
-    assert not report.missing and not report.unexpected
-
-
 @on_ranks(1)
 def test_any_trainer_and_the_export_stays_stocks(tmp_path: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from dcp_plugin.transformers import DCPTrainerMixin
@@ -165,7 +137,9 @@ def test_any_trainer_and_the_export_stays_stocks(tmp_path: Path) -> None:
     )
     trainer = Mine(t.model(), arguments, train_dataset=t.Text(16))
     trainer.train()
-    _loaded_by_core(tmp_path / "checkpoint-2")
+    model = t.model(seed=9)
+    report = dcp.load({"model": model, "optim": torch.optim.AdamW(model.parameters())}, tmp_path / "checkpoint-2")
+    assert not report.missing and not report.unexpected
     trainer.save_model(str(tmp_path / "export"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert_same(exported.state_dict(), trainer.model.state_dict())
@@ -184,13 +158,11 @@ def test_ignore_data_skip_means_what_it_means_with_stock(tmp_path: Path) -> None
     """With ``ignore_data_skip`` the epoch starts again; the random numbers go on."""
     from tests.transformers_trainer import training as t
 
-    t.trainer(tmp_path, callbacks=[first := t.Watch()]).train()
-    second = t.trainer(tmp_path, callbacks=[watch := t.Watch()], ignore_data_skip=True, net=t.model(seed=9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert sorted(watch.losses) == [4, 5, 6]
-    assert watch.losses[4] != first.losses[4]
+    first = t.run(t.trainer(tmp_path))
+    second = t.trainer(tmp_path, ignore_data_skip=True, net=t.model(seed=9))
+    resumed = t.run(second, tmp_path / "checkpoint-3")
+    assert sorted(resumed.losses) == [4, 5, 6]
+    assert resumed.losses[4] != first.losses[4]
 
 
 def _masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -206,13 +178,12 @@ def test_random_batches_in_the_middle_of_an_epoch_are_said_not_to_be_exact(tmp_p
 
     for save_steps, exact in ((3, False), (4, True)):
         folder = tmp_path / str(save_steps)
-        t.trainer(folder, save_steps=save_steps, data_collator=_masked, callbacks=[first := t.Watch()]).train()
-        resumed = t.trainer(folder, data_collator=_masked, callbacks=[watch := t.Watch()], save_strategy="no")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{save_steps}"))
-        assert (watch.losses.items() <= first.losses.items()) == exact
-        assert any("draws others than without" in str(one.message) for one in said) == (not exact)
+        first = t.run(t.trainer(folder, save_steps=save_steps, data_collator=_masked))
+        resumed = t.trainer(folder, data_collator=_masked, save_strategy="no")
+        with warned("draws others than without") as said:
+            ran = t.run(resumed, folder / f"checkpoint-{save_steps}")
+        assert (ran.losses.items() <= first.losses.items()) == exact
+        assert bool(said) == (not exact)
 
 
 @on_ranks(1)
@@ -221,10 +192,9 @@ def test_a_training_that_begins_with_loaded_weights_has_no_random_numbers_to_con
 
     dcp.save({"model": t.model()}, tmp_path / "elsewhere")
     trainer = t.trainer(tmp_path, data_collator=_masked, save_strategy="no")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned("draws others than without") as said:
         trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
-    assert not any("draws others than without" in str(one.message) for one in said)
+    assert not said
 
 
 @on_ranks(2)

@@ -19,21 +19,18 @@ from tests.memory import names_alive
 def test_the_mixin_keeps_no_object_longer_than_the_trainer_alone(tmp_path: Path, options: dict[str, Any]) -> None:
     from tests.transformers_trainer import training as t
 
+    def trained(root: Path, kind: Any, **options: Any) -> dict[str, weakref.ref[Any]]:
+        trainer = t.trainer(root, kind=kind, **options)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=str(root / "checkpoint-3"))
+        objects = {"trainer": trainer, "accelerator": trainer.accelerator, "model": trainer.model}
+        objects |= {"optimizer": trainer.optimizer.optimizer, "data": trainer.train_dataset}
+        return {name: weakref.ref(value) for name, value in objects.items()}
+
     config = dcp.CheckpointConfig(**options)
     stock, ours = names_alive(
         tmp_path,
-        lambda path: _trained(path, t.OnCPU),
-        lambda path: _trained(path, t.Ours, config=config),
+        lambda path: trained(path, t.OnCPU),
+        lambda path: trained(path, t.Ours, config=config),
     )
     assert ours == stock == set()
-
-
-def _trained(root: Path, kind: Any, **options: Any) -> dict[str, weakref.ref[Any]]:
-    from tests.transformers_trainer import training as t
-
-    trainer = t.trainer(root, kind=kind, **options)
-    trainer.train()
-    trainer.train(resume_from_checkpoint=str(root / "checkpoint-3"))
-    objects = {"trainer": trainer, "accelerator": trainer.accelerator, "model": trainer.model}
-    objects |= {"optimizer": trainer.optimizer.optimizer, "data": trainer.train_dataset}
-    return {name: weakref.ref(value) for name, value in objects.items()}

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import ObjectPath, Where, as_path
+from dcp_plugin.paths import Where, as_path
 from tests import launch, sampling
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.lives import layouts_of
+from tests.messages import warned
 from tests.object_server import Bucket
 from tests.places import copy_folder
-from tests.transformers_trainer import WORLD_SIZE
+from tests.transformers_trainer import WORLD_SIZE, Ran
 
 DRAWN = list(WORLD_SIZE)[sampling.number("transformers", len(WORLD_SIZE))]
 """The layout that ``make test`` trains in."""
@@ -35,40 +37,24 @@ def _cases_of(layout: str) -> list[str]:
 
 
 def _options(case: str) -> dict[str, Any]:
-    import dcp_plugin as dcp
-
     options = dict(CASES[case])
     return {"config": dcp.CheckpointConfig(async_save=options.pop("async_save", False)), **options}
 
 
-def _ran(trainer: Any, watch: Any) -> dict[str, Any]:
-    from tests.transformers_trainer import training as t
-
-    return {"state": t.whole_state(trainer), "losses": watch.losses, "numbers": watch.numbers}
-
-
-def _train_straight(root: Path, layout: str) -> dict[str, Any]:
+def _train(root: Path, layout: str, resume: bool = False) -> dict[str, Ran]:
+    """Each case of a layout, in one go or from its checkpoint."""
     from tests.transformers_trainer import training as t
 
     results = {}
     for case in _cases_of(layout):
-        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **_options(case))
-        trainer.train()
-        results[case] = _ran(trainer, watch)
-    return results
-
-
-def _resume(root: Path, layout: str) -> dict[str, Any]:
-    from tests.transformers_trainer import training as t
-
-    results = {}
-    for case in _cases_of(layout):
-        options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
-        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **options)
+        options = _options(case)
+        path = root / case / f"checkpoint-{options['save_steps']}" if resume else None
+        if resume:
+            options |= {"save_strategy": "no", "net": t.model(seed=9)}
+        trainer = t.trainer(root / case, layout, **options)
         # Now, since the filters of t.trainer would hide it.
         warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
-        trainer.train(resume_from_checkpoint=str(root / case / f"checkpoint-{options['save_steps']}"))
-        results[case] = _ran(trainer, watch)
+        results[case] = t.run(trainer, path)
     return results
 
 
@@ -80,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(layout: str) -> tuple[Path, list[Any]]:
         if layout not in made:
             root = tmp_path_factory.mktemp(layout)
-            made[layout] = root, launch.run(_train_straight, WORLD_SIZE[layout], root, layout)
+            made[layout] = root, launch.run(_train, WORLD_SIZE[layout], root, layout)
         return made[layout]
 
     return get
@@ -90,17 +76,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
     root, straight = trained(layout)
 
-    resumed = launch.run(_resume, WORLD_SIZE[layout], root, layout)
+    resumed = launch.run(_train, WORLD_SIZE[layout], root, layout, True)
 
     for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
         for case in _cases_of(layout):
             one, other = whole[case], rest[case]
-            assert_same(one["state"], other["state"])
-            assert len(other["numbers"]) == 6 - CASES[case]["save_steps"]
-            for what in ("losses", "numbers"):  # losses are logged on rank 0
-                assert other[what].items() <= one[what].items(), (rank, case, what)
+            assert_same(one.state, other.state)
+            assert len(other.numbers) == 6 - CASES[case]["save_steps"]
+            assert other.losses.items() <= one.losses.items(), (rank, case)  # logged on rank 0
+            assert other.numbers.items() <= one.numbers.items(), (rank, case)
     if layout == "ddp":
-        one, other = (straight[rank]["no accumulation"]["numbers"] for rank in (0, 1))
+        one, other = (straight[rank]["no accumulation"].numbers for rank in (0, 1))
         assert one != other, "each rank draws its own random numbers, or this test shows little"
 
 
@@ -114,28 +100,19 @@ def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, 
         assert_same(state, expected)
 
 
+@on_ranks(1)
 def test_what_transformers_alone_has_saved_is_refused_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
-    launch.run(_save_with_stock, 1, tmp_path)
+    from tests.transformers_trainer import training as t
+
+    t.trainer(tmp_path, kind=t.OnCPU, max_steps=3).train()
     url = as_path(bucket.url) / "checkpoint-3"
     copy_folder(tmp_path / "checkpoint-3", url)
-    launch.run(_refused, 1, tmp_path, url)
-
-
-def _save_with_stock(root: Path) -> None:
-    from tests.transformers_trainer import training as t
-
-    t.trainer(root, kind=t.OnCPU, max_steps=3).train()
-
-
-def _refused(root: Path, url: ObjectPath) -> None:
-    from tests.transformers_trainer import training as t
-
-    before = set(root.iterdir())
+    before = set(tmp_path.iterdir())
     with pytest.raises(ValueError, match=f"{url} is a URL.*Copy it to a directory"):
-        t.begin(t.trainer(root), url)
+        t.begin(t.trainer(tmp_path), url)
     with pytest.raises(dcp.CheckpointNotFound, match=f"{url.parent / 'nothing'}"):
-        t.begin(t.trainer(root), url.parent / "nothing")
-    assert set(root.iterdir()) == before
+        t.begin(t.trainer(tmp_path), url.parent / "nothing")
+    assert set(tmp_path.iterdir()) == before
 
 
 def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -> Any:
@@ -143,10 +120,9 @@ def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -
 
     to = root or Path(path).parent
     trainer = t.trainer(to / f"to-{layout}", layout, net=t.model(seed=9), **options)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warned(str(path)) as said:
         seen = t.begin(trainer, path)
-    return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
+    return seen.state, seen.step, said
 
 
 @pytest.mark.parametrize("source", layouts_of([DRAWN], OTHER_LAYOUT))

@@ -12,6 +12,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.transformers_trainer import Ran
 
 
 def _trainer(root: Path, **options: Any) -> Any:
@@ -32,21 +33,12 @@ def _trainer(root: Path, **options: Any) -> Any:
 _PLAN = {"transformer.h.*": "free_full_weight"}
 
 
-def _train(root: Path) -> Any:
+def _train(root: Path, resume: Path | None = None) -> Ran:
     from tests.transformers_trainer import training as t
 
-    trainer = _trainer(root, callbacks=[watch := t.Watch()])
+    trainer = _trainer(root, save_strategy="steps" if resume is None else "no")
     assert trainer.model.is_distributed_loading_by_transformers and not trainer.args.save_only_model
-    trainer.train()
-    return t.whole_state(trainer), watch.losses, watch.numbers
-
-
-def _resume(root: Path) -> Any:
-    from tests.transformers_trainer import training as t
-
-    trainer = _trainer(root, callbacks=[watch := t.Watch()], save_strategy="no")
-    trainer.train(resume_from_checkpoint=str(root / "run" / "checkpoint-3"))
-    return t.whole_state(trainer), watch.losses, watch.numbers
+    return t.run(trainer, resume)
 
 
 def _begin(root: Path) -> Any:
@@ -67,18 +59,18 @@ def _trained(root: Path) -> Any:
 
 def test_a_model_that_was_sharded_at_load_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = _trained(tmp_path)
-    resumed = launch.run(_resume, 2, tmp_path)[0]
-    assert_same(straight[0], resumed[0])
-    assert resumed[1] == {step: straight[1][step] for step in (4, 5, 6)}
-    assert resumed[2] == {step: straight[2][step] for step in (4, 5, 6)}
-    assert_same(straight[0], launch.run(_begin, 1, tmp_path)[0])
+    resumed = launch.run(_train, 2, tmp_path, tmp_path / "run" / "checkpoint-3")[0]
+    assert_same(straight.state, resumed.state)
+    assert resumed.losses == {step: straight.losses[step] for step in (4, 5, 6)}
+    assert resumed.numbers == {step: straight.numbers[step] for step in (4, 5, 6)}
+    assert_same(straight.state, launch.run(_begin, 1, tmp_path)[0])
 
 
 @pytest.mark.long
 def test_it_resumes_on_more_ranks(tmp_path: Path) -> None:
     straight = _trained(tmp_path)
     for state in launch.run(_begin, 4, tmp_path):
-        assert_same(straight[0], state)
+        assert_same(straight.state, state)
 
 
 @on_ranks(2)

@@ -19,49 +19,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import FullyShardedDataParallelPlugin, PartialState
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from dcp_plugin.transformers import DCPTrainerMixin
 from tests import layouts
-from tests.transformers_trainer import WORLD_SIZE
-
-STEPS = 6
+from tests.accelerate.training import use_fsdp
+from tests.training import as_one_process
+from tests.transformers_trainer import WORLD_SIZE, Ran
 
 
 class OnCPU(Trainer):
-    """FSDP on a CPU, for tests: Accelerate turns a request for it into DDP, so its state is set afterwards."""
+    """The Trainer with FSDP on a CPU, where Accelerate takes DDP."""
 
     layout = "single"
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.layout not in ("fsdp1", "fsdp2", "hsdp"):
-            return
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=1 if self.layout == "fsdp1" else 2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["GPT2Block"],
-        )
-        state = self.accelerator.state
-        state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        state.fsdp_plugin = plugin
-        if self.layout == "hsdp":
-            config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-            state.parallelism_config, state.device_mesh = config, config.get_device_mesh("cpu")
-        self.is_fsdp_enabled = True
+        if self.layout in ("fsdp1", "fsdp2", "hsdp"):
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=1 if self.layout == "fsdp1" else 2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["GPT2Block"],
+            )
+            use_fsdp(self.accelerator, self.layout, plugin)
+            self.is_fsdp_enabled = True
 
 
 class Ours(DCPTrainerMixin, OnCPU):
@@ -69,7 +53,7 @@ class Ours(DCPTrainerMixin, OnCPU):
 
 
 class Watch(TrainerCallback):
-    """What the training computed: the loss of every step, and random numbers of this rank, which are its own."""
+    """Notes the loss of every step, and random numbers of this rank, which are its own."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -87,13 +71,18 @@ class Watch(TrainerCallback):
         self.numbers[state.global_step] = (torch.rand(()).item(), np.random.rand(), random.random())
 
 
+def run(trainer: Any, resume: bool | str | os.PathLike[str] | None = None) -> Ran:
+    """Train to the end."""
+    trainer.add_callback(watch := Watch())
+    trainer.train(resume_from_checkpoint=os.fspath(resume) if isinstance(resume, os.PathLike) else resume)
+    return Ran(whole_state(trainer), watch.losses, watch.numbers)
+
+
 class AtTrainBegin(TrainerCallback):
     """Looks at what a training starts with, and ends it before its first step."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.state: dict[str, Any] = {}
-        self.step = -1
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.step, self.state = trainer, -1, dict[str, Any]()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step = state.global_step
@@ -119,10 +108,8 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 def model(seed: int = 0) -> PreTrainedModel:
     """Dropout (random numbers), tied weights."""
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )  # dropout is 0.1 by default
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))  # dropout is 0.1 by default
 
 
 def trainer(
@@ -131,7 +118,7 @@ def trainer(
     *,
     kind: type[Trainer] = Ours,
     net: nn.Module | None = None,
-    samples: int | None = None,
+    data: Any = None,
     config: Any = None,
     eval_dataset: Any = None,
     data_collator: Any = None,
@@ -141,15 +128,14 @@ def trainer(
     """A quiet trainer of six steps, two batches each, four steps an epoch; it saves every three steps."""
     if layout == "single" and dist.is_initialized():  # as a script that torchrun has not started
         dist.destroy_process_group()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
+        as_one_process()
     warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
     transformers.utils.logging.disable_progress_bar()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 does not take
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
+        "max_steps": 6,
         "learning_rate": 1e-2,
         "warmup_steps": 2,
         "lr_scheduler_type": "cosine",
@@ -167,7 +153,7 @@ def trainer(
     made = kind(
         model() if net is None else net,
         TrainingArguments(str(output_dir), **arguments),
-        train_dataset=Text(per_epoch * WORLD_SIZE[layout] if samples is None else samples),
+        train_dataset=data or Text(per_epoch * WORLD_SIZE[layout]),
         eval_dataset=eval_dataset,
         data_collator=data_collator,
         callbacks=list(callbacks),
@@ -181,10 +167,10 @@ def whole_state(trainer: Any) -> dict[str, Any]:
     """Model, optimizer and schedule by key, every tensor whole. Collective."""
     state = layouts.whole_state(trainer.model_wrapped, trainer.optimizer.optimizer)
     state |= {f"schedule.{key}": value for key, value in trainer.lr_scheduler.state_dict().items()}
-    return {key: _portable(value) for key, value in state.items()}
+    return {key: portable(value) for key, value in state.items()}
 
 
-def _portable(value: Any) -> Any:
+def portable(value: Any) -> Any:
     """A tensor as what can be compared, and sent to the test by a rank that ends."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -193,9 +179,7 @@ def _portable(value: Any) -> Any:
 
 def begin(trainer: Any, resume: bool | str | os.PathLike[str]) -> AtTrainBegin:
     """What a resumed training would start with. Collective."""
-    seen = AtTrainBegin()
-    seen.trainer = trainer
-    trainer.add_callback(seen)
+    trainer.add_callback(seen := AtTrainBegin(trainer))
     with suppress(Stop):
         trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
     return seen
