@@ -49,7 +49,7 @@ def verify_command(
     """Read every byte and compare it with its checksum. Exits with 1 if a checkpoint is damaged or incomplete."""
     documents, statuses = [], []
     for path in [where(text, storage_option) for text in paths]:
-        document, status = _verified(path, threads, base)
+        document, status = _verified(path, threads, where(base, storage_option) if base else None)
         documents.append(document)
         statuses.append(status)
         if not as_json:  # each as soon as it is known: a large checkpoint takes minutes
@@ -57,7 +57,7 @@ def verify_command(
     return Answer({"checkpoints": documents}, lambda: None, max(statuses))
 
 
-def _verified(path: Where, threads: int, base: str | None) -> tuple[dict[str, Any], int]:
+def _verified(path: Where, threads: int, base: Where | None) -> tuple[dict[str, Any], int]:
     """Return the document of one checkpoint and its exit status."""
     from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable
     from dcp_plugin.tools.verify import verify

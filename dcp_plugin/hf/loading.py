@@ -123,7 +123,9 @@ def from_pretrained(
 
         def compared() -> ModelPlan:
             # transformers ties shared weights after it has sharded a model
-            with ShardedReader(checkpoint_path, base=checkpointer.config.base, files=files) as reader:
+            with ShardedReader(
+                checkpoint_path, base=checkpointer.config.base, storage_options=options, files=files
+            ) as reader:
                 return plan_model(settings, reader, prefix, strict, tied=mesh_manager is None)
 
         with checkpointer.shown(checkpoint_path) as files:

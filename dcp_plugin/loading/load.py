@@ -106,6 +106,7 @@ class Loading:
             verify=config.verify_on_load,
             check_files=ranks.rank == 0,
             base=config.base,
+            storage_options=config.storage_options,
             files=files,
         )
         self._files, self._began = files, time.monotonic()

@@ -138,8 +138,9 @@ class KeySelection:
 
     def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> KnownCheckpoint:
         """Read a named base, unless it was loaded, to find out which parameters it has."""
-        threads, verify = self._config.io_threads, self._config.verify_on_load
-        with ShardedReader(base, io_threads=threads, verify=verify, complete=False) as reader:
+        config = self._config
+        options, threads, verify = config.storage_options, config.io_threads, config.verify_on_load
+        with ShardedReader(base, io_threads=threads, verify=verify, complete=False, storage_options=options) as reader:
             if reader.index.left_out:
                 raise CheckpointMismatch(
                     f"{reader.path} cannot be the base: it leaves out frozen parameters itself. Name its base instead."

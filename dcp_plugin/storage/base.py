@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.format import derived_index
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media import RangedFile, Readable, ReadCost
 from dcp_plugin.media.view import View
-from dcp_plugin.paths import Where, are_on_same_medium, as_path, resolved
+from dcp_plugin.paths import Where, are_on_same_medium, options_of, resolved, with_options
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
 
@@ -62,24 +62,32 @@ def with_base(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
 
 
 def _find_base(opened: OpenCheckpoint, recorded: Base, moved: Where | None) -> OpenCheckpoint:
-    """Return the base: at the path from the caller, from the checkpoint, or at the same relative path."""
-    wrong = []
+    """Return the base: at the path from the caller, from the checkpoint, or at the same relative path.
+
+    A copy of a run has a copy of the base at the relative path. The path in the checkpoint is that of the original,
+    which may be damaged or replaced meanwhile.
+
+    Raises:
+        CheckpointError: No place has the base. The error is that of the first place with any other checkpoint.
+    """
+    problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
+    refusal: CheckpointError | None = None
     for place in [moved] if moved else _places_of(recorded, opened.path):
         try:
             candidate = open_checkpoint(resolved(place), complete=False)
         except (CheckpointNotFound, OSError, ValueError):  # ValueError: no valid file name
             continue
+        except CheckpointError as error:
+            refusal = refusal or error
+            continue
         if candidate.fingerprint == recorded.fingerprint:
             return candidate
         candidate.close()
-        wrong.append(candidate)
-    problem = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
-    if wrong:
-        raise CheckpointMismatch(
-            f"{problem}; {wrong[0].path} is not that base: its fingerprint is {wrong[0].fingerprint[:12]} instead of "
+        refusal = refusal or CheckpointMismatch(
+            f"{problem}; {candidate.path} is not that base: its fingerprint is {candidate.fingerprint[:12]} instead of "
             f"{recorded.fingerprint[:12]}. The base was saved at {recorded.path}. Name it with base=PATH."
         )
-    raise CheckpointNotFound(
+    raise refusal or CheckpointNotFound(
         f"{problem}, but {moved or recorded.path} does not exist. If the base was moved, name it with base=PATH."
     )
 
@@ -89,5 +97,7 @@ def _places_of(recorded: Base, checkpoint: Where) -> list[Where]:
 
     The path in a checkpoint is followed only on the same medium: its author must not choose which server is contacted.
     """
-    near = are_on_same_medium(recorded.path, checkpoint)
-    return [*([as_path(recorded.path)] if near else []), checkpoint / recorded.relative]
+    relative = checkpoint / recorded.relative
+    if not are_on_same_medium(recorded.path, checkpoint):
+        return [relative]
+    return [with_options(recorded.path, options_of(checkpoint)), relative]

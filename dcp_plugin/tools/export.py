@@ -153,6 +153,7 @@ def export(
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
             selected = Selected(reader, names, to_dtype)
+            config = config and as_path(config, storage_options)
             lay_out = partial(_laid_out, selected, target, format, most, config, ranks, allow_pickle, named)
             output = group.agree("lay out the files", lay_out)
             files = _written(output, target, group, progress)
@@ -162,7 +163,14 @@ def export(
         group.close()
     tensors = len(output.selected.tensors)
     return ExportReport(
-        *(target, format, files, tensors, len(written) - tensors, output.nbytes, left_out, output.notes),
+        path=target,
+        format=format,
+        files=files,
+        tensors=tensors,
+        values=len(written) - tensors,
+        nbytes=output.nbytes,
+        left_out=left_out,
+        notes=output.notes,
         seconds=time.monotonic() - began,
     )
 

@@ -78,6 +78,7 @@ def verify(
         True
     """
     location = as_path(path, storage_options)
+    base = base and as_path(base, storage_options)
     verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
     below = checkpoints_below(location)
     return _verify_run(location, below, verify_one) if below else verify_one(location)

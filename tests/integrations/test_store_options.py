@@ -18,14 +18,18 @@ from typing import Any
 
 import jsonargparse
 import pytest
+import torch
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.cli.app import app
 from dcp_plugin.integration.stored import plain
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, StoreOptions, as_path
 from tests import launch
+from tests.finetune import build
 from tests.launch import on_ranks
 from tests.object_server import Bucket
 
@@ -81,6 +85,37 @@ def test_a_save_and_all_that_is_told_of_it_have_no_secret(
     assert all("none" in error or f"{url}/9" in error for error in errors)
     for text in (*said, *errors, stored, log.getvalue(), (tmp_path / "events.jsonl").read_text()):
         assert SECRET not in text
+
+
+def test_a_base_in_a_bucket_is_opened_with_the_options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_settings(monkeypatch)
+    options, base, run = _options(bucket), f"{bucket.url}/base", f"{bucket.url}/run"
+    model, optimizer = build()
+    state = {"model": model, "optim": optimizer}
+    dcp.save(state, base, storage_options=options)
+    named = dcp.CheckpointConfig(trainable_only=True, base=base, storage_options=options)
+    dcp.Checkpointer(named).save(state, run)
+    assert dcp.load(state, run, storage_options=options).loaded
+    assert dcp.Checkpointer(named).load(state, run).loaded
+    assert dcp.verify(run, storage_options=options).ok
+    assert dcp.verify(run, base=base, storage_options=options).ok
+    typed = {**options, "client_options.allow_http": "true"}
+    del typed["client_options"]
+    arguments = [f"--storage-option={name}={value}" for name, value in typed.items()]
+    assert CliRunner().invoke(app, ["verify", run, f"--base={base}", *arguments]).exit_code == 0
+
+
+def test_the_configuration_of_an_export_is_read_with_the_options(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_settings(monkeypatch)
+    options, folder = _options(bucket), f"{bucket.url}/config"
+    file = as_path(f"{folder}/config.json", options)
+    assert isinstance(file, ObjectPath)
+    client_of(file).put(file.key, b"{}")
+    dcp.save({"w": torch.zeros(2)}, tmp_path / "run")
+    dcp.export(tmp_path / "run", tmp_path / "out", include="w", config=folder, storage_options=options)
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
 def _stored(bucket: Bucket) -> bytes:

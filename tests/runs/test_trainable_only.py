@@ -443,6 +443,18 @@ def test_a_damaged_base_is_noticed(tmp_path: Path) -> None:
         _check(tmp_path / "run", model)
 
 
+def test_a_copy_of_a_run_is_completed_from_its_own_base_when_the_original_one_is_damaged(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "a" / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "a" / "base")
+    ours.save(_state(model, optimizer), tmp_path / "a" / "run")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for index in (tmp_path / "a" / "base").glob("*.index"):
+        index.write_bytes(b"")
+    _check(tmp_path / "b" / "run", model)
+    with pytest.raises(dcp.CheckpointCorrupt, match=str(tmp_path / "a" / "base")):
+        _check(tmp_path / "a" / "run", model)
+
+
 # Several ranks
 
 
