@@ -80,7 +80,7 @@ def in_one_view(
             done = True
             return result
         except (OSError, CheckpointError) as error:
-            if location == find(path) == path and not files.moved() and not isinstance(error, HasCome):
+            if location == find(path) and not files.moved() and not isinstance(error, HasCome):
                 if failure is not None and isinstance(error, FileNotFoundError):
                     raise CheckpointNotFound(f"{path} was deleted while it was read.") from failure
                 raise

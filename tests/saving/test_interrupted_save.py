@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin.media import lease, medium_of
+from dcp_plugin.media import WORKSPACE, lease, medium_of
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.paths import Where
 from tests import launch
@@ -147,6 +147,16 @@ def test_a_directory_that_the_script_makes_anew_does_not_hide_what_a_kill_moved_
     assert dcp.inspect(path).step == 3
     assert dcp.verify(path).ok
     assert (path / "args.json").exists()
+
+
+def test_damage_of_what_a_kill_moved_aside_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    dcp.save({"t": torch.ones(1000)}, path)
+    launch.run(_die_inside, 1, "between two renames", path, killed=[0])
+    for file in (tmp_path / WORKSPACE).glob("*.aside/*.distcp"):
+        os.truncate(file, 1)
+    with pytest.raises(dcp.CheckpointCorrupt, match="truncated"):
+        dcp.load({"t": torch.zeros(1000)}, path)
 
 
 def test_the_working_directory_is_not_replaced_under_the_process(
