@@ -262,7 +262,7 @@ def find_newest(
         if complete and (newest.path is not None or scan.is_stable):  # else the scan may have missed a newer one
             break
     unreadable = {**scan.unreadable, **newest.unreadable}
-    refuse_unreadable(unreadable, candidates, tools)
+    refuse_unreadable(unreadable, candidates, tools, patience)
     passed_over = [candidate for candidate in newest.passed_over if candidate.path not in unreadable]
     ours = [
         candidate for candidate in passed_over if isinstance(candidate, CheckpointState) and was_published(candidate)
@@ -271,7 +271,7 @@ def find_newest(
     for candidate in ours:
         logger.warning("passing over %s: %s", candidate.path, candidate.reason)
     if newest.path is not None and others:
-        logger.warning("passing over what other tools have saved: %s", Newest(None, [*others]).reasons())
+        logger.warning("passing over what other tools have saved: %s", replace(newest, passed_over=[*others]).reasons())
     return newest
 
 
@@ -305,7 +305,8 @@ def newest_among(
 def refuse_unreadable(
     unreadable: Mapping[Where, CheckpointUnreadable],
     candidates: Collection[CheckpointState | Saved],
-    tools: Collection[str] = RESUMABLE,
+    tools: Collection[str],
+    patience: Patience,
 ) -> None:
     """Refuse to pass over an unreadable entry, unless a complete checkpoint is in its directory or above it.
 
@@ -320,7 +321,7 @@ def refuse_unreadable(
             for candidate in candidates
             if candidate.path not in unreadable and candidate.path.parent in path.parents
         ]
-        if newest_among(neighbours, tools)[0].path is None:
+        if newest_among(neighbours, tools, patience)[0].path is None:
             raise CheckpointUnreadable(
                 f"{error}. {path} may hold the newest checkpoint, and no complete one is next to it or above it. Make "
                 f"it readable, or move it away; resume=never starts without looking."

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
+from dcp_plugin.errors import unreadable
+from dcp_plugin.runs import catalog, scan
 from dcp_plugin.runs import retention as deletion
-from dcp_plugin.runs import scan
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
 from tests.messages import logged
@@ -109,6 +110,28 @@ def _warnings_of(look: Callable[[Path], Any], root: Path) -> str:
     said = logged()
     assert look(root) is not None
     return "\n".join(said)
+
+
+def test_a_search_waits_ten_seconds_for_all_that_it_cannot_read(shared: Path) -> None:
+    _save(shared / "run" / "step-1", 1)
+    _save(shared / "run" / "step-2", 2)
+    _save(shared / "other" / "step-3", 3)
+    for name in ("a", "b"):
+        (shared / "run" / name).mkdir(mode=0o700)
+    assert as_another_user(_latest_while_step_2_fails, shared) == "step-3 after 10.0 s"
+
+
+def _latest_while_step_2_fails(root: Path) -> str:
+    clock, damage_of = _stopped_clock(), catalog._damage_of
+
+    def fail(path: Path) -> str:
+        if path.name == "step-2":
+            error = OSError(errno.EIO, os.strerror(errno.EIO))
+            raise unreadable(f"{path} cannot be read", error) from error
+        return damage_of(path)
+
+    catalog._damage_of = fail  # type: ignore[assignment]
+    return f"{Path(str(dcp.latest(root))).name} after {clock.now} s"
 
 
 ERRORS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN]
