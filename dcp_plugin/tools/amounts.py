@@ -191,7 +191,8 @@ def differences(old: Any, new: Any) -> Iterator[Leaf]:
         elif (names := (id(pair.old), id(pair.new))) not in seen:  # a list may contain itself
             seen.add(names)
             pairs.extendleft(reversed(inner))
-    yield Leaf(pairs[0].at if pairs else "", "too much to compare", "too much to compare")
+    if pairs:
+        yield Leaf(pairs[0].at, "too much to compare", "too much to compare")
 
 
 def _parts(pair: Leaf) -> list[Leaf] | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where
+from dcp_plugin.tools import amounts
 from dcp_plugin.tools import diff as diff_module
 from dcp_plugin.tools.agreement import paired
 from dcp_plugin.tools.amounts import ulps
@@ -235,6 +236,13 @@ def test_values_are_compared_part_by_part(tmp_path: Path) -> None:
 
 
 # Runs
+
+
+def test_values_with_as_many_parts_as_are_compared_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amounts, "_MOST_PAIRS", 3)
+    assert list(amounts.differences([1, 2], [1, 2])) == []
+    (leaf,) = amounts.differences([1, 2, 3], [1, 2, 3])
+    assert (leaf.at, leaf.old) == ("[2]", "too much to compare")
 
 
 def _pair_of_runs(root: Where, planted: bool = True) -> torch.Tensor:
