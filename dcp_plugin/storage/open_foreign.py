@@ -34,10 +34,8 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     if detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
-        files.close()
-        return open_checkpoint(
-            path.parent, complete=False
-        )  # a view of ours, which names the files of the checkpoint above it
+        files.close()  # a view of ours, which names the files of the checkpoint above it
+        return open_checkpoint(path.parent, complete=False)
     data = read(files, METADATA)
     if detect.is_of_lightning(files):
         index, kinds = detect.lightning_index(files)
@@ -53,8 +51,8 @@ def _open_other(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     folders = detect.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = detect.accelerate_index(files, folders)
-        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
-        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
+        digest = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
+        return OpenCheckpoint(path, files, index, digest, "accelerate", kinds)
     if is_folder:
         try:
             contents = detect.read_directory(files, reason)

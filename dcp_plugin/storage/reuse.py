@@ -41,7 +41,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.records import NewItem
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.reading import framed_item
-from dcp_plugin.storage.write_items import Destination, free_name
+from dcp_plugin.storage.write_items import Destination
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.types import Shape
 
@@ -247,7 +247,7 @@ def _link(
     names: list[str] = []
     why_not = ""
     for file, locations in _worth_linking(same).items():
-        name = free_name(to.rank, names, to.token)
+        name = to.free_name(names)
         try:
             if file.identity is None:
                 file, verified = verification.of(file)

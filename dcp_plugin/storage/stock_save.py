@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.format import stock_objects
-from dcp_plugin.format.columns import NO_TENSOR, default_path
+from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.derived_index import index_of
 from dcp_plugin.format.index import Location
 from dcp_plugin.format.keys import flatten, is_empty_mapping, walked_by_stock
@@ -127,7 +127,7 @@ class ShardedSavePlanner(SavePlanner):
             for plan, share, inventory in zip(all_plans, global_plan.shares(len(all_plans)), inventories, strict=True)
         ]
         table = global_plan.table
-        paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
+        paths = {key: table.path_of(key) for key in table.keys}
         return plans, Metadata(stock_objects.state_metadata(table), planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -283,7 +283,7 @@ class ShardedWriter(StorageWriter):
         self._storage_options, self._direct_io = storage_options, direct_io
         location = as_path(path, storage_options)
         self._publication = Publication(location, medium_of(location, direct_io))
-        self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
+        self._part_writer = PartWriter(location, self._publication.medium, io_threads, checksum, reuse)
         self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts=layouts)
 
     @property
@@ -297,7 +297,7 @@ class ShardedWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         location = as_path(checkpoint_id, self._storage_options) if checkpoint_id else self.path
         self._publication = Publication(location, medium_of(location, self._direct_io))
-        self._options = replace(self._options, medium=self._publication.medium)
+        self._part_writer = replace(self._part_writer, path=location, medium=self._publication.medium)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -308,7 +308,7 @@ class ShardedWriter(StorageWriter):
         _of_this_thread.destination = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self.overwrite and uncommitted_reason(locate(self.path), self._options.medium) == "":
+        if not self.overwrite and uncommitted_reason(locate(self.path), self._publication.medium) == "":
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
         return plan
 
@@ -320,7 +320,7 @@ class ShardedWriter(StorageWriter):
         try:
             items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
             to = self._destination(plan)
-            written = replace(self._options, path=self.path).write(items, to.rank, to.directory)
+            written = self._part_writer.write(items, to.rank, to.directory)
         except CheckpointError as error:  # logged, because stock shows it only after the tracebacks of all ranks
             logger.error("%s", error)
             raise

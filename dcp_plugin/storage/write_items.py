@@ -82,10 +82,16 @@ class Destination:
     io_threads: int
     checksum: bool
 
-    @property
-    def token(self) -> str:
-        """Token of the reservation: unique to this save, the same on all ranks, and part of the names of its files."""
-        return self.directory.stem
+    def free_name(self, taken: Collection[str]) -> str:
+        """Return the first name for a data file of this rank that is not taken.
+
+        Each name has the token of the reservation, which is unique to the save, and the same on all ranks. Stock writes
+        ``__{rank}_{n}.distcp`` in place, which would change a file that other checkpoints link.
+        """
+        number = 0
+        while (name := f"__{self.rank}_{number}-{self.directory.stem}{DATA_SUFFIX}") in taken:
+            number += 1
+        return name
 
 
 def write(
@@ -111,7 +117,7 @@ def write(
     buckets = _files_of(lengths, frozenset(stable), to.io_threads)
     names: list[str] = []
     for _ in buckets:
-        names.append(free_name(to.rank, {*taken, *names}, to.token))
+        names.append(to.free_name({*taken, *names}))
     contents = [[wrapped[slot] for slot in bucket] for bucket in buckets]
     layouts = [_layout(content) for content in contents]
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
@@ -127,18 +133,6 @@ def write(
     order = np.empty(len(items), np.int64)
     order[[slot for bucket in buckets for slot in bucket]] = np.arange(len(items))
     return Places.joined(written).take(order) if len(written) > 1 else (*written, Places.of([]))[0]
-
-
-def free_name(rank: int, taken: Collection[str], token: str) -> str:
-    """Return the first name for a data file of this rank that is not taken.
-
-    Each name has the token of its save. Stock writes ``__{rank}_{n}.distcp`` in place, which would change a file that
-    other checkpoints link.
-    """
-    number = 0
-    while (name := f"__{rank}_{number}-{token}{DATA_SUFFIX}") in taken:
-        number += 1
-    return name
 
 
 def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
