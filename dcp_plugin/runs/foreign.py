@@ -20,7 +20,7 @@ from __future__ import annotations
 import posixpath
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -135,7 +135,7 @@ def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Ite
                 yield Saved(files, name, files.modified(name))
 
 
-def in_order(candidates: Iterable[Saved]) -> list[Saved]:
+def in_order(candidates: Collection[Saved]) -> list[Saved]:
     """Return the candidates with times that agree with the numbers in their names.
 
     A copy of a run may have the times of the copy. Accelerate and transformers rely on the numbers in the names. So the

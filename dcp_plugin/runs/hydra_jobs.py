@@ -49,35 +49,35 @@ def refuse_other_jobs(root: Where, resume: str | PathLike) -> None:
         return
     resumes_own = resume in ("auto", "must")
     if resumes_own:
-        for workspace in workspaces_in(root):
-            _refuse(root, workspace, own_job)
+        _refuse_notes(root, own_job)
     name = f"sweep-{hashlib.blake2b(own_job.encode(), digest_size=8).hexdigest()}{SUFFIX}"
     with suppress(OSError):  # a job that cannot write there saves no checkpoints there
         medium_of(root).note(workspace_in(root) / name, own_job.encode())
     if resumes_own:
-        for workspace in workspaces_in(root):
-            _refuse(root, workspace, own_job)
+        _refuse_notes(root, own_job)
 
 
-def _refuse(root: Where, workspace: Where, own_job: str) -> None:
+def _refuse_notes(root: Where, own_job: str) -> None:
+    """Refuse the notes of other jobs. Raise the errors of :func:`refuse_other_jobs`."""
     medium = medium_of(root)
-    try:
-        names = [entry.path.name for entry in medium.entries(workspace) if entry.path.suffix == SUFFIX]
-        files = medium.open(workspace)
-        for name in names:
-            with files.open(name) as file:
-                other = file.read(_MOST_BYTES).decode(errors="replace")
-            if other != own_job:
-                raise CheckpointMismatch(
-                    f"this job of a sweep ({own_job}) would resume from {root}, where another one has its checkpoints "
-                    f"({other}). Give each a directory of its own: add 'dcp_plugin/directory: of_job' to the defaults, "
-                    f"or have ${{hydra:job.override_dirname}} in the path. To go on from one of these, name it: "
-                    f"resume=PATH."
-                )
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise unreadable(f"whose checkpoints are below {root} cannot be read", error) from error
+    for workspace in workspaces_in(root):
+        try:
+            names = [entry.path.name for entry in medium.entries(workspace) if entry.path.suffix == SUFFIX]
+            files = medium.open(workspace)
+            for name in names:
+                with files.open(name) as file:
+                    other = file.read(_MOST_BYTES).decode(errors="replace")
+                if other != own_job:
+                    raise CheckpointMismatch(
+                        f"this job of a sweep ({own_job}) would resume from {root}, where another one has its "
+                        f"checkpoints ({other}). Give each a directory of its own: add 'dcp_plugin/directory: "
+                        f"of_job' to the defaults, or have ${{hydra:job.override_dirname}} in the path. To go on from "
+                        f"one of these, name it: resume=PATH."
+                    )
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise unreadable(f"whose checkpoints are below {root} cannot be read", error) from error
 
 
 def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:

@@ -48,19 +48,19 @@ def prune(newest: Where, policy: Retention) -> None:
         summaries = {path: summary_if_readable(path) for path in (newest, *(state.path for state in doomed))}
         steps = {path: summary.step for path, summary in summaries.items() if summary is not None}
         doomed = policy.select([replace(state, step=steps.get(state.path, state.step)) for state in states])
-    remove_all(state.path for state in doomed if not (in_folder_of_step and state.step is None))
+    remove_all((state.path for state in doomed if not (in_folder_of_step and state.step is None)), remove)
 
 
-def rotate(oldest_first: Iterable[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
+def rotate(oldest_first: Iterable[Where], keep: int, remove_one: Callable[[Where], None]) -> None:
     """Delete all checkpoints except the last ``keep``, for a framework with its own order."""
-    remove_all(reversed([*oldest_first][:-keep]), delete)
+    remove_all(reversed([*oldest_first][:-keep]), remove_one)
 
 
-def remove_all(paths: Iterable[Where], delete: Callable[[Where], None] | None = None) -> None:
+def remove_all(paths: Iterable[Where], remove_one: Callable[[Where], None]) -> None:
     """Delete checkpoints. Log failures: the newer checkpoint is published, and old ones do no harm."""
     for path in paths:
         try:
-            (delete or remove)(path)
+            remove_one(path)
         except (OSError, CheckpointError) as error:
             logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
@@ -89,6 +89,8 @@ def remove(path: PathLike) -> None:
 
 def delete(path: Where) -> None:
     """Delete a checkpoint of this package or another tool, complete or torn, or a link to one; refuse other paths.
+
+    Unlike :func:`remove`, it does not ask whether another checkpoint needs this one as its base.
 
     Raises:
         CheckpointError: The path is no checkpoint, or the file system failed.

@@ -156,7 +156,7 @@ class Scan:
         others: Whether to include resumable checkpoints of other tools. Directories inside one are not scanned.
         read_all: Whether to read each checkpoint, and each file that may be one. Otherwise, where names of files show
             when a checkpoint was saved, nothing of it is read, and its step is unknown.
-        in_flight: Whether to include saves in flight whose records have to be read.
+        in_flight: Whether to include saves in flight whose records have to be read, also without ``read_all``.
         summaries: False if the caller examines each checkpoint itself: the scan then reads no summary, and knows of a
             checkpoint only what names of files show.
         patience: Retry that the scans of a search share, for 10 s in total.
@@ -183,13 +183,13 @@ class Scan:
         root: Where,
         others: bool = False,
         read_all: bool = False,
-        in_flight: bool | None = None,
+        in_flight: bool = False,
         patience: Patience | None = None,
         summaries: bool = True,
     ) -> None:
         self._root, self._patience = root, patience or Patience()
         self._others, self._read_all, self._summaries = others, read_all, summaries
-        self._reads_records = read_all if in_flight is None else in_flight
+        self._reads_records = read_all or in_flight
         self._read: dict[object, Any] = {}
         """Results of reads in earlier rounds, by path and number of the entry."""
         try:
@@ -220,7 +220,9 @@ class Scan:
 
     def complete(self) -> list[CheckpointState | Saved]:
         """Return the checkpoints without the interrupted and damaged ones of this package, oldest first."""
-        return [found for found in self.checkpoints() if isinstance(found, Saved) or found.committed]
+        return [
+            checkpoint for checkpoint in self.checkpoints() if isinstance(checkpoint, Saved) or checkpoint.committed
+        ]
 
     def links(self) -> dict[Path, Path]:
         """Return the symbolic links in the scanned directories, and their targets."""
