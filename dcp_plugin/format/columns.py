@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Location:
 class KeyColumns:
     """Keys of a checkpoint and the boxes in which its tensors are stored.
 
-    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only the
-    paths that do not follow :func:`default_path`.
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` are the
+    :func:`unusual_paths`.
     """
 
     keys: list[str]
@@ -139,6 +139,11 @@ class KeyColumns:
 def default_path(key: str) -> KeyPath:
     first, dot, remainder = key.partition(".")
     return (first, remainder) if dot else (first,)
+
+
+def unusual_paths(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
+    """Return the paths that do not follow :func:`default_path`."""
+    return {key: path for key, path in paths.items() if path != default_path(key)}
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, default_path, ranges
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, ranges, unusual_paths
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredValue
 from dcp_plugin.types import KeyPath
 
@@ -44,7 +44,7 @@ def index_of(
         "chunk_ends": np.array(chunk_ends, np.int64),
         "box": np.array(box, np.int64),
     }
-    table = KeyColumns(keys, list(dtype_names), _unusual(paths or {}), columns)
+    table = KeyColumns(keys, list(dtype_names), unusual_paths(paths or {}), columns)
     return CheckpointIndex.of(table, Places.of(locations), files)
 
 
@@ -69,7 +69,7 @@ def selected(
     }
     files = {posixpath.join(below, name): size for name, size in index.files.items()}
     places = replace(index.places, files=list(files)).take(ranges(table.chunk_starts[slots], counts))
-    made = CheckpointIndex.of(KeyColumns(list(names), table.dtypes, _unusual(paths), columns), places, files)
+    made = CheckpointIndex.of(KeyColumns(list(names), table.dtypes, unusual_paths(paths), columns), places, files)
     made.transforms = {
         (posixpath.join(below, name), at): descriptors for (name, at), descriptors in index.transforms.items()
     }
@@ -119,7 +119,3 @@ def _joined_tables(first: KeyColumns, second: KeyColumns) -> KeyColumns:
     ends = second.columns["chunk_ends"] + first.chunk_starts[-1]
     columns["chunk_ends"] = np.concatenate((first.columns["chunk_ends"], ends))
     return KeyColumns([*first.keys, *second.keys], dtypes, {**second.paths, **first.paths}, columns)
-
-
-def _unusual(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
-    return {key: path for key, path in paths.items() if path != default_path(key)}

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.pickles.records import (
     Pairs,
@@ -349,8 +349,7 @@ def _planner_data(note: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple
             and all(_are(path, str, int) for path in paths)
             and set(named) <= set(keys)
         ):
-            noted = zip(named, map(tuple, paths), strict=True)
-            return {key: path for key, path in noted if path != default_path(key)}, ()
+            return unusual_paths(dict(zip(named, map(tuple, paths), strict=True))), ()
     return {}, (_Restoring().of(note),)
 
 

@@ -30,7 +30,7 @@ import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import Files, expect
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.types import KeyPath, Shape
 
@@ -133,8 +133,8 @@ class Contents:
             "chunk_ends": np.cumsum(counts, dtype=np.int64),
             "box": np.array(list(chain.from_iterable(boxes)), np.int64),
         }
-        unusual = {key: path for key, path in self.paths.items() if path != default_path(key)}
-        return KeyColumns([*self.views, *self.parts, *self.values], list(names.values()), unusual, columns)
+        keys = [*self.views, *self.parts, *self.values]
+        return KeyColumns(keys, list(names.values()), unusual_paths(self.paths), columns)
 
     def _places(self, chunks: list[View]) -> Places:
         """Return the places of chunks; a value has none, and its row is zeros."""
