@@ -111,7 +111,9 @@ def export_command(
     prefixes = renames(rename, "CHECKPOINT_PREFIX=OUTPUT_PREFIX")
     with _ranks() as first, progress("exporting") as bar:
         report = export(
-            *(source, target, made_as),
+            source,
+            target,
+            made_as,
             include=include or (),
             exclude=exclude or (),
             rename=prefixes or None,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from dcp_plugin.errors import (
     CheckpointError,
@@ -200,40 +201,37 @@ class _Copy:
 
     def copy(self, io_threads: int, count: Counter) -> CopyState:
         """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
-        state = CopyState(io_threads, self._base_there, count)
+        state = CopyState(io_threads, self._new_path_of_base, count)
         replaces: dict[Where, bool] = {}
         for path, of_others in self.paths.items():
             with closing(open_source(path, of_others)) as source:
                 self.report.passed_over.extend(source.left_out)
-                new_path = self._there(path)
-                same = self._is_there(source, new_path)
-                if same:
+                new_path = self._new_path_of(path)
+                existing = self._existing(source, new_path)
+                if existing == "the same save":
                     self.report.skipped.append(new_path)
                     Transfer(source, new_path, state).learn_homes(verified=False)
                 else:
-                    replaces[path] = same is not None
+                    replaces[path] = existing == "another"
                     count.total += sum(source.sizes.values())
         for path, replaces_other in replaces.items():
             with closing(open_source(path, self.paths[path])) as source:
-                self._copy_one(Transfer(source, self._there(path), state), replaces_other)
+                self._copy_one(Transfer(source, self._new_path_of(path), state), replaces_other)
         root = on_file_system(self.report.source)
         if root is not None and self.paths.get(root) is not False:
             self._copy_links(root)
         return state
 
-    def _there(self, path: Where) -> Where:
+    def _new_path_of(self, path: Where) -> Where:
         """Return the new path of a checkpoint of the source."""
-        source, target = self.report.source, self.report.target
-        if path == source:
-            return target
-        return target / name_below(source, path)
+        return self.report.target / name_below(self.report.source, path)
 
-    def _base_there(self, base: Where) -> Where | None:
+    def _new_path_of_base(self, base: Where) -> Where | None:
         here = {resolved(path): path for path in self.paths}
-        return self._there(here[resolved(base)]) if resolved(base) in here else None
+        return self._new_path_of(here[resolved(base)]) if resolved(base) in here else None
 
-    def _is_there(self, source: Source, new_path: Where) -> bool | None:
-        """Return whether the same save is at the target; None if the target is empty.
+    def _existing(self, source: Source, new_path: Where) -> Literal["", "the same save", "another"]:
+        """Return what is at the target; empty if it has at most files of an interrupted copy of the same save.
 
         Raises:
             SaveFailed: The target has other contents, which must not be replaced.
@@ -243,7 +241,7 @@ class _Copy:
             kind = medium.kind(new_path)
             names = tree(new_path, medium) if kind == "folder" else []
         if not names and kind != "file":  # an absent or empty folder
-            return None
+            return ""
         try:
             if kind == "file":
                 _refuse_other_file(new_path)
@@ -251,19 +249,19 @@ class _Copy:
         except CheckpointError as error:
             place = copy_target(new_path, source.token, source.summary is not None)
             if not isinstance(error, CheckpointMismatch) and place.may_be_begun(names, source.sizes):
-                return None
+                return ""
             self._refuse(
                 source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
             )
             if not are_of_one_save(source.summary, summary_if_readable(new_path)):  # else the copy repairs it
                 refuse_to_replace_a_base(new_path)
-            return False
+            return "another"
         with closing(existing):
             if is_same(source, existing):
-                return True
+                return "the same save"
         self._refuse(source, new_path, "another checkpoint is there", True)
         refuse_to_replace_a_base(new_path)
-        return False
+        return "another"
 
     def _refuse(self, source: Source, new_path: Where, why: str, replaceable: bool) -> None:
         if not (self.overwrite and replaceable):
@@ -290,7 +288,7 @@ class _Copy:
     def _copy_links(self, root: Path) -> None:
         """Make the symbolic links to checkpoints of the root again at the target."""
         for link, leads_to in _links_below(root, set(self.paths)):
-            new_link, new_target = self._there(link), self._there(leads_to)
+            new_link, new_target = self._new_path_of(link), self._new_path_of(leads_to)
             if on_file_system(new_link) is None:
                 self.report.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
             elif os.path.lexists(new_link) and not is_link(new_link):

@@ -267,18 +267,19 @@ class _Comparison:
         removed, added = self.alone
         different = {item.key for items in (reshaped, retyped, changed, changed_values) for item in items}
         return CheckpointDiff(
-            *(first.path, second.path),
-            [key for key in added if key not in moved],
-            [key for key in removed if key not in renamed],
-            renamed,
-            reshaped,
-            retyped,
-            changed,
-            changed_values,
-            len(self.common) - len(different),
-            self.read,
-            first.bytes_read + second.bytes_read,
-            {name: prod(new[name].shape) for name in tensors},
+            a=first.path,
+            b=second.path,
+            added=[key for key in added if key not in moved],
+            removed=[key for key in removed if key not in renamed],
+            renamed=renamed,
+            reshaped=reshaped,
+            retyped=retyped,
+            changed=changed,
+            values=changed_values,
+            unchanged=len(self.common) - len(different),
+            read=self.read,
+            bytes_read=first.bytes_read + second.bytes_read,
+            elements={name: prod(new[name].shape) for name in tensors},
         )
 
     def _tensors(self, verdicts: dict[str, bool | None], new: Mapping[str, Signature]) -> list[ChangedTensor]:
@@ -299,9 +300,12 @@ class _Comparison:
         amounts |= self._in_step(streamed)
         return [
             ChangedTensor(
-                *(name, new[name].shape, new[name].dtype, stream.nbytes_of(second, name)),
-                "bytes" if verdicts[name] is None else "checksums",
-                amounts[name],
+                name,
+                new[name].shape,
+                new[name].dtype,
+                stream.nbytes_of(second, name),
+                decided="bytes" if verdicts[name] is None else "checksums",
+                amount=amounts[name],
             )
             for name in verdicts
             if name in amounts

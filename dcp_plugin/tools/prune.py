@@ -166,8 +166,12 @@ def prune(
     why |= {path: [reason] for path, reason in spared.items()}
     checkpoints = [
         PrunedCheckpoint(
-            *(path, listing.listed[path].step, listing.listed[path].nbytes, not reasons, reasons),
-            failed=spared.get(path, _AGAIN) != _AGAIN,
+            path,
+            listing.listed[path].step,
+            listing.listed[path].nbytes,
+            deleted=not reasons,
+            reasons=reasons,
+            failed=path in spared and spared[path] != _AGAIN,
         )
         for path, reasons in why.items()
     ]
