@@ -219,9 +219,11 @@ class Scan:
         return sorted([*self.states.values(), *in_order(self.of_others)], key=age_of)
 
     def complete(self) -> list[CheckpointState | Saved]:
-        """Return the checkpoints without the interrupted and damaged ones of this package, oldest first."""
+        """Return the checkpoints without interrupted saves and the damaged ones of this package, oldest first."""
         return [
-            checkpoint for checkpoint in self.checkpoints() if isinstance(checkpoint, Saved) or checkpoint.committed
+            checkpoint
+            for checkpoint in self.checkpoints()
+            if (not checkpoint.interrupted if isinstance(checkpoint, Saved) else checkpoint.committed)
         ]
 
     def links(self) -> dict[Path, Path]:

@@ -172,7 +172,8 @@ def _find(source: Where, report: CopyReport) -> dict[Where, bool]:
     checkpoints = {checkpoint.path: isinstance(checkpoint, Saved) for checkpoint in scan.complete()}
     if not checkpoints:
         raise reason
-    report.passed_over.extend(f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed)
+    left_out = (checkpoint for checkpoint in scan.checkpoints() if checkpoint.path not in checkpoints)
+    report.passed_over.extend(f"{checkpoint.path}: {checkpoint.reason}" for checkpoint in left_out)
     report.unreadable.extend(map(str, scan.unreadable.values()))
     return checkpoints
 

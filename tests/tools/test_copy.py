@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
@@ -468,6 +469,18 @@ def test_wrong_places_are_one_line_and_status_3(tmp_path: Path) -> None:
     json_of("copy", tmp_path / "gone", tmp_path / "to", status=3)
     assert names_in(tmp_path) == ["ck", "file", "folder"]
     assert (tmp_path / "folder/notes.txt").read_text() == "mine" and (tmp_path / "file").read_text() == "text"
+
+
+def test_a_save_of_another_tool_that_was_interrupted_is_passed_over_and_named(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "checkpoint-2"):
+        folder = tmp_path / "run" / name
+        folder.mkdir(parents=True)
+        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        torch.save({}, folder / "optimizer.pt")
+    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    report = dcp.copy(tmp_path / "run", tmp_path / "to")
+    assert report.copied == [tmp_path / "to" / "checkpoint-1"]
+    assert [text.partition(":")[0] for text in report.passed_over] == [str(tmp_path / "run" / "checkpoint-2")]
 
 
 def test_torn_checkpoints_of_a_run_are_passed_over_and_named(tmp_path: Path) -> None:
