@@ -166,15 +166,25 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
-            paths = str(self._path), str(self._reader.path)
-            return _Request(*paths, self._reader.save, repr(selection), many_hosts, socket.gethostname())
+            return self._open(selection)
 
         def compare(requests: list[_Request]) -> tuple[str, float]:
             return self._difference(requests), self._least_hosts(requests)
 
         difference, least = self._ranks.combine(f"open {self._path}", open_here, compare)
         return _Begun(adapters, selection, least), difference
+
+    def _open(self, selection: PartialLoad | None) -> _Request:
+        """Open the checkpoint on this rank, and return the rank's request."""
+        many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
+        return _Request(
+            str(self._path),
+            str(self._reader.path),
+            self._reader.save,
+            repr(selection),
+            many_hosts,
+            socket.gethostname(),
+        )
 
     def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
         """Return the partial load, with the position of its submodule in the state; None for a load of everything."""

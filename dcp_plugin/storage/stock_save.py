@@ -331,12 +331,17 @@ class ShardedWriter(StorageWriter):
         return done
 
     def _destination(self, plan: SavePlan) -> _PlannedDirectory:
-        """Return the rank and directory of this save. A plan from a planner's cache has the directory of an earlier
-        save."""
-        planned: _PlannedDirectory = plan.storage_data
+        """Return the rank and directory of this save. A plan from a planner's cache has those of an earlier save, by
+        this writer or by stock's."""
+        planned: object = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
+        if received is not None:
+            return received
         directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
-        return received or planned if directory is None else _PlannedDirectory(planned.rank, directory)
+        if directory is None:
+            assert isinstance(planned, _PlannedDirectory), "another rank has received what the coordinator sent"
+            return planned
+        return _PlannedDirectory(planned.rank if isinstance(planned, _PlannedDirectory) else 0, directory)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}

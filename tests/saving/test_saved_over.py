@@ -24,7 +24,7 @@ from dcp_plugin.format import index_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.lightning import layout
+from dcp_plugin.integration.files import is_of_stock_lightning
 from tests.compare import assert_same, full_state
 from tests.damage import flip_byte
 from tests.finetune import build, finished_saves, train
@@ -155,7 +155,7 @@ def test_a_sharded_directory_of_lightnings_over_ours_is_lightnings(tmp_path: Pat
     stock.save({"state_dict": {"weight": weight}}, checkpoint_id=tmp_path / "ck")
     torch.save({"pytorch-lightning_version": "2.5"}, tmp_path / "ck" / "meta.pt")
     assert dcp.inspect(tmp_path / "ck").format == "lightning"
-    assert layout.is_directory_of_lightning(tmp_path / "ck")
+    assert is_of_stock_lightning(tmp_path / "ck")
     found = {"weight": torch.zeros(3)}
     dcp.load({"model": found}, tmp_path / "ck")
     assert_same(found, {"weight": weight})

@@ -61,23 +61,34 @@ def _saves_with_cached_plans(root: Path) -> None:
     assert not list(root.glob(".dcp_plugin/*"))
 
 
+def _saves_with_a_plan_of_stock_s_writer(root: Path) -> None:
+    warnings.simplefilter("ignore")
+    for writer in (stock.FileSystemWriter(root / "stock"), dcp.ShardedWriter(root / "ours")):
+        planner = stock.DefaultSavePlanner(enable_plan_caching=True)
+        stock.save(_state(1, 6), storage_writer=writer, planner=planner)
+    found = _state(0, 6)
+    dcp.load(found, root / "ours")
+    assert_same(full_state(found), full_state(_state(1, 6)))
+
+
 def test_plans_that_stock_caches_are_written_where_each_save_belongs(tmp_path: Path) -> None:
     for world_size in (1, 2):
         launch.run(_saves_with_cached_plans, world_size, tmp_path / str(world_size))
+        launch.run(_saves_with_a_plan_of_stock_s_writer, world_size, tmp_path / f"after-stock-{world_size}")
 
 
 def test_plans_are_cached_without_a_process_group_too(tmp_path: Path) -> None:
     try:
         _saves_with_cached_plans(tmp_path)
+        _clear_cached_plans()
+        _saves_with_a_plan_of_stock_s_writer(tmp_path / "after-stock")
     finally:
-        for cache in (
-            SavePlanner._cached_save_plan,
-            SavePlanner._cached_final_save_plan,
-            SavePlanner._cached_all_plans,
-        ):
-            cache.clear()  # type: ignore[attr-defined]
-        SavePlanner._cached_global_plan.clear()
-        SavePlanner._cached_metadata.clear()
+        _clear_cached_plans()
+
+
+def _clear_cached_plans() -> None:
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        getattr(SavePlanner, f"_cached_{name}").clear()
 
 
 @on_ranks(2)
