@@ -257,7 +257,7 @@ def hash_column(hashes: Sequence[bytes | None]) -> Column:
 ROWS_IN_CACHE = 1 << 15
 """Rows processed at a time: a few columns of this many rows fit into the processor's cache.
 
-That takes half the time of all rows at once, and no memory for intermediate results.
+Processing in such parts takes half the time of all rows at once, and no memory for intermediate results.
 """
 
 

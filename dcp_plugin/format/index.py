@@ -98,7 +98,7 @@ class StoredTensor:
         """Allocate a tensor of this shape, by default of the stored dtype.
 
         Raises:
-            UnsafeCheckpoint: As :meth:`CheckpointIndex.require_bounded` for all keys.
+            UnsafeCheckpoint: :meth:`CheckpointIndex.require_bounded` refuses the checkpoint.
         """
         if isinstance(self.chunks, _Chunks):
             self.chunks.parent.require_bounded()

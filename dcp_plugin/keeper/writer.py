@@ -323,7 +323,8 @@ class KeptSaves:
         self._queue.start(handle, copy.finish, write, in_keeper=True)
 
     def _timed(self, request: SaveRequest) -> SaveRequest:
-        """Return the request with the seconds that the training has waited, if it goes on now."""
+        """Return the request with the seconds that an asynchronous save has blocked the training, unless they are noted
+        already."""
         if not self._config.async_save or request.blocked_seconds is not None:
             return request
         return replace(request, blocked_seconds=time.monotonic() - request.began)

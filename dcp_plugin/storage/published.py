@@ -114,6 +114,7 @@ def summary_of(files: Files) -> Summary:
         return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
 
 
+_MOST_TIMES = 1 << 12
 _times: dict[tuple[Where, int, float], float] = {}
 """Recorded times of our checkpoints by path, number of the directory, and time of its last change."""
 
@@ -133,6 +134,7 @@ def newest_time(medium: Medium, root: Where) -> float:
 
 
 def _time_of(files: Readable, path: Where, number: int) -> float:
+    """Return the recorded time of a checkpoint, or that of the last change if the directory has no summary."""
     directory = (path, number, files.modified("")) if number else None  # a store does not number its folders
     if directory in _times:
         return _times[directory]
@@ -141,6 +143,8 @@ def _time_of(files: Readable, path: Where, number: int) -> float:
         return files.modified("")
     time = summary_of(files).time
     if directory is not None:
+        if len(_times) >= _MOST_TIMES:  # in a long run nearly all are of deleted checkpoints
+            _times.clear()
         _times[directory] = time
     return time
 

@@ -40,8 +40,7 @@ _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the l
 class BlockFile:
     """A file under construction.
 
-    One thread fills a buffer while another writes the one before, so that the device does not wait for checksums, nor
-    these for the device.
+    While one thread computes checksums and fills a buffer, another thread writes the buffer before.
 
     Args:
         size: Its final size.
