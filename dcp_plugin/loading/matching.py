@@ -169,8 +169,8 @@ class Matching:
 
         Returns:
             Questions for all ranks: stored keys that only count as unexpected if no other rank takes them. An empty
-            list means that other findings of this rank depend on the keys of other ranks; None means that no finding
-            does.
+            list means that other findings of this rank depend on the keys of other ranks, or that it has warnings; None
+            means neither.
         """
         self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
         overlapping = _overlapping(adapters)
@@ -189,7 +189,8 @@ class Matching:
                 self.key_maps[adapter.name] = key_map
         wants = self.match.wanted.values()
         differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
-        if not differs and not self.absent and not self.match.warnings and (self.partial is None or not self.differences.idle()):
+        has_notes = self.absent or self.match.warnings
+        if not differs and not has_notes and (self.partial is None or not self.differences.idle()):
             return None
         return self.differences.questions()
 
@@ -241,6 +242,9 @@ class Matching:
         """
         for adapter in adapters:
             name = adapter.name
+            if name in self._objects and adapter.kind not in ("module", "optimizer"):
+                self.match.wanted[name] = Wanted()  # None or {} in place of an object that another rank has
+                continue
             if adapter.entry is not None and not self._is_about(adapter):
                 if (of_rank := self._name_on_rank(adapter.entry)) is not None:
                     yield adapter, of_rank
