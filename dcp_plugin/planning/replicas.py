@@ -135,7 +135,11 @@ class LocalReplicas:
         elements = np.empty(places.shape)
         with torch.no_grad():
             for dtype, members in self._groups:
-                elements[members] = _read([tensors[at] for at in members.tolist()], dtype, places[members])
+                group = [tensors[at] for at in members.tolist()]
+                if all(tensor.is_cpu and tensor.is_contiguous() for tensor in group):
+                    elements[members] = _read_on_host(group, dtype, places[members])
+                else:
+                    _read(group, places[members], elements, members)
         elements += 0.0  # -0.0 becomes 0.0
         elements[np.isnan(elements)] = np.nan
         return elements
@@ -146,16 +150,23 @@ def _not_empty(chunks: Sequence[LocalChunk]) -> list[LocalChunk]:
     return [chunk for chunk in chunks if 0 not in chunk.sizes]
 
 
-def _read(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
-    """Return elements of tensors of one dtype, given their places in row-major order."""
-    if all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-        # Read at their addresses: an operator for each small tensor would take as long as the rest of its save.
-        addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
-        read = torch.from_numpy(bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)).view(dtype)
-    else:  # on a device, one kernel for all of them and one copy to the host
-        pairs = zip(tensors, places.tolist(), strict=True)
-        read = torch.cat([_elements_of(tensor, at) for tensor, at in pairs]).cpu()
-    return _as_numbers(read).reshape(places.shape)
+def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
+    """Return elements of contiguous host tensors, given their places. They are read at their addresses: an operator for
+    each small tensor would take as long as the rest of its save."""
+    addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
+    read = bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)
+    return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(places.shape)
+
+
+def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, rows: Column) -> None:
+    """Read elements of tensors of one dtype into rows of ``elements``, given their places in row-major order: with one
+    kernel and one copy for each device."""
+    of_device: dict[torch.device, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        of_device.setdefault(tensor.device, []).append(at)
+    for members in of_device.values():
+        read = torch.cat([_elements_of(tensors[at], places[at].tolist()) for at in members]).cpu()
+        elements[rows[members]] = _as_numbers(read).reshape(len(members), -1)
 
 
 def _elements_of(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:
