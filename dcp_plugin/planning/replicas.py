@@ -39,38 +39,25 @@ Samples = dict[Place, tuple[float, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Factors with which ranks add up the hashes of their replicas: a row for each holder of a chunk, sorted by rank.
+def weights_of(
+    rank: Column, chunk: Column, is_first: Column, is_replica: Column, world_size: int
+) -> list[tuple[Column, Column]]:
+    """Return for each rank the chunks of its inventory that other ranks hold as well, and a factor for each.
 
-    The factors of all holders of a chunk add up to 0, modulo 2**64.
+    A rank multiplies the hash of each chunk by its factor. The factors of all holders of a chunk add up to 0, modulo
+    2**64. The arguments have a row for each rank that holds a chunk; the rows of one chunk follow each other.
+
+    Args:
+        is_first: Mask of the first row of each chunk.
     """
-
-    rank: Column
-    chunk: Column
-    """Number of the chunk in the rank's inventory."""
-    weight: Column
-
-    @classmethod
-    def among(cls, rank: Column, chunk: Column, is_first: Column, is_replica: Column) -> Weights:
-        """Return the factors, given a row for each rank that holds a chunk. The rows of one chunk follow each other.
-
-        Args:
-            is_first: Mask of the first row of each chunk.
-        """
-        holders = np.diff(np.flatnonzero(is_first), append=len(rank))
-        several = np.flatnonzero(np.repeat(holders > 1, holders) & is_replica)
-        weight = _mixed(rank[several].astype(np.uint64)) | np.uint64(1)
-        firsts = np.flatnonzero(is_first[several])
-        if len(firsts):
-            weight[firsts] -= np.add.reduceat(weight, firsts)
-        order = np.argsort(rank[several], kind="stable")
-        return cls(rank[several][order], chunk[several][order], weight[order])
-
-    def of_ranks(self, world_size: int) -> list[tuple[Column, Column]]:
-        """Return for each rank the numbers of its chunks and their factors."""
-        ends = np.searchsorted(self.rank, np.arange(1, world_size))
-        return list(zip(np.split(self.chunk, ends), np.split(self.weight, ends), strict=True))
+    holders = np.diff(np.flatnonzero(is_first), append=len(rank))
+    several = np.flatnonzero(np.repeat(holders > 1, holders) & is_replica)
+    weight, firsts = _mixed(rank[several].astype(np.uint64)) | np.uint64(1), np.flatnonzero(is_first[several])
+    if len(firsts):
+        weight[firsts] -= np.add.reduceat(weight, firsts)
+    order = np.argsort(rank[several], kind="stable")
+    ends = np.searchsorted(rank[several][order], np.arange(1, world_size))
+    return list(zip(np.split(chunk[several][order], ends), np.split(weight[order], ends), strict=True))
 
 
 def _mixed(numbers: Column) -> Column:
