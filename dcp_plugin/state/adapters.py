@@ -323,7 +323,7 @@ def replica_keys(
     leaves: Iterable[str], adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
 ) -> frozenset[str]:
     """Return the keys of parameters and of optimizer state, which should be equal on all ranks that hold them. Buffers,
-    and what a module adds to its state dict, may differ.
+    and what a module adds to its parameters in a state dict, may differ.
 
     Args:
         kinds: The kinds of the names that hold state dicts of modules and optimizers.
@@ -332,13 +332,18 @@ def replica_keys(
     owned = [owner for owner in owners if isinstance(owner, nn.Module)]
     modules = [(adapter.name, adapter.module) for adapter in adapters if isinstance(adapter, ModuleAdapter)]
     modules += [(name, module) for name, kind in kinds.items() if kind == "module" for module in owned]
-    parameters = {
-        f"{name}.{fqn}" for name, module in modules for names in parameter_names(module).values() for fqn in names
-    }
+    replicas: set[str] = set()
+    for name, module in modules:
+        own = {key for key in leaves if key.startswith(f"{name}.")}
+        parameters = own & {f"{name}.{fqn}" for names in parameter_names(module).values() for fqn in names}
+        if not parameters:  # its state_dict has other names, as {"state_dict": ..., "ema": ...} has
+            buffers = {fqn.rpartition(".")[2] for fqn, _ in module.named_buffers()}
+            parameters = {key for key in own if key.rpartition(".")[2] not in buffers}
+        replicas |= parameters
     of_optimizers = {adapter.name for adapter in adapters if adapter.kind == "optimizer"}
     of_optimizers.update(name for name, kind in kinds.items() if kind == "optimizer")
     fronts = tuple(f"{name}." for name in of_optimizers)
-    return frozenset(key for key in leaves if key in parameters or key.startswith(fronts))
+    return frozenset(replicas).union(key for key in leaves if key.startswith(fronts))
 
 
 def _is_state_dict(value: Any) -> bool:
