@@ -240,8 +240,9 @@ class ModuleLoad:
                 continue
             free = key in self._free
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
-            apart = free or key in self._apart or key not in own
-            if here and (apart or not same_memory(own[key], value)):
+            got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
+            apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
+            if here and (apart or not same_memory(own[key], got)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
         for name in self._filled:
             if (below := _topmost(name, self._below)) is not None:

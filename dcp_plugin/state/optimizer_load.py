@@ -141,6 +141,8 @@ class OptimizerLoad:
         self.wanted = Wanted()
         self._sort_entries(stored, own is not None)
         self._compare_names(bool(stored))
+        if (owned := getattr(optimizer, "owned", None)) is not None:  # the state of the others is on other ranks
+            self._slots = defaultdict(dict, {f: s for f, s in self._slots.items() if id(self._layouts.get(f)) in owned})
         if not self.wanted.unfit:
             self._add_targets()
 

@@ -18,6 +18,8 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # the argument of post-load hooks
 
+from dcp_plugin.errors import CheckpointMismatch
+
 
 @dataclass
 class Incompatible:
@@ -110,10 +112,35 @@ _DELEGATING = {
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning."""
+    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning.
+
+    For a ZeroRedundancyOptimizer it is the optimizer of this rank, with the groups of all ranks.
+
+    Raises:
+        CheckpointMismatch: A ZeroRedundancyOptimizer has no optimizer of torch's layout on this rank.
+    """
     while any((cls.__module__, cls.__qualname__) in _DELEGATING for cls in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+    is_zero = any(cls.__qualname__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    return _with_all_groups(optimizer) if is_zero else optimizer
+
+
+def _with_all_groups(zero: Any) -> Any:
+    """Return the optimizer that a ZeroRedundancyOptimizer has on this rank, with the groups of all ranks.
+
+    Its own ``state_dict`` first sends the state of all ranks to one. The result shares state and groups with it, and
+    ``owned`` has the ids of the parameters whose state is on this rank.
+    """
+    local = getattr(zero, "optim", None)
+    if local is None or has_own_state_dict(local):
+        raise CheckpointMismatch(
+            f"a ZeroRedundancyOptimizer has {'no state yet' if local is None else f'a {type(local).__name__}'}: it can "
+            f"be saved and loaded after DDP has built its buckets, over an optimizer with torch's state_dict"
+        )
+    whole = object.__new__(type(local))
+    owned = {id(parameter) for group in local.param_groups for parameter in group["params"]}
+    vars(whole).update(vars(local), param_groups=zero.param_groups, owned=owned)
+    return whole
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
