@@ -174,7 +174,7 @@ class Parts(nn.Module):
         for part in self.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return {key: value for part in self.parts for key, value in part.state_dict(*args, **kwargs).items()}
 
 

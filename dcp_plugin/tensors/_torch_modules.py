@@ -122,7 +122,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while any((cls.__module__, cls.__qualname__) in _DELEGATING for cls in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     is_zero = any(cls.__qualname__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
-    return _with_all_groups(optimizer) if is_zero else optimizer
+    return _with_all_groups(optimizer) if is_zero else optimizer  # type: ignore[no-any-return]
 
 
 def _with_all_groups(zero: Any) -> Any:
