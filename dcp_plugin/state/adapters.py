@@ -55,7 +55,7 @@ from dcp_plugin.state.optimizer import (
 from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
 from dcp_plugin.state.per_rank import PerRank, RankEntry, is_position
 from dcp_plugin.tensors._torch import is_meta, is_tensor, shape_of, with_memory
-from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, unwrapped_optimizer
+from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
@@ -174,8 +174,8 @@ def adapters_of(
 
     Raises:
         TypeError: The state is no mapping.
-        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; or a
-            :class:`~dcp_plugin.PerRank` has a module or an optimizer.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; an
+            object is DeepSpeed's; or a :class:`~dcp_plugin.PerRank` has a module or an optimizer.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
@@ -185,6 +185,11 @@ def adapters_of(
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     objects = [(name, value) for name, _, _, value, _ in named_objects if type(value) not in _LEAVES]
+    each = [
+        (name, refuse_deepspeed(name, part))
+        for name, value in objects
+        for part in (value if is_list_of(value, *_LISTED) else [value])
+    ]
     of_modules = {  # those of the state itself first, in which optimizers look for their parameters
         name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
     } | {name: Parts(value) for name, value in objects if is_list_of(value, nn.Module)}
@@ -214,7 +219,6 @@ def adapters_of(
         else:
             is_of_loader = entry is not None and entry.is_position
             adapters.append((PositionAdapter if is_of_loader else StatefulAdapter)(name, value, entry))
-    each = [(name, part) for name, value in objects for part in (value if is_list_of(value, *_LISTED) else [value])]
     _check_patched([(name, value) for name, value in each if isinstance(value, torch.optim.Optimizer)])
     data = [adapter for adapter in adapters if adapter.kind == "value"]
     return [*sorted((adapter for adapter in adapters if adapter.kind != "value"), key=_turn), *data]

@@ -8,6 +8,7 @@ moves or changes its meaning.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -32,13 +33,35 @@ class Incompatible:
 
 def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters with the fields of ``CheckpointableTensor``. They are rare, and every save looks for
-    them."""
+    them.
+
+    Raises:
+        CheckpointMismatch: A parameter is DeepSpeed's: with ZeRO-3 it has no elements between two steps.
+    """
     return [
-        (f"{prefix}.{name}" if prefix else name, parameter)
+        (f"{prefix}.{name}" if prefix else name, refuse_deepspeed(name, parameter))
         for prefix, module in modules
         for name, parameter in module._parameters.items()
-        if hasattr(parameter, "global_shape") and parameter is not None
+        if (hasattr(parameter, "global_shape") or hasattr(parameter, "ds_id")) and parameter is not None
     ]
+
+
+_OF_DEEPSPEED = re.compile(r"deepspeed\.runtime\.(.*engine|zero|bf16_optimizer|fp16)\b")
+
+
+def refuse_deepspeed(name: str, value: Any) -> Any:
+    """Return a value of the state. Its schedulers and its optimizers outside of an engine, as FusedAdam, may be saved.
+
+    Raises:
+        CheckpointMismatch: It is an engine of DeepSpeed, or a parameter or an optimizer of one.
+    """
+    if hasattr(value, "ds_id") or any(_OF_DEEPSPEED.match(cls.__module__) for cls in type(value).__mro__):
+        raise CheckpointMismatch(
+            f"{name!r}, a {type(value).__name__}, is DeepSpeed's, whose engine owns weights and optimizer state, and "
+            f"has parts of them elsewhere. Save with engine.save_checkpoint(path) and resume with "
+            f"engine.load_checkpoint(path), or train with fully_shard (FSDP2)."
+        )
+    return value
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
