@@ -58,7 +58,7 @@ from dcp_plugin.tensors._torch import (
     sharded_value,
     with_memory,
 )
-from dcp_plugin.tensors._torch_modules import is_of_torch, slots_of_torch, unpatched
+from dcp_plugin.tensors._torch_modules import is_of_torch, new_state, slots_of_torch, unpatched
 from dcp_plugin.tensors.kinds import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, Shape, Wanted
 
@@ -271,7 +271,9 @@ class OptimizerLoad:
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
-                    targets[key] = existing if usable else self._allocate(fqn, entry, own=(fqn, slot) in self._local)
+                    made = new_state(self._optimizer, self._layouts[fqn], slot) if entry.stored_whole else None
+                    new = self._allocate(fqn, entry, own=(fqn, slot) in self._local) if made is None else made
+                    targets[key] = existing if usable else new
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
                         self.wanted.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:

@@ -177,6 +177,16 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
 
 
+def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
+    """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for any other.
+
+    torchao has no public function for it. Averages of squares are made without a sign.
+    """
+    has_constructor = any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__)
+    make = getattr(optimizer, "_new_buffer", None) if has_constructor else None
+    return None if make is None else make(parameter, slot == "exp_avg")
+
+
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's class is torch's, so that its behaviour is known. Subclasses outside of torch may
     do anything."""
