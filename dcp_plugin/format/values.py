@@ -267,7 +267,7 @@ def _save_tensor(tensor: torch.Tensor, file: Any) -> None:
         raise CheckpointMismatch(f"a {type(tensor).__name__} that torch.save cannot write ({error})") from error
 
 
-_PLAIN_TENSOR = torch.empty(0)
+_PLAIN_TENSOR = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def decode_tensor(data: bytes | bytearray, target: torch.Tensor = _PLAIN_TENSOR) -> Any:

@@ -94,7 +94,7 @@ class SavedStreams:
 def capture(device: torch.device) -> RngState:
     """Return the state of every generator that training code commonly draws from, without drawing."""
     version, words, gauss = random.getstate()
-    python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    python = {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
     state: RngState = {"torch": torch.get_rng_state(), "python": python}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()

@@ -324,7 +324,7 @@ def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 
 def _like(value: ShardedValue) -> ShardedValue:
     """Return empty host memory for the same chunks."""
-    chunks = (chunk._replace(tensor=torch.empty(chunk.sizes, dtype=value.dtype)) for chunk in value.chunks)
+    chunks = (chunk._replace(tensor=torch.empty(chunk.sizes, dtype=value.dtype, device="cpu")) for chunk in value.chunks)
     return replace(value, chunks=tuple(chunks))
 
 

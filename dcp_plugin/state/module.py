@@ -327,7 +327,7 @@ def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) ->
 def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
     """Return whether any rank has state. One rank may have all of it, and the others must take part in gathering."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
-    has_state = torch.tensor(int(any(state.values())), device=wrapper.compute_device)
+    has_state = torch.tensor(any(state.values()), dtype=torch.int64, device=wrapper.compute_device)
     dist.all_reduce(has_state, op=dist.ReduceOp.MAX, group=wrapper.process_group)
     return bool(has_state.item())
 
