@@ -20,11 +20,10 @@ compared: the loss, and lists of losses, differ between ranks in every script.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Collection, Mapping
 from math import prod
 
-from dcp_plugin.errors import some
+from dcp_plugin.errors import some, warn
 from dcp_plugin.format.keys import LocalSlot
 from dcp_plugin.format.payload import hashes_of, sample_of
 from dcp_plugin.ranks import Ranks
@@ -101,7 +100,7 @@ class RankLocal:
 
         def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
             if message := _about_different([shared for _, shared in of_ranks]):
-                warnings.warn(message, stacklevel=2)  # inside combine(): if warnings are errors, all ranks raise
+                warn(message)  # inside combine(): if warnings are errors, all ranks raise
             first: dict[str, bytes] = {}
             return frozenset(
                 key

@@ -17,7 +17,6 @@ They do not cover the bytes of values, whose lengths may change from save to sav
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
 from dcp_plugin.format import values
 from dcp_plugin.format.keys import holds_sharded, is_empty_mapping
 from dcp_plugin.format.values import WholeItem
@@ -88,7 +87,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             f"checkpoints."
         )
     if changed:
-        warnings.warn(f"stored as another type: {some(changed, 10, '; ')}.", stacklevel=2)
+        warn(f"stored as another type: {some(changed, 10, '; ')}.")
     return flat
 
 

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, warn
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules, parameter_names
 from dcp_plugin.tensors import _torch_modules
 from dcp_plugin.tensors._torch import DTensor, laid_out_like, sharded_value
@@ -197,7 +197,7 @@ def materialise(module: nn.Module) -> list[str]:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     if lost:
         message = f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them"
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     return waiting
 
 

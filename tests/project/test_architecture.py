@@ -100,13 +100,12 @@ def test_every_module_says_what_it_is_for_and_private_torch_has_one_place(path: 
 def test_every_new_tensor_names_its_device_and_dtype(path: Path) -> None:
     """A user's default device may be one whose memory has no address on the host, and a default dtype may be any."""
     factories = {function.__name__ for function in _device_constructors()}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "torch":
-            given = {keyword.arg for keyword in node.keywords}
-            if node.func.attr in factories:
-                assert {"device", "dtype"} <= given, f"line {node.lineno}: {ast.unparse(node)}"
-            if node.func.attr == "Generator":
-                assert "device" in given, f"line {node.lineno}: {ast.unparse(node)}"
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        module, _, function = ast.unparse(call.func).rpartition(".")
+        needed = {"device", "dtype"} if function in factories else {"device"} if function == "Generator" else set()
+        if module == "torch":
+            assert needed <= {keyword.arg for keyword in call.keywords}, f"line {call.lineno}: {ast.unparse(call)}"
 
 
 def test_the_public_names_are_exactly_these() -> None:

@@ -109,9 +109,7 @@ def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path
 
 @pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}])
 @on_ranks(1, 2)
-def test_a_default_device_changes_no_save_and_no_load(
-    tmp_path: Path, world_size: int, options: dict[str, Any]
-) -> None:
+def test_a_default_device_changes_no_save_and_no_load(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     torch.set_default_device("cuda")
     state = {"on device": torch.randn(5, 7), "on host": torch.ones(300, device="cpu"), "number": [1, "text"]}
     ours = dcp.Checkpointer(**options)
