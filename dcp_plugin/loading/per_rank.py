@@ -23,6 +23,12 @@ def name_on_rank(matching: Matching, entry: RankEntry) -> str | None:
         if is_shared and entry.world_size > 1:
             matching.warn(f"{path} has one value of {shared!r} for all ranks: each rank takes it.")
         return shared if is_shared else own
+    if entry.is_derived:
+        from dcp_plugin.state.random_streams import about_new_ranks  # the only objects of this kind
+
+        if about := about_new_ranks(len(entries), entry.world_size):
+            matching.warn(f"{path}: {about}.")
+        return own if entry.rank in entries else entry.name_on(min(entries))
     saved_by = (matching.summary and matching.summary.world_size) or max(entries) + 1
     if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
         return own
