@@ -55,6 +55,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     for key, leaf in leaves.items():
         if id(leaf) in same:
             flat[key] = same[id(leaf)]
+        elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
+            misfits.append(f"{key} is {reason}")
         elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
             flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
         elif is_tensor(leaf):
@@ -78,7 +80,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
     if misfits:
-        count = f"{len(misfits)} tensors cannot be saved: " if len(misfits) > 1 else ""
+        count = f"{len(misfits)} entries cannot be saved: " if len(misfits) > 1 else ""
         raise CheckpointMismatch(count + some(misfits, 10, "; "))
     if unsafe:
         raise UnsafeCheckpoint(
