@@ -40,6 +40,7 @@ from dcp_plugin.tensors._torch_modules import (
     overrides_load_state_dict,
     own_modules,
     own_state,
+    restore_quantization,
     takes_state_dict,
 )
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
@@ -199,10 +200,28 @@ class ModuleLoad:
             report = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or silent_report
         else:
             self._walk(self._module, "", None, report)
+            report.unexpected += self._lost()
         clean = self.state.clean
         unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, so not missing
         missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
+
+    def _lost(self) -> list[str]:
+        """Return the keys of ``state_dict()`` whose loaded values the module does not have afterwards.
+
+        Such a key is no parameter or buffer, and no code of the module takes it: torch reports it as unexpected. Memory
+        that a module shows under further keys is filled, as are values that follow from loaded ones.
+        """
+        if not self._made:
+            return []
+        restore_quantization(self._module, {self.state.raw[key]: self._filled[key] for key in self._made})
+        now = ModuleState.of(self._module).values
+        return [
+            self.state.raw[key]
+            for key in self._made
+            if key not in now
+            or not (same_memory(now[key], self._filled[key]) or torch.equal(now[key], self._filled[key]))
+        ]
 
     def _tied_to_hooked(self) -> set[str]:
         """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
@@ -247,6 +266,7 @@ class ModuleLoad:
             self._keys_below[""], self._names_below[""] = list(self.state.values), list(self._filled)
             return
         own = own_tensors(self._module)
+        self._made: list[str] = []  # keys of tensors that are no parameters or buffers, as far as they are filled
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
             if below is not None:
@@ -254,6 +274,8 @@ class ModuleLoad:
                 continue
             free = key in self._free
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
+            if key in self._filled and key not in own and not free:
+                self._made.append(key)
             got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
             apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
             if here and (apart or not same_memory(own[key], got)):
