@@ -140,6 +140,8 @@ class ModuleLoad:
                 self._parts[tree].append(name)
         targets: dict[str, Any] = {}
         absent: list[str] = []
+        self._own = own_tensors(self._module)
+        self._same = same_parameter(self._module, self._own)
         refused = self._refused_ties(stored)
         for key, value in values.items():
             names = [key] if key in stored else []
@@ -227,7 +229,7 @@ class ModuleLoad:
         """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
         if not self._below or "" in self._below:
             return set()
-        same = same_parameter(self._module)
+        same = same_parameter(self._module, own_tensors(self._module))
         hooked = {first for key, first in same.items() if _is_below(key, self._below)}
         return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
 
@@ -235,7 +237,7 @@ class ModuleLoad:
         """Return the names of tied weights that have another value in the checkpoint than their first name, with the
         reason. Names whose values are not known to be equal are read one after the other, as torch loads them."""
         refused = {}
-        for key, first in same_parameter(self._module).items():
+        for key, first in self._same.items():
             if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
                 self._apart.add(key)
                 of_key, of_first = (_checksums(stored[name]) for name in (key, first))
@@ -246,10 +248,8 @@ class ModuleLoad:
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
         """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
         name."""
-        if not absent:
-            return {}
-        same = same_parameter(self._module)
-        filled = {same[key]: key for key in targets if key in same}
+        same = self._same
+        filled = {same[key]: key for key in targets if key in same} if absent and same else {}
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def _sort_out(self) -> None:
@@ -265,7 +265,7 @@ class ModuleLoad:
         if self._fsdp1 and self._apply:  # one call loads everything
             self._keys_below[""], self._names_below[""] = list(self.state.values), list(self._filled)
             return
-        own = own_tensors(self._module)
+        own = self._own
         self._made: list[str] = []  # keys of tensors that are no parameters or buffers, as far as they are filled
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
