@@ -201,10 +201,14 @@ def materialise(module: nn.Module) -> list[str]:
     return waiting
 
 
-def same_parameter(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs."""
+def same_parameter(module: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs.
+
+    Args:
+        own: The :func:`own_tensors` of the module.
+    """
     first: dict[int, str] = {}
-    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own.items()]
     same = {name: other for name, other in named if other != name} | same_flat_parameter(module)
     return same | {name: name for name in same.values()}
 

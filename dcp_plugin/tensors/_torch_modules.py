@@ -281,9 +281,29 @@ def load_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, incompatible: Incompatible
 ) -> None:
     """Load one module without its children, and run its pre-hooks. Misfits are added to ``incompatible``."""
-    module._load_from_state_dict(
-        state, prefix, metadata, True, incompatible.missing, incompatible.unexpected, incompatible.errors
-    )
+    found = incompatible.missing, incompatible.unexpected, incompatible.errors
+    try:
+        module._load_from_state_dict(state, prefix, metadata, True, *found)
+    except RuntimeError as error:
+        if not type(module).__module__.startswith("bitsandbytes."):
+            raise
+        incompatible.errors.append(
+            f"{prefix}weight is a quantized weight of bitsandbytes, which the layer takes only after it is on its "
+            f"device and before its first forward pass: load it there ({error})"
+        )
+
+
+def restore_quantization(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give the 4-bit weights of bitsandbytes their quantization state, which its layers save and do not load.
+
+    Args:
+        values: Loaded values by their key in ``state_dict()``, those of other modules included.
+    """
+    for name, parameter in module.named_parameters():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if hasattr(parameter, "quant_state") and any(key.startswith("quant_state.") for key in own):
+            made = type(parameter.quant_state).from_dict(own, parameter.device)
+            vars(parameter.quant_state).update(vars(made))  # the layer holds the same object
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:
