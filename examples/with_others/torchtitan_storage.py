@@ -123,7 +123,7 @@ def small() -> Any:
     config.tokenizer, config.dataloader = Letters.Config(), Loader.Config()
     config.training.local_batch_size, config.training.seq_len = 2, 64
     config.training.disable_cuda_graphs = True
-    config.validator.enable = False
+    config.validator.enable, config.debug.seed = False, 1337
     config.checkpoint = Manager.Config(enable=True, interval=2, last_save_model_only=False, keep_latest_k=0)  # added
     return config
 

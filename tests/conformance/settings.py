@@ -40,6 +40,8 @@ CALLS = ("save", "async", "lazy", "keeper", "load", "tools")
 class Setting(Entry):
     within: Callable[[], AbstractContextManager[Any]]
     world_size: int
+    is_sharded: bool = True
+    """Whether the model of several ranks is: torch's FSDP2 has no state dict in ``inference_mode``."""
     variants: tuple[str, ...] = CALLS
 
 
@@ -107,17 +109,17 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "debug_detail": _set(dist.get_debug_level, dist.set_debug_level, dist.DebugLevel.DETAIL),
 }
 ENTRIES: dict[str, Setting] = {
-    f"{name}_on_{world_size}": Setting(within, world_size)
+    f"{name}_on_{world_size}": Setting(within, world_size, name != "inference_mode")
     for name, within in SETTINGS.items()
     for world_size in (1, 2)
     if name != "debug_detail" or world_size > 1
 }
 
 
-def _state(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, State]:
+def _state(seed: int, is_sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer, State]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
-    if dist.is_initialized():
+    if dist.is_initialized() and is_sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 3)).sum().backward()
@@ -146,7 +148,7 @@ def _save(tool: Tool, state: State, path: Path, call: str) -> None:
 
 
 def run(entry: Setting, call: str, tool: Tool, trace: Trace) -> None:
-    model, optimizer, state = _state(1)
+    model, optimizer, state = _state(1, entry.is_sharded)
     trace.before(model, optimizer)
     if call in _OPTIONS:
 
@@ -161,7 +163,7 @@ def run(entry: Setting, call: str, tool: Tool, trace: Trace) -> None:
     if call == "tools":
         _see_with_tools(tool, trace, entry, state)
         return
-    model, optimizer, target = _state(2)
+    model, optimizer, target = _state(2, entry.is_sharded)
 
     def load(state: State, path: Path) -> None:
         with entry.within() if call == "load" else nullcontext():
@@ -170,12 +172,12 @@ def run(entry: Setting, call: str, tool: Tool, trace: Trace) -> None:
     tool.do("load", load, target)
     trace.resumed(model, optimizer)
     trace.see("values", target["values"], state["values"])
-    _see_with_stock(trace, state, tool.folder / "checkpoint", isinstance(tool, Ours))
+    _see_with_stock(trace, state, tool.folder / "checkpoint", isinstance(tool, Ours), entry.is_sharded)
 
 
-def _see_with_stock(trace: Trace, state: State, path: Path, is_ours: bool) -> None:
+def _see_with_stock(trace: Trace, state: State, path: Path, is_ours: bool, is_sharded: bool) -> None:
     """Stock reads what ours has written, outside of the setting, and every checksum is right."""
-    model, _, target = _state(3)
+    model, _, target = _state(3, is_sharded)
     read = {"model": model, "values": target["values"]} if is_ours else {"values": target["values"]}
     stock.load(read, checkpoint_id=path)
     if not is_ours:
