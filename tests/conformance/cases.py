@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.conformance import containers, interchange, per_rank, programs, runs, tensors
+from tests.conformance import containers, interchange, per_rank, programs, runs, settings, tensors
 from tests.conformance.differences import CALLED_IN_ONE_ORDER
 from tests.conformance.modules import MODULES, ModuleEntry, Small
 from tests.conformance.moments import MOMENTS, Moment
@@ -80,6 +80,7 @@ CORPORA: dict[str, dict[str, Case]] = {
     "interchange": _cases("interchange", interchange.ENTRIES, interchange.run, must_work=False),
     "containers": _cases("containers", containers.CONTAINERS, containers.run),
     "per_rank": _cases("per_rank", per_rank.ENTRIES, per_rank.run),
+    "settings": _cases("settings", settings.ENTRIES, settings.run),
 }
 
 
