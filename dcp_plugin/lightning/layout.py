@@ -39,7 +39,8 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,6 +63,8 @@ from dcp_plugin.integration.stored import (
     entries_of,
     holds_sharded,
     is_storable,
+    like,
+    new_like,
     numbered,
     optimizer_from_stored,
     plain,
@@ -73,6 +76,7 @@ from dcp_plugin.state import (
     GROUPS,
     Nested,
     OwnLayout,
+    OwnNames,
     contains_fsdp1,
     extras_of,
     flatten_optimizer,
@@ -81,13 +85,20 @@ from dcp_plugin.state import (
     group_list,
     group_names,
     load_into,
+    loose_module,
     mark_parameters,
     mark_slots,
     parameter_names,
+    parameters_by_name,
+    pruned_names,
+    trained_module,
     unwrapped_optimizer,
+    with_names,
+    with_numbers,
     without_sampler,
+    without_wrappers,
 )
-from dcp_plugin.tensors._torch import is_tensor, sharded_value
+from dcp_plugin.tensors._torch import DTensor, is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 
 ForStock = tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None]]
@@ -103,7 +114,11 @@ TYPES = "hyper_parameter_types"
 DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
 PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
 """Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
-_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
+OWN_NAMES, FULL, OPTIMIZERS = "own_names", "full_tensors", "number_of_optimizers"
+"""Keys for what a load must know of the save: the names in ``state_dict()``, as :attr:`OwnNames.inside`; the paths of
+full tensors that have the name and shape of a sharded parameter; and the number of optimizers, if a hook has changed
+the list of their states."""
+_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OWN_NAMES, FULL, OPTIMIZERS, OF_HOOKS)
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
 """Name under which each of the sharded strategies stores the model."""
 OPTIMIZER = "optimizer"
@@ -129,6 +144,61 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> dict[str,
     return {**state, EXTRA: extra}
 
 
+def with_stored_names(
+    checkpoint: Checkpoint, names: OwnNames, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Checkpoint:
+    """Return a checkpoint with clean FQNs in place of the names that hooks see, and records of both.
+
+    In an optimizer's state, a parameter that the ``state_dict`` has under the plain name of a pruned or parametrized
+    one gets that name too: the module that resumes has it so.
+
+    Args:
+        names: The names in the ``state_dict`` that hooks have seen.
+
+    Raises:
+        CheckpointMismatch: Two keys of the ``state_dict`` would become one.
+    """
+    weights = checkpoint.get("state_dict")
+    if isinstance(weights, Mapping):
+        weights = names.clean(weights)
+        checkpoint = {**checkpoint, "state_dict": weights}
+    if names.inside:
+        checkpoint[OWN_NAMES] = dict(names.inside)
+    states = checkpoint.get("optimizer_states")
+    if isinstance(states, list) and len(states) == len(optimizers):
+        stored = weights or {}
+        pruned = {own: name for own, name in pruned_names(model).items() if name in stored and own not in stored}
+        pairs = zip(states, optimizers, strict=True)
+        checkpoint["optimizer_states"] = [_with_stored_names(model, *pair, pruned) for pair in pairs]
+    elif states is not None:
+        checkpoint[OPTIMIZERS] = len(optimizers)
+    return checkpoint
+
+
+def _with_stored_names(model: nn.Module, state: Any, optimizer: Optimizer, pruned: Mapping[str, str]) -> Any:
+    if isinstance(state, OwnLayout):
+        return state
+    names = dict.fromkeys(name for group in group_names(owner_of(model, optimizer), optimizer) for name in group)
+    is_numbered = not is_keyed_by_name(state)
+    try:
+        if is_numbered or pruned:
+            numbered = state if is_numbered else with_numbers(state)
+            return with_names(numbered, [pruned.get(name, name) for name in names])
+    except (LookupError, TypeError, AttributeError):  # stored as it is: a hook has put something else in its place
+        pass
+    return state
+
+
+def owner_of(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return the module that names the parameters of an optimizer: the model, also with parameters of no module."""
+    try:
+        return trained_module(OPTIM, optimizer, {MODEL: model}, {})
+    except CheckpointMismatch:
+        if contains_fsdp1(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise  # an optimizer that was made before the model was sharded
+        return loose_module(optimizer)
+
+
 def kinds_of(state: dict[str, Any]) -> dict[str, str]:
     """Return the kind, ``"module"`` or ``"optimizer"``, of each name in ``state`` that has such a state."""
     return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
@@ -140,7 +210,7 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
     names = among(OPTIM, state)
     if len(names) == len(optimizers):  # else a hook has changed the list, and the owners are unknown
         marked |= {
-            name: mark_slots(model, optimizer, state[name])
+            name: mark_slots(owner_of(model, optimizer), optimizer, state[name])
             for name, optimizer in zip(names, optimizers, strict=True)
             if not isinstance(state[name], OwnLayout)
         }
@@ -236,7 +306,7 @@ def _with_classes(value: Any, classes: dict[str, Any]) -> Any:
     if "is" not in classes:
         inside = classes["in"]
         items = {key: _with_classes(item, inside[key]) if key in inside else item for key, item in _items(value)}
-        return items if isinstance(value, dict) else type(value)(items.values())
+        return like(value, items) if isinstance(value, dict) else type(value)(items.values())
     omegaconf = importlib.import_module("omegaconf")
     source = value if classes["root"] is None else classes["root"]
     if classes["is"] not in ("DictConfig", "ListConfig") or not isinstance(source, (dict, list, type(None))):
@@ -258,7 +328,9 @@ def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str
     """Return the value without the unstorable items of nested dictionaries. Add the names of these to ``left_out``."""
     if not isinstance(value, dict):
         return value
-    kept = {}
+    kept = new_like(value)
+    if type(value) is defaultdict and type(kept) is dict:
+        _warn_of_factory(name)
     for key, item in value.items():
         inside = f"{name}.{key}"
         if isinstance(item, dict) or _is_storable(inside, item, allowed):
@@ -274,6 +346,11 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True
     return not callable(value) and is_storable(value)
+
+
+@functools.cache
+def _warn_of_factory(name: str) -> None:
+    rank_zero_warn(f"{name} comes back from a checkpoint as a dict: the factory of this defaultdict is code.")
 
 
 @functools.cache
@@ -293,6 +370,26 @@ def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
     return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
 
 
+def full_tensors(checkpoint: Checkpoint, model: nn.Module) -> list[list[str]]:
+    """Return the paths of full tensors, in mappings of hooks, with the name and the shape of a sharded parameter."""
+    value = {key: item for key, item in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    sharded = {name: p.shape for name, p in parameters_by_name(model).items() if isinstance(p, DTensor)}
+    return [
+        path
+        for path, tensor in (_tensors_in(value, []) if sharded else ())
+        if not isinstance(tensor, DTensor) and sharded.get(without_wrappers(path[-1])) == tensor.shape
+    ]
+
+
+def _tensors_in(value: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:
+    if is_tensor(value):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _tensors_in(item, [*path, key])
+
+
 def put_back(checkpoint: Checkpoint) -> Checkpoint:
     """Restore in place the values of hooks that :func:`beside_ours` had moved. Our values must have been removed."""
     of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
@@ -302,6 +399,8 @@ def put_back(checkpoint: Checkpoint) -> Checkpoint:
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
+    if "state_dict" in checkpoint:
+        checkpoint["state_dict"] = OwnNames(checkpoint.get(OWN_NAMES, {})).own(checkpoint["state_dict"])
     if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:
@@ -341,6 +440,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     if not isinstance(state, dict) or GROUPS not in state:
         optimizer.load_state_dict(state)
         return
+    model = owner_of(model, optimizer)
     nested = _keyed_by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = load_into(model, optimizer, entries_of(flat))
@@ -386,11 +486,11 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters in the order of an optimizer of the unwrapped model. For a flat parameter of
     FSDP1 these are the names of its unit; the names of such a group are assumed to be in the model's order."""
-    order = {name: number for number, name in enumerate(gather_module(model))}
+    order = list(gather_module(model)) if contains_fsdp1(model) else []
     names = []
     for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
         flat = len(of_group) != len(group["params"])
-        names += sorted(of_group, key=order.__getitem__) if flat else of_group
+        names += sorted(of_group, key=order.index) if flat else of_group
     return names
 
 

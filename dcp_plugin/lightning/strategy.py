@@ -30,7 +30,15 @@ from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.start import Restart
-from dcp_plugin.state import gather_module, gather_optimizer, inside_ddp, unwrapped_optimizer
+from dcp_plugin.state import (
+    OwnLayout,
+    OwnNames,
+    gather_optimizer,
+    gather_with_names,
+    inside_ddp,
+    unwrapped_optimizer,
+    with_numbers,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -55,6 +63,8 @@ class LightningAdapter(StrategyAdapter):
         """The state to restore when the training starts."""
         self._all_came: bool | None = None
         self._set_up = False
+        self._names = OwnNames()
+        """The names of the module's values for hooks, in the checkpoint that is being made."""
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
 
@@ -125,11 +135,19 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_module(self.model)
+        state, names = gather_with_names(self.model)
+        self._names = OwnNames() if self.keeps_shards else names  # stock's sharded strategies give hooks clean names
+        return dict(self._names.own(state))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        return gather_optimizer(self.model, optimizer)
+        inner = unwrapped_optimizer(optimizer)
+        state = gather_optimizer(layout.owner_of(self.model, inner), inner)
+        is_seen = not self.keeps_shards and self._is_overridden("on_save_checkpoint")
+        return with_numbers(state) if is_seen and not isinstance(state, OwnLayout) else state
+
+    def _is_overridden(self, hook: str) -> bool:
+        return _lightning.is_overridden_by_any(hook, self.trainer, packages.package_behind(self.strategy).pytorch)
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
@@ -140,6 +158,9 @@ class LightningAdapter(StrategyAdapter):
         if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not of weights alone: a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
+        checkpoint = layout.with_stored_names(checkpoint, self._names, self.model, optimizers)
+        if full := layout.full_tensors(checkpoint, self.model):
+            checkpoint[layout.FULL] = full
         state = layout.to_state(checkpoint, io.config.allow_pickle)
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = layout.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
@@ -196,6 +217,7 @@ class LightningAdapter(StrategyAdapter):
             hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
             weights_only=weights_only,
             files=files,
+            clean_names=self.keeps_shards,
         )
         checkpoint = loaded.checkpoint
         if self.fitting:
@@ -215,19 +237,17 @@ class LightningAdapter(StrategyAdapter):
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
         """Load the optimizers if they exist; otherwise give Lightning their state, or placeholders for it."""
-        if not loaded.optimizer_names:
-            return
-        if self._set_up:
+        names, optimizers, states = loaded.optimizer_names, self.strategy.optimizers, list[Any]()
+        if names and self._set_up:
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
-            self._load_optimizers(loaded)
-        elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
-            loaded.checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, self.checkpointer)
-        else:
-            loaded.checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
-
-    def _load_optimizers(self, loaded: Loaded) -> None:
-        optimizers, strict = self.strategy.optimizers, self.module.strict_loading
-        loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+            loading.refuse_other_number(loaded.path, len(names), optimizers)
+            of_names, strict = dict(zip(names, optimizers, strict=True)), self.module.strict_loading
+            states = loading.load_optimizers(loaded, self.checkpointer, self.model, of_names, strict)
+        elif names and self._is_overridden("on_load_checkpoint"):
+            states = loading.peek_at_optimizers(loaded, self.checkpointer)
+        elif names:
+            states = [_UNREAD] * len(names)
+        loaded.show(states)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -239,15 +259,26 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         loaded, self._loaded = self._loaded, None
-        optimizers, states = self.strategy.optimizers, checkpoint["optimizer_states"]
+        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
+        if self._resume is not None and not self._resume.continues(checkpoint, self.trainer):
+            self._resume = None
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
             return
-        if loaded.optimizer_names and not loaded.optimizers:
-            self._load_optimizers(loaded)
+        optimizers = loading.optimizers_with_state(loaded, states, self.strategy.optimizers)
+        if not loaded.optimizers:
+            loading.load_unchanged_optimizers(loaded, self.checkpointer, self.model, optimizers, states, strict)
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            loading.apply_optimizers(self.model, optimizers, loaded, states, self.module.strict_loading)
+            loading.apply_optimizers(self.model, optimizers, loaded, states, strict)
+
+    @property
+    def restores_optimizers(self) -> bool:
+        """Value of ``lightning_restore_optimizer``. FSDP and ModelParallel return False: they load optimizers with the
+        model, before hooks have seen the state. Then a hook may remove the state, too."""
+        if self._loaded is not None and self._loaded.optimizers:
+            self._loaded.checkpoint.setdefault("optimizer_states", [])
+        return True
 
     # The start of a fit.
 
@@ -345,6 +376,5 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         LightningAdapter,
         __module__=__name__ if home is None else home.classes,  # where pickle finds the class
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks.",
-        # FSDP and ModelParallel return False: they load optimizers with the model, before hooks have seen the state.
-        lightning_restore_optimizer=property(lambda strategy: True),
+        lightning_restore_optimizer=property(lambda strategy: strategy.dcp_adapter.restores_optimizers),
     )
