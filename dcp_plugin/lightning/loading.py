@@ -455,8 +455,10 @@ def _read_directory(
     _refuse_unknown_instantiator(path, checkpoint, cls, package)
     if is_module and "state_dict" not in checkpoint:
         raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
-    device = _device(map_location)
-    return cast(Checkpoint, apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.to(device)))
+    if (device := _device(map_location)).type != "cpu":
+        moved = {key: value for key, value in checkpoint.items() if key not in layout.KEYS}
+        checkpoint |= apply_to_collection(moved, torch.Tensor, lambda tensor: tensor.to(device))
+    return checkpoint
 
 
 def _directory_at(opened: Any) -> Where | None:
