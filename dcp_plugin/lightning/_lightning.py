@@ -417,15 +417,17 @@ def load_from_checkpoint(package: Package, cls: type, path: Any, **options: Any)
     return package.module("core.saving")._load_from_checkpoint(cls, path, **options)
 
 
-def replace_reading(package: Package, read: Callable[..., dict[str, Any] | None]) -> None:
+def replace_reading(
+    package: Package, find: Callable[[Any], Any], read: Callable[[Package, Any, Any, Any, Any], dict[str, Any]]
+) -> None:
     """Have ``load_from_checkpoint`` of modules and datamodules open what Lightning cannot open.
 
     Both methods open a path through ``pl_load`` of their module; Lightning has no public hook. The function is not told
     the class, which only the frame of its caller has. Do nothing if the package is not imported, or has it replaced.
 
     Args:
-        read: Function of the package, the class, and the path, ``map_location`` and ``weights_only`` of
-            ``load_from_checkpoint``. None stands for what it cannot open either, and Lightning's error is raised.
+        find: Function that returns what ``read`` can read at a path, or None: Lightning's error is raised.
+        read: Function of the package, the class, that result, ``map_location`` and ``weights_only``.
     """
     saving: Any = sys.modules.get(f"{package.name}.core.saving")
     original = getattr(saving, "pl_load", None)
@@ -436,13 +438,10 @@ def replace_reading(package: Package, read: Callable[..., dict[str, Any] | None]
     def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         try:
             return original(path, map_location=map_location, weights_only=weights_only)
-        except (AttributeError, OSError, EOFError) as error:
-            failure = error
-        cls = sys._getframe(1).f_locals.get("cls")
-        checkpoint = None if cls is None else read(package, cls, path, map_location, weights_only)
-        if checkpoint is None:
-            raise failure
-        return checkpoint
+        except (AttributeError, OSError, EOFError):
+            if (found := find(path)) is None:
+                raise
+        return read(package, sys._getframe(1).f_locals["cls"], found, map_location, weights_only)
 
     pl_load.opens_directories = True  # type: ignore[attr-defined]
     saving.pl_load = pl_load

@@ -111,7 +111,7 @@ class Loaded:
     def show(self, states: list[Any]) -> None:
         """Give hooks the states of the optimizers with a name, or else those of the dictionary."""
         if self.optimizer_names:
-            self.checkpoint["optimizer_states"] = states
+            self.checkpoint["optimizer_states"], self.numbers = numbered(states)
         in_dictionary = self.checkpoint.get("optimizer_states")
         self.shown = in_dictionary, list(in_dictionary or ())
 
@@ -234,15 +234,14 @@ def load_unchanged_optimizers(
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Return the full state of each optimizer in the checkpoint, in host memory and with numbers for parameters, for
-    hooks that run before optimizers exist. Collective."""
+    """Return the full state of each optimizer in the checkpoint, in host memory, for hooks that run before optimizers
+    exist. Collective."""
     state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
     checkpointer.restore(state, loaded.path)
-    states, loaded.numbers = _numbered([optimizer_from_stored(tree) for tree in state.values()])
-    return states
+    return [optimizer_from_stored(tree) for tree in state.values()]
 
 
-def _numbered(states: list[Any]) -> tuple[list[Any], list[list[str]]]:
+def numbered(states: list[Any]) -> tuple[list[Any], list[list[str]]]:
     """Return the states of optimizers with numbers for parameters, as Lightning gives them to hooks, and the names of
     the parameters in the order of the numbers; no names for a layout of an optimizer's own."""
     names = [
@@ -431,15 +430,10 @@ def _package_of(cls: Any) -> Package:
 
 
 def _read_directory(
-    package: Package, cls: Any, opened: Any, map_location: Any, weights_only: bool | None
-) -> Checkpoint | None:
-    """Return Lightning's dictionary of a directory, for ``load_from_checkpoint`` of a class; None for anything else.
-
-    Omit the model if no module is to be made, and the optimizers' state if no hook can use it.
-    """
-    path = opened.path if isinstance(opened, _Directory) else _directory_at(opened)
-    if path is None:
-        return None
+    package: Package, cls: Any, path: Where, map_location: Any, weights_only: bool | None
+) -> Checkpoint:
+    """Return Lightning's dictionary of a directory for ``load_from_checkpoint`` of a class: without the model if no
+    module is to be made, without the optimizers' state if no hook can use it."""
     left_out = list(among(OPTIM, keys_by_name(path)))
     is_module = issubclass(cls, package.pytorch.LightningModule)
     if not is_module:
@@ -450,7 +444,7 @@ def _read_directory(
     checkpoint = read_full(path, Checkpointer(solo=True, allow_pickle=allow_pickle), weights_only, left_out)
     checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if not saved by a Trainer
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"], _ = _numbered(checkpoint["optimizer_states"])
+        checkpoint["optimizer_states"], _ = numbered(checkpoint["optimizer_states"])
     _restore_class_of_hyper_parameters(checkpoint, cls)
     _refuse_unknown_instantiator(path, checkpoint, cls, package)
     if is_module and "state_dict" not in checkpoint:
@@ -463,6 +457,8 @@ def _read_directory(
 
 def _directory_at(opened: Any) -> Where | None:
     """Return the path that Lightning could not open as a file, if it is a directory."""
+    if isinstance(opened, _Directory):
+        return opened.path
     with suppress(OSError, ValueError, CheckpointError):  # Lightning's own error is raised
         if isinstance(opened, (str, Path)) and kind_of(path := as_path(opened)) == "folder":
             return path
@@ -523,7 +519,7 @@ def _device(map_location: Any) -> torch.device:
 def open_directories() -> None:
     """Have Lightning's own ``load_from_checkpoint``, in each imported package, open directories."""
     for package in PACKAGES:
-        _lightning.replace_reading(package, _read_directory)
+        _lightning.replace_reading(package, _directory_at, _read_directory)
 
 
 open_directories()

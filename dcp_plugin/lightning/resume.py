@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+def has_fit_loop(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has the counters of a training."""
+    return "fit_loop" in checkpoint.get("loops", ())
+
+
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
     """Add this rank's random streams and dataloader states to a checkpoint of Lightning's, before it is saved."""
     fit_loop = checkpoint["loops"]["fit_loop"]

@@ -155,7 +155,7 @@ class LightningAdapter(StrategyAdapter):
         strategy, io = self.strategy, self.io
         path = io.where(strategy.broadcast(filepath))
         checkpoint = layout.beside_ours(checkpoint)
-        if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not of weights alone: a training can resume from it
+        if "optimizer_states" in checkpoint and resume.has_fit_loop(checkpoint):  # a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
         checkpoint = layout.with_stored_names(checkpoint, self._names, self.model, optimizers)
@@ -225,7 +225,7 @@ class LightningAdapter(StrategyAdapter):
         checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
         if loaded.of_lightning:  # Lightning continues the loops in its own way
             return checkpoint
-        if self.fitting and "loops" in checkpoint:
+        if self.fitting and resume.has_fit_loop(checkpoint):
             self._resume = Resume.from_checkpoint(checkpoint, self.trainer)
         elif self.fitting and "optimizer_states" in checkpoint:
             checkpoint.setdefault("lr_schedulers", [])
