@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.errors import UnsafeCheckpoint, some
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.format.keys import flatten
 from dcp_plugin.format.keys import holds_sharded as holds_sharded
@@ -102,15 +103,14 @@ _PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
 
 
 def like(mapping: Mapping[Any, Any], items: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping with these items, of the class of ``mapping`` if that is one of Python's, else a ``dict``."""
-    made = defaultdict(mapping.default_factory) if isinstance(mapping, defaultdict) else new_like(mapping)
+    """Return a mapping with these items, of the class of ``mapping`` if a checkpoint stores that, else a ``dict``."""
+    kind = mapping_class(mapping)
+    if isinstance(mapping, defaultdict) and not kind:
+        keys = some(list(map(str, mapping)), 3)
+        warnings.warn(f"the defaultdict with {keys} comes back as a dict, since its factory is code", stacklevel=2)
+    made = MAPPING_CLASSES.get(kind, dict)()
     made.update(items)
     return made
-
-
-def new_like(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return an empty mapping of the class that a checkpoint stores for ``mapping``."""
-    return MAPPING_CLASSES.get(mapping_class(mapping), dict)()
 
 
 def plain(value: Any) -> Any:

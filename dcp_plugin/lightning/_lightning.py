@@ -374,11 +374,11 @@ def step_of_loggers(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def is_overridden_by_any(hook: str, trainer: Any, pytorch: Any) -> bool:
-    """Return whether the module or a callback has its own code for a hook of both."""
+def hooks_into_load(trainer: Any, pytorch: Any) -> bool:
+    """Return whether the module or a callback has an ``on_load_checkpoint`` of its own."""
     owners = [(trainer.lightning_module, pytorch.LightningModule)]
     owners += [(callback, pytorch.Callback) for callback in trainer.callbacks]
-    return any(is_overridden(hook, owner, kind) for owner, kind in owners)
+    return any(is_overridden("on_load_checkpoint", owner, kind) for owner, kind in owners)
 
 
 def restore_groups(trainer: Any, checkpoint: dict[str, Any]) -> None:

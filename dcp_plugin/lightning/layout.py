@@ -39,8 +39,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -64,7 +63,6 @@ from dcp_plugin.integration.stored import (
     holds_sharded,
     is_storable,
     like,
-    new_like,
     numbered,
     optimizer_from_stored,
     plain,
@@ -72,13 +70,11 @@ from dcp_plugin.integration.stored import (
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.paths import Where
 from dcp_plugin.state import (
-    EXTRA_STATE,
     GROUPS,
     Nested,
     OwnLayout,
     OwnNames,
     contains_fsdp1,
-    extras_of,
     flatten_optimizer,
     flatten_tree,
     gather_module,
@@ -328,16 +324,14 @@ def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str
     """Return the value without the unstorable items of nested dictionaries. Add the names of these to ``left_out``."""
     if not isinstance(value, dict):
         return value
-    kept = new_like(value)
-    if type(value) is defaultdict and type(kept) is dict:
-        _warn_of_factory(name)
+    kept = {}
     for key, item in value.items():
         inside = f"{name}.{key}"
         if isinstance(item, dict) or _is_storable(inside, item, allowed):
             kept[key] = _storable_part(inside, item, allowed, left_out)
         else:
             left_out.append(inside)
-    return kept
+    return like(value, kept)
 
 
 def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
@@ -346,11 +340,6 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True
     return not callable(value) and is_storable(value)
-
-
-@functools.cache
-def _warn_of_factory(name: str) -> None:
-    rank_zero_warn(f"{name} comes back from a checkpoint as a dict: the factory of this defaultdict is code.")
 
 
 @functools.cache
@@ -372,22 +361,17 @@ def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
 
 def full_tensors(checkpoint: Checkpoint, model: nn.Module) -> list[list[str]]:
     """Return the paths of full tensors, in mappings of hooks, with the name and the shape of a sharded parameter."""
-    value = {key: item for key, item in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     sharded = {name: p.shape for name, p in parameters_by_name(model).items() if isinstance(p, DTensor)}
+    of_hooks = {key: item for key, item in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    leaves, paths = flatten_tree(of_hooks if sharded else {})
     return [
-        path
-        for path, tensor in (_tensors_in(value, []) if sharded else ())
-        if not isinstance(tensor, DTensor) and sharded.get(without_wrappers(path[-1])) == tensor.shape
+        list(path)
+        for key, path in paths.items()
+        if all(isinstance(step, str) for step in path)
+        and is_tensor(leaves[key])
+        and not isinstance(leaves[key], DTensor)
+        and sharded.get(without_wrappers(path[-1])) == leaves[key].shape
     ]
-
-
-def _tensors_in(value: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:
-    if is_tensor(value):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(key, str):
-                yield from _tensors_in(item, [*path, key])
 
 
 def put_back(checkpoint: Checkpoint) -> Checkpoint:
@@ -477,10 +461,7 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
             f"{max(numbers)}; this {'optimizer' if of_optimizer else 'model'} has {len(names)}. Make it with the "
             "parameters that it was saved with."
         )
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    slots = {names[number]: slots for number, slots in state["state"].items()}
-    extras = extras_of(state)
-    return {"state": slots, GROUPS: groups} | ({EXTRA_STATE: extras} if extras else {})
+    return with_names(state, names)
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -12,8 +12,10 @@ after that hook.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
+import operator
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,7 +61,6 @@ from dcp_plugin.state import (
     gather_module,
     gather_optimizer,
     gather_with_names,
-    load_into,
     unwrapped_optimizer,
     with_names,
     with_numbers,
@@ -86,14 +87,14 @@ class Loaded:
     """The names of the model's values for hooks."""
     optimizer_names: list[str] = field(default_factory=list)
     """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
-    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The flat state of each loaded optimizer, by name."""
-    shown: tuple[Any, list[Any]] = (None, [])
-    """The list of the optimizers' states for hooks, and what was in it, to detect replacements by hooks."""
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    """The flat state of each optimizer; empty before the optimizers are loaded."""
     numbers: list[list[str]] = field(default_factory=list)
     """The names of the parameters of each optimizer, if hooks see their numbers."""
+    count: int = 0
+    """Number of optimizers with state in the dictionary, before hooks have seen it."""
     saved_with: int | None = None
-    """Number of optimizers of the save, if a hook has changed the list of their states."""
+    """Number of optimizers of the save, if a hook has changed the list of their states then."""
     report: LoadReport | None = None
     """The report of the load without the optimizers; None for a file of Lightning's."""
     of_lightning: bool = False
@@ -104,16 +105,7 @@ class Loaded:
         """Return the contents of a file of Lightning's; the model is loaded after the hooks."""
         live, saved = gather_module(model), checkpoint["state_dict"]
         state_dict = {key if key in live else without_wrappers(key): value for key, value in saved.items()}
-        loaded = cls(path, {**checkpoint, "state_dict": state_dict}, model=None)
-        loaded.show([])
-        return loaded
-
-    def show(self, states: list[Any]) -> None:
-        """Give hooks the states of the optimizers with a name, or else those of the dictionary."""
-        if self.optimizer_names:
-            self.checkpoint["optimizer_states"], self.numbers = numbered(states)
-        in_dictionary = self.checkpoint.get("optimizer_states")
-        self.shown = in_dictionary, list(in_dictionary or ())
+        return cls(path, {**checkpoint, "state_dict": state_dict}, model=None)
 
 
 def load(
@@ -154,83 +146,47 @@ def load(
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
     report = checkpointer.restore(state, path, strict=strict and not hooked)
     restore_configurations(checkpoint)
-    _make_full(checkpoint, checkpoint.pop(FULL, []))
+    for *steps, name in checkpoint.pop(FULL, ()):  # distributed by _allocate_like_parameters
+        holder: Any = functools.reduce(operator.getitem, steps, checkpoint)
+        if isinstance(holder[name], DTensor):
+            holder[name] = holder[name].full_tensor()
     checkpoint.pop(OWN_NAMES, None)
-    loaded, names = None, OwnNames()
-    if not (hooked and clean_names):
-        values, own_names = gather_with_names(model)
-        missing = set(report.missing)
-        loaded = {key: value for key, value in values.items() if f"{MODEL}.{key}" not in missing}
-        names = names if clean_names else own_names
-    checkpoint["state_dict"] = dict(names.own(unapplied.state_dict if hooked or loaded is None else loaded))
-    loaded = None if hooked else loaded
+    values, own_names = gather_with_names(model)
+    missing, names = set(report.missing), OwnNames() if clean_names else own_names
+    loaded = None if hooked else {key: value for key, value in values.items() if f"{MODEL}.{key}" not in missing}
+    checkpoint["state_dict"] = dict(names.own(unapplied.state_dict if loaded is None else loaded))
     of_optimizers, saved_with = among(OPTIM, keys), checkpoint.pop(OPTIMIZERS, None)
     return Loaded(
         path, checkpoint, loaded, names, of_optimizers, saved_with=saved_with, report=report, of_lightning=of_lightning
     )
 
 
-def _make_full(checkpoint: Checkpoint, paths: Sequence[Sequence[str]]) -> None:
-    """Gather the tensors at these paths that :func:`_allocate_like_parameters` has distributed. Collective."""
-    for *steps, name in paths:
-        holder: Any = checkpoint
-        for step in steps:
-            holder = holder[step]
-        if isinstance(holder[name], DTensor):
-            holder[name] = holder[name].full_tensor()
-
-
-def optimizers_with_state(loaded: Loaded, states: list[Any], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that get a state after the hooks: as in Lightning, one for each item of the list that a
-    hook has left, now or at the save.
-
-    Raises:
-        CheckpointMismatch: No hook has changed the list, and its length is not the number of optimizers.
-    """
-    shown, items = loaded.shown
-    if states is shown and len(states) == len(items):
-        refuse_other_number(loaded.path, loaded.saved_with or len(states), optimizers)
-    return list(optimizers[: len(states)])
-
-
 def load_optimizers(
-    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: Mapping[str, Optimizer], strict: bool
+    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> list[Any]:
-    """Read the state of some optimizers by name, and return their states. Collective.
+    """Read the state of these optimizers, and return their states. Collective.
 
     Raises:
         CheckpointMismatch: The checkpoint does not fit the optimizers.
     """
+    named = dict(zip(loaded.optimizer_names, optimizers, strict=False))
+    if not named:
+        return []
     # The owners give the names of the parameters, also if the checkpoint's names have a prefix.
-    owners = {name: owner_of(model, unwrapped_optimizer(optimizer)) for name, optimizer in optimizers.items()}
+    owners = {name: owner_of(model, unwrapped_optimizer(optimizer)) for name, optimizer in named.items()}
     names = {f"names_for_{name}": NamesOnly(owner) for name, owner in owners.items() if owner is not model}
-    state: dict[str, Any] = {MODEL: model, **names, **optimizers}
+    state: dict[str, Any] = {MODEL: model, **names, **named}
     # An optimizer whose own state dict is empty has one key, its name.
-    only = PartialLoad(include=tuple(f"{name}*" for name in optimizers), cast=True)
+    only = PartialLoad(include=tuple(f"{name}*" for name in named), cast=True)
     report = checkpointer.restore(state, loaded.path, partial=only, strict=False)
     # Parameters without state are no error: another part of the model may be frozen now. The core logs them.
-    if strict and not set(optimizers) <= {key.partition(".")[0] for key in report.loaded}:
+    if strict and not named.keys() <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(
             f"{loaded.path} does not fit the optimizers: {report}. strict_loading=False loads what fits."
         )
-    states = {name: gather_optimizer(owner, optimizers[name]) for name, owner in owners.items()}
-    loaded.optimizers = {name: flatten_optimizer(state) for name, state in states.items()}
-    return list(states.values())
-
-
-def load_unchanged_optimizers(
-    loaded: Loaded,
-    checkpointer: Checkpointer,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    states: list[Any],
-    strict: bool,
-) -> None:
-    """Read the state of the optimizers, except where the ``states`` of the hooks are others. See
-    :func:`load_optimizers`."""
-    items = zip(loaded.optimizer_names, optimizers, states, loaded.shown[1], strict=False)
-    if unchanged := {name: optimizer for name, optimizer, state, before in items if state is before}:
-        load_optimizers(loaded, checkpointer, model, unchanged, strict)
+    states = [gather_optimizer(owner, named[name]) for name, owner in owners.items()]
+    loaded.optimizers = [flatten_optimizer(state) for state in states]
+    return states
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
@@ -308,27 +264,19 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
 
 
 def apply_optimizers(
-    model: nn.Module, optimizers: list[Optimizer], loaded: Loaded, states: list[Any], strict: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], loaded: Loaded, states: list[Any], strict: bool
 ) -> None:
     """Apply the ``states`` to the optimizers after the hooks."""
-    for optimizer, state, name, numbers in zip_longest(optimizers, states, loaded.optimizer_names, loaded.numbers):
-        applied, inner = loaded.optimizers.get(name), unwrapped_optimizer(optimizer)
+    for optimizer, state, applied, numbers in zip_longest(optimizers, states, loaded.optimizers, loaded.numbers):
         if optimizer is None or not state:  # Lightning's state of a module without optimizer
             continue
+        inner, named = unwrapped_optimizer(optimizer), with_names(state, numbers) if numbers else state
         if isinstance(applied, OwnLayout):
             if isinstance(state, OwnLayout) and not _same(flatten_tree(state)[0], flatten_tree(applied)[0]):
                 inner.load_state_dict(state)  # type: ignore[arg-type]
-            continue
-        named = with_names(state, numbers) if numbers and applied is not None else state
-        if applied is None or not layout.is_keyed_by_name(named):  # replaced, or saved without the promoted strategy
-            layout.load_optimizer(model, optimizer, state, strict=strict)
-            continue
-        flat = {key: _in_place_of(applied.get(key), value) for key, value in flatten_optimizer(named).items()}
-        if applied.keys() - flat.keys():  # a hook has removed state, which the optimizer has by now
-            inner.state.clear()
-            layout.load_optimizer(model, optimizer, named, strict=False)
-        elif not _same(flat, applied):
-            load_into(layout.owner_of(model, inner), inner, {}).commit(flat)
+        elif applied is None or not _same(flatten_optimizer(named), applied):
+            inner.state.clear()  # a hook may have removed some of it
+            layout.load_optimizer(model, inner, named, strict=strict and applied is None)
 
 
 def refuse_other_number(path: Where, saved: int, optimizers: Sized) -> None:
@@ -337,13 +285,6 @@ def refuse_other_number(path: Where, saved: int, optimizers: Sized) -> None:
             f"{path} has the state of {saved} optimizer(s), this training has {len(optimizers)}. Resume with the "
             "optimizers that the checkpoint was made with."
         )
-
-
-def _in_place_of(live: Any, value: Any) -> Any:
-    """Copy a plain tensor into the optimizer's own tensor, which keeps its device and dtype. Return any other value
-    unchanged."""
-    plain = all(isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) for tensor in (live, value))
-    return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

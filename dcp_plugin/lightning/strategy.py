@@ -143,11 +143,8 @@ class LightningAdapter(StrategyAdapter):
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         inner = unwrapped_optimizer(optimizer)
         state = gather_optimizer(layout.owner_of(self.model, inner), inner)
-        is_seen = not self.keeps_shards and self._is_overridden("on_save_checkpoint")
-        return with_numbers(state) if is_seen and not isinstance(state, OwnLayout) else state
-
-    def _is_overridden(self, hook: str) -> bool:
-        return _lightning.is_overridden_by_any(hook, self.trainer, packages.package_behind(self.strategy).pytorch)
+        # Hooks see the keys that stock gives them. with_stored_names puts the names back.
+        return state if self.keeps_shards or isinstance(state, OwnLayout) else with_numbers(state)
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
@@ -200,6 +197,8 @@ class LightningAdapter(StrategyAdapter):
                 _lightning.restore_groups(self.trainer, checkpoint)
         else:  # the stock strategy reads Lightning's own format
             checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
+        if self._loaded is not None:
+            self._loaded.count = len(checkpoint.get("optimizer_states", ()))
         if self.fitting:
             report = None if self._loaded is None else self._loaded.report
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), report)
@@ -237,17 +236,18 @@ class LightningAdapter(StrategyAdapter):
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
         """Load the optimizers if they exist; otherwise give Lightning their state, or placeholders for it."""
-        names, optimizers, states = loaded.optimizer_names, self.strategy.optimizers, list[Any]()
-        if names and self._set_up:
+        names, optimizers = loaded.optimizer_names, self.strategy.optimizers
+        if not names:
+            return
+        states: list[Any] = [_UNREAD] * len(names)
+        if self._set_up:
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
             loading.refuse_other_number(loaded.path, len(names), optimizers)
-            of_names, strict = dict(zip(names, optimizers, strict=True)), self.module.strict_loading
-            states = loading.load_optimizers(loaded, self.checkpointer, self.model, of_names, strict)
-        elif names and self._is_overridden("on_load_checkpoint"):
+            strict = self.module.strict_loading
+            states = loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+        elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
             states = loading.peek_at_optimizers(loaded, self.checkpointer)
-        elif names:
-            states = [_UNREAD] * len(names)
-        loaded.show(states)
+        loaded.checkpoint["optimizer_states"], loaded.numbers = loading.numbered(states)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -265,9 +265,11 @@ class LightningAdapter(StrategyAdapter):
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
             return
-        optimizers = loading.optimizers_with_state(loaded, states, self.strategy.optimizers)
+        if len(states) == loaded.count:  # else a hook has changed the list, and gives no state to some optimizers
+            loading.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
+        optimizers = self.strategy.optimizers[: len(states)]
         if not loaded.optimizers:
-            loading.load_unchanged_optimizers(loaded, self.checkpointer, self.model, optimizers, states, strict)
+            loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             loading.apply_optimizers(self.model, optimizers, loaded, states, strict)

@@ -20,6 +20,7 @@ and trained parameters each need a walk, and a walk through a large model takes 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class OwnNames:
     """Names that a module's own ``state_dict()`` has in place of clean FQNs: those below a compiled part, for one."""
 
     inside: Mapping[str, str] = field(default_factory=dict)
-    """The prefix in ``state_dict()`` of each clean prefix that has another one: ``{"net": "net._orig_mod"}``."""
+    """The prefix in ``state_dict()`` of each clean prefix that has another one: ``{"net.": "net._orig_mod."}``."""
 
     @classmethod
     def of(cls, own: Mapping[str, str]) -> OwnNames:
@@ -72,10 +73,10 @@ class OwnNames:
         inside = {}
         for clean, name in own.items():
             if clean != name:
-                steps, own_steps = clean.split("."), name.split(".")
-                while steps and steps[-1] == own_steps[-1]:
-                    del steps[-1], own_steps[-1]
-                inside[".".join(steps)] = ".".join(own_steps)
+                steps = zip(reversed(clean.split(".")), reversed(name.split(".")), strict=False)
+                same = [step for step, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps)]
+                end = ".".join(reversed(same))
+                inside[clean.removesuffix(end)] = name.removesuffix(end)
         return cls(inside)
 
     def own(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,27 +89,19 @@ class OwnNames:
         Raises:
             CheckpointMismatch: Two names would become one.
         """
-        if not self.inside:
-            return state
-        prefixes = {own: clean for clean, own in self.inside.items()}
-        names: dict[str, str] = {}
+        prefixes, names = {own: clean for clean, own in self.inside.items()}, dict[str, str]()
         for name in state:
             if (other := names.setdefault(_moved(name, prefixes), name)) != name:
                 raise CheckpointMismatch(
                     f"the state_dict of this checkpoint has the keys {other} and {name}, which are two names of one "
                     "value. Have the hook that wrote them remove one."
                 )
-        return {clean: state[name] for clean, name in names.items()}
+        return {clean: state[name] for clean, name in names.items()} if prefixes else state
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Return a name with its longest prefix among ``prefixes`` replaced."""
-    steps = name.split(".")
-    for count in range(len(steps) - 1, -1, -1):
-        prefix = ".".join(steps[:count])
-        if prefix in prefixes:
-            return ".".join(filter(None, (prefixes[prefix], *steps[count:])))
-    return name
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    return prefixes.get(longest, longest) + name[len(longest) :]
 
 
 def is_ddp(module: nn.Module) -> bool:

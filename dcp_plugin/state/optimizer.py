@@ -278,8 +278,8 @@ def with_names(state: Mapping[str, Any], names: Iterable[str]) -> Nested:
     numbered = dict(enumerate(names))
     slots = {numbered[key]: slots for key, slots in state["state"].items() if key in numbered}
     groups = [{**group, "params": [numbered[number] for number in group["params"]]} for group in state[GROUPS]]
-    global_state = {key: value for key, value in state["state"].items() if key not in numbered}
-    return _nested(slots, groups, global_state, extras_of(state))
+    others = {key: value for key, value in state["state"].items() if key not in numbered}
+    return _nested(slots, groups, others, extras_of(state))
 
 
 Named = dict[str, dict[str, Any]]

@@ -79,10 +79,9 @@ def reparametrized(module: nn.Module) -> dict[str, str]:
     prune: Any = sys.modules.get("torch.nn.utils.prune")  # no module is pruned before this is imported
     hooks = module._forward_pre_hooks.values() if prune else ()
     pruned = [hook._tensor_name for hook in hooks if isinstance(hook, prune.BasePruningMethod)]
-    names = {f"{name}_orig": name for name in pruned}
-    if parametrize.is_parametrized(module):
-        names |= {f"parametrizations.{name}.original": name for name in module.parametrizations}  # type: ignore[union-attr]
-    return names
+    parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    own = {f"parametrizations.{name}.original": name for name in parametrized}
+    return {f"{name}_orig": name for name in pruned} | own
 
 
 # The steps of ``nn.Module.load_state_dict`` for one module.

@@ -182,6 +182,10 @@ def test_what_loops_and_dataloaders_have_no_public_names_for() -> None:
     assert _lightning.loaders_made_in(trainer) == 0
     assert _lightning.step_of_loggers(trainer) == 1
     assert callable(loop.epoch_loop._should_check_val_fx)
+    assert loop.epoch_loop._should_accumulate() is False
+    assert loop.epoch_loop.batch_idx == loop.epoch_loop.batch_progress.current.ready - 1
+    assert not (loop.epoch_loop.restarted_on_last or loop.epoch_loop.val_loop.restarted_mid_evaluation)
+    assert trainer.callback_metrics is trainer.callback_metrics, "step_plateau_schedules writes to the mapping"
     assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
     setup = inspect.getsource(type(loop).setup_data)  # see postpone_iteration
     assert setup.index("self._load_combined_loader_states()") < setup.index("iter(self._data_fetcher)")
