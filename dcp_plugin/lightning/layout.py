@@ -111,7 +111,7 @@ DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloade
 PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
 """Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
 OWN_NAMES, FULL, OPTIMIZERS = "own_names", "full_tensors", "number_of_optimizers"
-"""Keys for what a load must know of the save: the names in ``state_dict()``, as :attr:`OwnNames.inside`; the paths of
+"""Keys for what a load must know of the save: the items of :attr:`OwnNames.inside` for hooks' names; the paths of
 full tensors that have the name and shape of a sharded parameter; and the number of optimizers, if a hook has changed
 the list of their states."""
 _OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OWN_NAMES, FULL, OPTIMIZERS, OF_HOOKS)
@@ -159,7 +159,7 @@ def with_stored_names(
         weights = names.clean(weights)
         checkpoint = {**checkpoint, "state_dict": weights}
     if names.inside:
-        checkpoint[OWN_NAMES] = dict(names.inside)
+        checkpoint[OWN_NAMES] = [list(prefixes) for prefixes in names.inside.items()]
     states = checkpoint.get("optimizer_states")
     if isinstance(states, list) and len(states) == len(optimizers):
         stored = weights or {}
@@ -384,7 +384,7 @@ def put_back(checkpoint: Checkpoint) -> Checkpoint:
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
     if "state_dict" in checkpoint:
-        checkpoint["state_dict"] = OwnNames(checkpoint.get(OWN_NAMES, {})).own(checkpoint["state_dict"])
+        checkpoint["state_dict"] = OwnNames(dict(checkpoint.get(OWN_NAMES, ()))).own(checkpoint["state_dict"])
     if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:

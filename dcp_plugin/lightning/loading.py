@@ -16,11 +16,11 @@ import functools
 import importlib.util
 import inspect
 import operator
+import os
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -401,7 +401,7 @@ def _directory_at(opened: Any) -> Where | None:
     if isinstance(opened, _Directory):
         return opened.path
     with suppress(OSError, ValueError, CheckpointError):  # Lightning's own error is raised
-        if isinstance(opened, (str, Path)) and kind_of(path := as_path(opened)) == "folder":
+        if isinstance(opened, (str, os.PathLike)) and kind_of(path := as_path(opened)) == "folder":
             return path
     return None
 
