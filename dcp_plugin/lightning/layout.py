@@ -154,27 +154,27 @@ def with_stored_names(
     Raises:
         CheckpointMismatch: Two keys of the ``state_dict`` would become one.
     """
-    weights = checkpoint.get("state_dict")
-    if isinstance(weights, Mapping):
-        weights = names.clean(weights)
+    weights: Mapping[str, Any] = {}
+    if isinstance(checkpoint.get("state_dict"), Mapping):
+        weights = names.clean(checkpoint["state_dict"])
         checkpoint = {**checkpoint, "state_dict": weights}
     if names.inside:
         checkpoint[OWN_NAMES] = [list(prefixes) for prefixes in names.inside.items()]
     states = checkpoint.get("optimizer_states")
     if isinstance(states, list) and len(states) == len(optimizers):
-        stored = weights or {}
-        pruned = {own: name for own, name in pruned_names(model).items() if name in stored and own not in stored}
         pairs = zip(states, optimizers, strict=True)
-        checkpoint["optimizer_states"] = [_with_stored_names(model, *pair, pruned) for pair in pairs]
+        checkpoint["optimizer_states"] = [_with_stored_names(model, *pair, weights) for pair in pairs]
     elif states is not None:
         checkpoint[OPTIMIZERS] = len(optimizers)
     return checkpoint
 
 
-def _with_stored_names(model: nn.Module, state: Any, optimizer: Optimizer, pruned: Mapping[str, str]) -> Any:
+def _with_stored_names(model: nn.Module, state: Any, optimizer: Optimizer, weights: Mapping[str, Any]) -> Any:
     if isinstance(state, OwnLayout):
         return state
     names = dict.fromkeys(name for group in group_names(owner_of(model, optimizer), optimizer) for name in group)
+    plain_names = pruned_names(model) if weights and not names.keys() <= weights.keys() else {}
+    pruned = {own: name for own, name in plain_names.items() if name in weights and own not in weights}
     is_numbered = not is_keyed_by_name(state)
     try:
         if is_numbered or pruned:
@@ -467,11 +467,12 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters in the order of an optimizer of the unwrapped model. For a flat parameter of
     FSDP1 these are the names of its unit; the names of such a group are assumed to be in the model's order."""
-    order = list(gather_module(model)) if contains_fsdp1(model) else []
+    in_model = gather_module(model) if contains_fsdp1(model) else ()
+    order = {name: number for number, name in enumerate(in_model)}
     names = []
     for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
         flat = len(of_group) != len(group["params"])
-        names += sorted(of_group, key=order.index) if flat else of_group
+        names += sorted(of_group, key=order.__getitem__) if flat else of_group
     return names
 
 

@@ -36,6 +36,7 @@ from dcp_plugin.state import (
     gather_optimizer,
     gather_with_names,
     inside_ddp,
+    module_cache,
     unwrapped_optimizer,
     with_numbers,
 )
@@ -155,11 +156,12 @@ class LightningAdapter(StrategyAdapter):
         if "optimizer_states" in checkpoint and resume.has_fit_loop(checkpoint):  # a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
-        checkpoint = layout.with_stored_names(checkpoint, self._names, self.model, optimizers)
-        if full := layout.full_tensors(checkpoint, self.model):
-            checkpoint[layout.FULL] = full
-        state = layout.to_state(checkpoint, io.config.allow_pickle)
-        state = layout.shared_by_ranks(state, strategy.model, optimizers)
+        with module_cache():
+            checkpoint = layout.with_stored_names(checkpoint, self._names, self.model, optimizers)
+            if self.keeps_shards and (full := layout.full_tensors(checkpoint, self.model)):
+                checkpoint[layout.FULL] = full
+            state = layout.to_state(checkpoint, io.config.allow_pickle)
+            state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = layout.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
         owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
         io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)

@@ -89,6 +89,8 @@ class OwnNames:
         Raises:
             CheckpointMismatch: Two names would become one.
         """
+        if not self.inside:
+            return state
         prefixes, names = {own: clean for clean, own in self.inside.items()}, dict[str, str]()
         for name in state:
             if (other := names.setdefault(_moved(name, prefixes), name)) != name:
@@ -96,7 +98,7 @@ class OwnNames:
                     f"the state_dict of this checkpoint has the keys {other} and {name}, which are two names of one "
                     "value. Have the hook that wrote them remove one."
                 )
-        return {clean: state[name] for clean, name in names.items()} if prefixes else state
+        return {clean: state[name] for clean, name in names.items()}
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
