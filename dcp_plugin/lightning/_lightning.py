@@ -185,7 +185,7 @@ def plateau_metrics(trainer: Trainer) -> dict[str, Any]:
     """Return the metrics for stepping the schedules on a metric (``ReduceLROnPlateau``), by the schedule's number: of
     those that step for the present batch after the hooks, and of those that would step if the epoch ended now."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    batch = epoch_loop.batch_progress.current
+    batch: Any = epoch_loop.batch_progress.current
     in_hooks = batch.completed < batch.processed or trainer.validating
     done = {"epoch": trainer.current_epoch + 1}
     if in_hooks and not epoch_loop._should_accumulate():

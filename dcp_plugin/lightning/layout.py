@@ -143,13 +143,13 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> dict[str,
 def with_stored_names(
     checkpoint: Checkpoint, names: OwnNames, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Checkpoint:
-    """Return a checkpoint with clean FQNs in place of the names that hooks see, and records of both.
+    """Return a checkpoint with clean FQNs in place of the names that hooks see, and a record of these.
 
     In an optimizer's state, a parameter that the ``state_dict`` has under the plain name of a pruned or parametrized
     one gets that name too: the module that resumes has it so.
 
     Args:
-        names: The names in the ``state_dict`` that hooks have seen.
+        names: The names in ``state_dict()`` of the module.
 
     Raises:
         CheckpointMismatch: Two keys of the ``state_dict`` would become one.

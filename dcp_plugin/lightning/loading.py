@@ -84,7 +84,7 @@ class Loaded:
     model: dict[str, Any] | None
     """The loaded values of the model, to detect replacements by hooks; None before the model is loaded."""
     names: OwnNames = field(default_factory=OwnNames)
-    """The names of the model's values for hooks."""
+    """The names in ``state_dict()`` of the model, which hooks may use."""
     optimizer_names: list[str] = field(default_factory=list)
     """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
     optimizers: list[dict[str, Any]] = field(default_factory=list)
@@ -151,10 +151,11 @@ def load(
         if isinstance(holder[name], DTensor):
             holder[name] = holder[name].full_tensor()
     checkpoint.pop(OWN_NAMES, None)
-    values, own_names = gather_with_names(model)
-    missing, names = set(report.missing), OwnNames() if clean_names else own_names
+    values, names = gather_with_names(model)
+    missing = set(report.missing)
     loaded = None if hooked else {key: value for key, value in values.items() if f"{MODEL}.{key}" not in missing}
-    checkpoint["state_dict"] = dict(names.own(unapplied.state_dict if loaded is None else loaded))
+    weights = unapplied.state_dict if loaded is None else loaded
+    checkpoint["state_dict"] = dict(weights if clean_names else names.own(weights))
     of_optimizers, saved_with = among(OPTIM, keys), checkpoint.pop(OPTIMIZERS, None)
     return Loaded(
         path, checkpoint, loaded, names, of_optimizers, saved_with=saved_with, report=report, of_lightning=of_lightning

@@ -65,7 +65,7 @@ class LightningAdapter(StrategyAdapter):
         self._all_came: bool | None = None
         self._set_up = False
         self._names = OwnNames()
-        """The names of the module's values for hooks, in the checkpoint that is being made."""
+        """The names in ``state_dict()`` of the module, in the checkpoint that is being made."""
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
 
@@ -136,9 +136,8 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state, names = gather_with_names(self.model)
-        self._names = OwnNames() if self.keeps_shards else names  # stock's sharded strategies give hooks clean names
-        return dict(self._names.own(state))
+        state, self._names = gather_with_names(self.model)
+        return dict(state if self.keeps_shards else self._names.own(state))  # stock's sharded strategies clean names
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> Any:

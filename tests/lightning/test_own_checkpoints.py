@@ -128,6 +128,18 @@ def test_hooks_see_the_keys_of_state_dict_and_write_them(tmp_path: Path, layout:
     assert "net.body._orig_mod.0.weight" in seen[0]
 
 
+@on_ranks(2)
+def test_a_hook_of_a_sharded_model_may_write_the_keys_of_state_dict(tmp_path: Path) -> None:
+    """Stock stores these keys, and asks for others at the resume."""
+
+    class Model(model_class(compiled=True)):  # type: ignore[misc]
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = self.state_dict()
+
+    written = losses(tmp_path / "written", False, Model, layout="fsdp2")
+    assert written == losses(tmp_path / "as given", False, model_class(compiled=True), layout="fsdp2")
+
+
 @on_ranks(1)
 def test_two_keys_that_would_be_stored_as_one_are_named(tmp_path: Path) -> None:
     from dcp_plugin import CheckpointMismatch
