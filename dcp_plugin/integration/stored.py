@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
@@ -18,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.errors import UnsafeCheckpoint, some
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.format.keys import flatten
 from dcp_plugin.format.keys import holds_sharded as holds_sharded
+from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
 from dcp_plugin.format.values import encode as encode
 from dcp_plugin.format.values import is_storable as is_storable
 from dcp_plugin.paths import PathLike, StoreOptions
@@ -99,6 +102,17 @@ _PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
 }
 
 
+def like(mapping: Mapping[Any, Any], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping with these items, of the class of ``mapping`` if a checkpoint stores that, else a ``dict``."""
+    kind = mapping_class(mapping)
+    if isinstance(mapping, defaultdict) and not kind:
+        keys = some(list(map(str, mapping)), 3)
+        warnings.warn(f"the defaultdict with {keys} comes back as a dict, since its factory is code", stacklevel=2)
+    made = MAPPING_CLASSES.get(kind, dict)()
+    made.update(items)
+    return made
+
+
 def plain(value: Any) -> Any:
     """Return settings as plain values, unless they can be stored unchanged."""
     omegaconf = sys.modules.get("omegaconf")
@@ -112,7 +126,7 @@ def plain(value: Any) -> Any:
     if form is not None:
         return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return like(value, {key: plain(item) for key, item in value.items()})
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
 
 
