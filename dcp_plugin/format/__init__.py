@@ -10,12 +10,13 @@ A checkpoint is committed if, and only if, it has ``.metadata``. A checkpoint of
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt, unreadable
 
@@ -31,6 +32,11 @@ PACKED = "dcp_plugin-"
 
 MOST_TABLE = 1 << 32
 """Largest size in bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
+
+MOST_JSON = 1 << 20
+"""Largest size in bytes of a small JSON file."""
+MOST_NESTED = 64
+"""Largest number of lists and objects in each other in a JSON file."""
 
 _OF_OTHER_TOOLS = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.distcp", METADATA, "global_step*"),
@@ -111,6 +117,34 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
         if most is None:
             file.seek(0)
         return file.read(-1 if most is None else most)
+
+
+def json_object(data: bytes | str, most: int = MOST_JSON) -> dict[str, Any]:
+    """Return the object in a JSON text that any user may have written.
+
+    Args:
+        most: Largest length of the text.
+
+    Raises:
+        ValueError: The text is longer, is no JSON, has another value than an object, or is nested deeper than
+            :data:`MOST_NESTED`.
+    """
+    if len(data) > most:
+        raise ValueError(f"it has {len(data)} bytes, and the limit is {most}")
+    try:
+        level = [value := json.loads(data)]
+    except RecursionError:
+        level = []
+    for _ in range(MOST_NESTED if level else 0):
+        lists = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [item for items in lists for item in items]
+        if not level:
+            break
+    else:
+        raise ValueError(f"it has more than {MOST_NESTED} lists in each other")
+    if not isinstance(value, dict):
+        raise ValueError(f"it has a {type(value).__name__}, not an object")
+    return value
 
 
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:

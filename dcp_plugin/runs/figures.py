@@ -112,7 +112,7 @@ def _append(workspace: Path, line: bytes) -> None:
         data = _read(workspace).get(NAME, b"")
         _lines[file] = data.count(b"\n")
         line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
-    with posix.Folder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
+    with posix.OwnFolder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
         end.write(line)  # a single write: lines of other processes do not mix with it
         nbytes = end.tell()
     _lines[file] += 1
