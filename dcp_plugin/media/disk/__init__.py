@@ -35,7 +35,7 @@ class LocalDisk:
 
     direct_io: bool | Literal["auto"] = "auto"
 
-    advice = commit.ADVICE
+    advice = "Is the file system full, read-only or gone?"
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)

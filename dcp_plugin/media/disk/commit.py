@@ -84,7 +84,6 @@ _held: dict[str, _Held] = {}
 """The held records by token. POSIX locks do not exclude their own process, and closing any descriptor of a file drops
 them: the records of these tokens must not be opened again."""
 
-ADVICE = "Is the file system full, read-only or gone?"
 _MAX_RECORD = 1 << 16
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
@@ -126,9 +125,9 @@ def reserve(
     except OSError as error:
         if reservation is not None:
             _end_own(reservation)
-        is_foreign = error.errno == errno.EPERM
-        advice = "Have it removed, or save to another folder." if is_foreign else ADVICE
-        raise SaveFailed(f"cannot save {final}: {error}. {advice}") from error
+        if error.errno == errno.EPERM:
+            raise SaveFailed(f"cannot save {final}: {error}. Have it removed, or save to another folder.") from error
+        raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
     return replace(reservation, time=recorded)
 
 
