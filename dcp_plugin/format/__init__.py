@@ -119,32 +119,34 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
         return file.read(-1 if most is None else most)
 
 
-def json_object(data: bytes | str, most: int = MOST_JSON) -> dict[str, Any]:
-    """Return the object in a JSON text that any user may have written.
+def json_object(data: bytes, most: int = MOST_JSON) -> dict[str, Any]:
+    """Return the object in a small JSON file, which any user may have written.
 
     Args:
-        most: Largest length of the text.
+        most: Largest size in bytes.
 
     Raises:
-        ValueError: The text is longer, is no JSON, has another value than an object, or is nested deeper than
+        ValueError: The file is larger, is no JSON, has another value than an object, or is nested deeper than
             :data:`MOST_NESTED`.
     """
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes, and the limit is {most}")
     try:
-        level = [value := json.loads(data)]
-    except RecursionError:
-        level = []
-    for _ in range(MOST_NESTED if level else 0):
-        lists = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
-        level = [item for items in lists for item in items]
-        if not level:
-            break
-    else:
-        raise ValueError(f"it has more than {MOST_NESTED} lists in each other")
-    if not isinstance(value, dict):
-        raise ValueError(f"it has a {type(value).__name__}, not an object")
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    if not isinstance(value, dict) or _is_deep(value, data):
+        raise ValueError(f"it has no object of at most {MOST_NESTED} lists and objects in each other")
     return value
+
+
+def _is_deep(value: object, data: bytes) -> bool:
+    """Return whether lists and objects are nested deeper than :data:`MOST_NESTED`."""
+    level = [value] if data.count(b"[") + data.count(b"{") > MOST_NESTED else []
+    for _ in range(MOST_NESTED):
+        items = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [item for below in items for item in below]
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import socket
@@ -28,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from dcp_plugin.format import json_object
 from dcp_plugin.format.summary import with_hash
 from dcp_plugin.media import WORKSPACE, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
@@ -76,7 +76,7 @@ class Record:
     def decode(cls, data: bytes) -> Record:
         """Return the record in a file. Raises ValueError, with the reason, for other data or another version."""
         try:
-            fields = json.loads(data)
+            fields = json_object(data, _MOST_RECORD)
             version = fields["format"]
             if version != FORMAT_VERSION:
                 raise ValueError(f"another version of dcp_plugin has written it (format {version})")
@@ -88,7 +88,7 @@ class Record:
             has_types = has_types and all(type(size) is int for size in record.files.values())
             if with_hash(fields) != data or not has_types:
                 raise TypeError("a field has been changed")
-        except (LookupError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError("its record is damaged") from error
         if not all(is_inside(name) for name in record.files):
             raise ValueError("its record names files that are not below it")
@@ -400,9 +400,6 @@ def shown(text: str) -> str:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return the bytes of the record of a save. Raises OSError, and ValueError for a file that is too large."""
+    """Return the bytes of the record of a save, and not many more if it is too large. Raises OSError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-        data = file.read(_MOST_RECORD + 1)
-    if len(data) > _MOST_RECORD:
-        raise ValueError("its record is too large")
-    return data
+        return file.read(_MOST_RECORD + 1)

@@ -9,6 +9,8 @@ processes share.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import socket
 import threading
@@ -16,9 +18,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from dcp_plugin.format import json_object
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import InFlight, is_target
 from dcp_plugin.media.disk import posix
+
+logger = logging.getLogger("dcp_plugin")
 
 _BEAT = 60.0
 LEASE = 15 * _BEAT
@@ -34,6 +39,27 @@ def maker(time: float) -> dict[str, Any]:
         "time": time,
         "launch": launch_record(),
     }
+
+
+def contents(data: bytes, record: object) -> dict[str, Any]:
+    """Return the contents of a record in lines of JSON, without a line torn by a crash; nothing if it cannot be read.
+
+    Args:
+        record: The name of the record, for a warning.
+    """
+    noted: dict[str, Any] = {}
+    try:
+        for line in data.splitlines():
+            noted.update(json_object(line))
+    except ValueError as error:
+        if not noted:
+            _warn_once("%s cannot be read: %s. It is garbage once its process has ended", str(record), str(error))
+    return noted
+
+
+@functools.cache  # each search and each save reads the record
+def _warn_once(*message: str) -> None:
+    logger.warning(*message)
 
 
 def target_in(noted: Mapping[str, Any]) -> str | None:

@@ -232,6 +232,37 @@ def test_in_a_user_namespace_the_own_user_has_another_number(sticky: Path) -> No
     assert (sticky / f"{WORKSPACE}-0").stat().st_uid == VICTIM
 
 
+HOSTILE_RECORDS = {
+    "deep": b"[" * 60_000,
+    "deep object": b'{"target": ' * 500 + b"1" + b"}" * 500,
+    "large": b'{"target": "' + b"x" * (1 << 20),
+    "number": b'{"target": ' + b"9" * 5000 + b"}",
+    "no text": bytes(range(256)),
+    "no object": b'["target"]',
+}
+
+
+@pytest.mark.parametrize("owner", [ATTACKER, 0], ids=["another user", "this user"])
+@pytest.mark.parametrize("kind", HOSTILE_RECORDS)
+def test_a_record_that_cannot_be_read_ends_no_search_and_no_save(
+    sticky: Path, kind: str, owner: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(sticky / "x")
+    workspace = sticky / (WORKSPACE if owner == 0 else f"{WORKSPACE}-{owner}")
+    _plant(sticky, workspace.name, "", "aaaa.saving")
+    (workspace / "aaaa.json").write_bytes(HOSTILE_RECORDS[kind])
+    for path in (workspace, *workspace.rglob("*")):
+        os.chown(path, owner, owner)
+    assert dcp.latest(sticky) == sticky / "x" and dcp.resume_or_init({}, sticky).path == sticky / "x"
+    assert [state.path.name for state in dcp.list_checkpoints(sticky) if state.committed] == ["x"]
+    _save(sticky / "y", 2)
+    dcp.prune(sticky, keep_last=1)
+    assert sorted({"aaaa.json", "aaaa.saving"} & set(os.listdir(workspace))) == (
+        ["aaaa.json", "aaaa.saving"] if owner else []
+    )
+    assert caplog.text.count("aaaa.json cannot be read: it ") == 1
+
+
 CHANGES = {"rename", "renames", "replace", "unlink", "remove", "rmdir", "removedirs", "rmtree", "move"}
 """Functions of ``os``, ``shutil`` and ``pathlib`` that rename, move or delete."""
 ELSEWHERE = {

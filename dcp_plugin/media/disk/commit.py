@@ -30,7 +30,6 @@ Two saves to one path at the same time are not guarded against each other beyond
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -670,20 +669,8 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
 
 
 def _parsed(descriptor: int, record: Path) -> dict[str, Any]:
-    """Return the contents of an open record, without a line torn by a crash; nothing if it cannot be read."""
-    noted: dict[str, Any] = {}
-    try:
-        for line in os.pread(descriptor, _MAX_RECORD, 0).splitlines():
-            noted.update(layout.json_object(line))
-    except ValueError as error:
-        if not noted:
-            _warn_of_record(record, str(error))
-    return noted
-
-
-@functools.cache  # each search and each save reads it
-def _warn_of_record(record: Path, reason: str) -> None:
-    logger.warning("passing over %s, the record of a save, which cannot be read: %s", record, reason)
+    """Return the contents of an open record; nothing if it cannot be read."""
+    return lease.contents(os.pread(descriptor, _MAX_RECORD, 0), record)
 
 
 def _name_in(workspace: Path, final: Path) -> str:
