@@ -13,6 +13,7 @@ error at the root is raised, and the entries below it that cannot be read are in
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,7 +230,7 @@ class Scan:
     def links(self) -> dict[Path, Path]:
         """Return the symbolic links in the scanned directories, and their targets."""
         entries = [path for listed in self._listed.values() for path, _ in listed]
-        return {path: path.resolve() for path in entries if is_link(path)}
+        return {path: Path(os.path.realpath(path)) for path in entries if is_link(path)}
 
     def _once(self, key: object, read: Callable[[], T]) -> T:
         """Return the result of ``read``, called once for each key in all rounds."""

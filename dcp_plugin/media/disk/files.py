@@ -12,6 +12,8 @@ and after that, because another file may take its name at any time.
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,6 +24,8 @@ from typing import Any, cast
 
 from dcp_plugin.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.media.disk import posix
+
+logger = logging.getLogger("dcp_plugin")
 
 _HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
@@ -66,7 +70,7 @@ class LocalFiles(Readable):
         return self.directory / name, None
 
     def names(self) -> list[str]:
-        return _names_in(self.directory)
+        return _names_in(self.directory, self.directory)
 
     def _stat(self, name: str, follow_symlinks: bool = True) -> os.stat_result:
         path, relative_to = self._at(name)
@@ -112,9 +116,9 @@ class LocalFiles(Readable):
 
     def _link_target(self, parts: Sequence[str]) -> Sequence[str]:
         """Return the target of a link, relative to the directory; empty if the target is not of the checkpoint."""
-        directory = self.directory.resolve()
+        directory = Path(os.path.realpath(self.directory))  # resolve() raises RuntimeError for a loop of links
         link = directory.joinpath(*parts)
-        target = link.resolve()
+        target = Path(os.path.realpath(link))
         if target.parent == link.parent:
             return (*parts[:-1], target.name)
         is_cached = directory.parent.name == "snapshots" and target.parent == directory.parent.parent / "blobs"
@@ -145,7 +149,7 @@ class PinnedFiles(LocalFiles):
             if _HAS_DESCRIPTORS:
                 self._descriptor = os.open(directory, _TO_HOLD)
         except OSError as error:
-            self._refused = error
+            self._refused = _without_loop(error)
         self._identity: tuple[int, int] | None = None
         with suppress(OSError):
             self._identity = _identity(directory if self._descriptor is None else self._descriptor)
@@ -161,7 +165,7 @@ class PinnedFiles(LocalFiles):
             return super().names()
         listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # with a position of its own
         try:
-            return _names_in(listing)
+            return _names_in(listing, self.directory)
         finally:
             os.close(listing)
 
@@ -203,9 +207,30 @@ class PinnedFiles(LocalFiles):
         self.close()
 
 
-def _names_in(place: Path | int) -> list[str]:
-    with os.scandir(place) as entries:  # whose kinds are known without a system call for each
-        return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+def _names_in(place: Path | int, directory: Path) -> list[str]:
+    try:
+        with os.scandir(place) as entries:  # whose kinds are known without a system call for each
+            return sorted(entry.name + "/" * _is_folder(entry, directory) for entry in entries)
+    except OSError as error:
+        raise _without_loop(error) from error
+
+
+def _without_loop(error: OSError) -> OSError:
+    """Return the error for a directory. At a link that leads to itself there is nothing."""
+    return FileNotFoundError(errno.ENOENT, "it is a link to itself") if error.errno == errno.ELOOP else error
+
+
+def _is_folder(entry: os.DirEntry[str], directory: Path) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:  # a link that leads to itself, for one
+        _warn_once("passing over %s: %s", str(directory / entry.name), error.strerror)
+        return False
+
+
+@functools.cache  # a search lists each folder several times
+def _warn_once(*message: str) -> None:
+    logger.warning(*message)
 
 
 def _identity(place: Path | int) -> tuple[int, int] | None:
