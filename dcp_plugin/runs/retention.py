@@ -48,7 +48,16 @@ def prune(newest: Where, policy: Retention) -> None:
         summaries = {path: summary_if_readable(path) for path in (newest, *(state.path for state in doomed))}
         steps = {path: summary.step for path, summary in summaries.items() if summary is not None}
         doomed = policy.select([replace(state, step=steps.get(state.path, state.step)) for state in states])
-    remove_all((state.path for state in doomed if not (in_folder_of_step and state.step is None)), remove)
+    medium = medium_of(newest)
+
+    def remove_unchanged(path: Where) -> None:
+        time = time_from_names(path, medium) if by_names else None
+        if time is None and (summary := summary_if_readable(path)) is not None:
+            time = summary.time
+        if time == siblings[path][0].time:  # not saved again, or deleted, meanwhile
+            remove(path)
+
+    remove_all((state.path for state in doomed if not (in_folder_of_step and state.step is None)), remove_unchanged)
 
 
 def rotate(oldest_first: Iterable[Where], keep: int, remove_one: Callable[[Where], None]) -> None:
@@ -123,6 +132,8 @@ def _is_other_thing(path: Where) -> bool:
             is_ours = has_traces(names) or is_workspace(path.parent.name)
             return not (is_ours or is_checkpoint_folder(medium.open(path), path.name))
         return bool(kind) and Saved(medium.open(path.parent), path.name, 0.0).examined() is None
+    except FileNotFoundError:  # another process has deleted it
+        return False
     except OSError as error:
         raise cannot_read(path, error) from error
 

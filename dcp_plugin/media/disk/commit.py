@@ -34,6 +34,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import time
 import uuid
 import zipfile
@@ -175,7 +176,10 @@ def publish(reservation: Reservation[Path]) -> None:
         _make_name_durable(final, held.workspace)
     except OSError:
         held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
-        raise
+        if os.path.lexists(final) == replaces:
+            raise
+        publish(reservation)  # another process has published or deleted there since the look
+        return
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
         _let_go(reservation)
         raise
@@ -244,13 +248,17 @@ def remove(path: Path) -> None:
     if not os.path.lexists(path):
         return
     with _as_it_was(f"delete {path}"):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-            return
-        if _has_working_directory(path):
-            raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
-        with _renaming(path) as (reservation, workspace):
-            workspace.take(path, f"{reservation.token}.deleted")
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+                return
+            if _has_working_directory(path):
+                raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
+            with _renaming(path) as (reservation, workspace):
+                workspace.take(path, f"{reservation.token}.deleted")
+        except FileNotFoundError:
+            if os.path.lexists(path):  # otherwise another process has just deleted it
+                raise
 
 
 def link(path: Path, target: Path) -> None:
@@ -457,13 +465,18 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
-    other = os.path.lexists(final) and not final.is_dir() and not final.is_symlink()
-    if other and not (final.is_file() and zipfile.is_zipfile(final)):
+    # Each question is asked once: another save may replace the path at any time.
+    try:
+        mode = os.lstat(final).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    is_file = stat.S_ISREG(mode) and zipfile.is_zipfile(final)
+    if not (stat.S_ISDIR(mode) or stat.S_ISLNK(mode) or is_file):
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
         )
-    if final.is_dir() and (names := os.listdir(final)) and not (looks_like_checkpoint(final) or among_other_files):
+    if (names := _names_in(final)) and not (layout.has_traces(names) or among_other_files):
         raise other_things(final, names)
 
 
