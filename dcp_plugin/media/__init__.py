@@ -77,6 +77,15 @@ def workspaces_in(folder: Where) -> list[Where]:
     return [folder / name for name in (WORKSPACE, *names)]
 
 
+def refuse_workspace(final: Where) -> None:
+    """Raise SaveFailed for a path that is a workspace or is in one: no search would find a checkpoint there."""
+    if is_workspace(final.name) or is_workspace(final.parent.name):
+        raise SaveFailed(
+            f"cannot save to {final}: a directory called {WORKSPACE} or {WORKSPACE}-<number> is for saves in flight, "
+            f"and no search looks for checkpoints in it. Save to another name."
+        )
+
+
 def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
     """Return the error for a save to a directory with these entries, none of which is of a checkpoint."""
     return SaveFailed(

@@ -16,7 +16,6 @@ considers directories of this package and of stock transformers.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import warnings

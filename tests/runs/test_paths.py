@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.paths import absolute
+from dcp_plugin.paths import Where, absolute
 
 
 @pytest.fixture
@@ -30,6 +30,16 @@ def test_a_link_before_two_dots_is_resolved(linked: str, tmp_path: Path, monkeyp
     stock.save({"t": torch.ones(2)}, checkpoint_id=f"{linked}/../stock")
     dcp.load(state, "link/../stock")
     assert state["t"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", [".dcp_plugin", ".dcp_plugin-5", ".dcp_plugin-5/step-1"])
+def test_a_name_that_no_search_finds_is_refused(place: Where, name: str) -> None:
+    dcp.save({"n": 1}, place / "step-1")
+    with pytest.raises(dcp.SaveFailed, match="no search looks for checkpoints in it"):
+        dcp.save({"n": 1}, place / name)
+    with pytest.raises(dcp.CheckpointError, match="to (another|a new) name"):
+        dcp.copy(place / "step-1", place / name)
+    assert dcp.latest(place) == place / "step-1"
 
 
 def test_other_links_and_the_last_component_stay(linked: str, tmp_path: Path) -> None:

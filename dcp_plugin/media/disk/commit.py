@@ -54,6 +54,7 @@ from dcp_plugin.media import (
     lease,
     medium_of,
     other_things,
+    refuse_workspace,
     workspace_of,
     workspaces_of,
 )
@@ -108,6 +109,7 @@ def reserve(
     """
     reservation = None
     try:
+        refuse_workspace(final)
         _refuse_working_directory(final)
         if not copy_of:  # a copy has checked the path already
             _refuse_to_replace_other_things(final, among_other_files)

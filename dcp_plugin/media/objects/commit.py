@@ -53,7 +53,16 @@ from dcp_plugin.format import (
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE, time_after
 from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.media import Leftover, Reservation, is_target, is_workspace, lease, other_things, workspace_of
+from dcp_plugin.media import (
+    Leftover,
+    Reservation,
+    is_target,
+    is_workspace,
+    lease,
+    other_things,
+    refuse_workspace,
+    workspace_of,
+)
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
     MOST_COPIED,
@@ -122,6 +131,7 @@ def reserve(
 ) -> Reservation[ObjectPath]:
     """Begin a save. See :meth:`dcp_plugin.media.Medium.reserve`."""
     client = client_of(final)
+    refuse_workspace(final)
     if not final.key:
         raise SaveFailed(f"cannot save to {final}: it is a whole bucket. Save below it: {final / 'checkpoint'}.")
     try:
