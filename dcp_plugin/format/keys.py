@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,9 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
-        own_part if isinstance(own_part, tuple) and own_part[0] != "t" and part == str(own_part[1]) else part
+        own_part
+        if isinstance(own_part, tuple) and own_part[0] != "t" and (part == str(own_part[1]) or not _fits_path(own_part))
+        else part
         for own_part, part in zip(current, path, strict=True)
     )
 
@@ -235,11 +238,57 @@ def holds_sharded(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
 
 
+def as_stored(key: str, path: KeyPath) -> KeyPath:
+    """Return a path as a checkpoint holds it: with the text of the steps that a file cannot hold.
+
+    Raises:
+        CheckpointMismatch: The text of a step is another one in the next process.
+    """
+    if all(map(_fits_path, path)):
+        return path
+    for step in map(step_of, path):
+        has_text = type(step).__str__ is not object.__str__ or type(step).__repr__ is not object.__repr__
+        if not has_text or (isinstance(step, (set, frozenset)) and len(step) > 1):
+            raise CheckpointMismatch(
+                f"{key} is under a key of type {type(step).__name__}, by which no later process would find it again. "
+                f"Use text or a number as the key."
+            )
+    return tuple(
+        part if _fits_path(part) else str(part[1]) if part[0] == "k" else (part[0], str(part[1])) for part in path
+    )
+
+
+def too_deep(name: str, tree: Any) -> CheckpointMismatch:
+    """Return the error for containers that Python cannot walk. It names the key of a container that contains itself.
+
+    Args:
+        name: The key of ``tree``.
+    """
+    above, done, left = dict[int, str](), set[int](), [(name, tree, False)]
+    while left:
+        key, node, is_walked = left.pop()
+        if id(node) in above and not is_walked:
+            return CheckpointMismatch(
+                f"{key} is {above[id(node)] or 'the state'}, which contains it: a container in itself cannot be saved. "
+                f"Leave it out of the state."
+            )
+        if is_walked:
+            done.add(id(node))
+            del above[id(node)]
+        elif isinstance(node, (Mapping, list, tuple)) and id(node) not in done:
+            above[id(node)] = key
+            children = node.items() if isinstance(node, Mapping) else enumerate(node)
+            left.append((key, node, True))
+            left += [(f"{key}.{step}".removeprefix("."), child, False) for step, child in children]
+    return CheckpointMismatch(
+        f"{name or 'the state'} has more than {sys.getrecursionlimit()} containers in each other, or one that contains "
+        f"itself, and cannot be saved. Leave it out of the state."
+    )
+
+
 def _as_step(key: Any) -> Any:
-    """Return the key of a mapping as a path has it: its text, if a path cannot hold the key."""
-    if isinstance(key, np.integer):
-        return int(key)
-    return key if _fits_path(key) else str(key)
+    """Return the key of a mapping as the path of a state has it."""
+    return int(key) if isinstance(key, np.integer) else key
 
 
 _STEPS = (str, int, float, np.integer, type(None))

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
+from dcp_plugin.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.format.keys import as_stored
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.types import Flat, KeyPath, LocalChunk, Shape, ShardedValue
 
@@ -115,7 +116,7 @@ class LocalInventory:
                 tie[numbers[key]] = numbers.get(first, -1)
         description = Description(
             keys,
-            {key: path for key, path in paths.items() if key in numbers and path != default_path(key)},
+            unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
             dtypes,
             np.array([number_of[dtype] for dtype in item_dtypes], np.uint8),
             np.array(list(map(len, shapes)), np.uint8),

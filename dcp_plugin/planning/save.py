@@ -57,7 +57,12 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
         if id(leaf) in same:
             flat[key] = same[id(leaf)]
         elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
-            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
+            try:
+                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
+            except ValueError as error:
+                raise CheckpointMismatch(
+                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
+                ) from error
         elif is_tensor(leaf):
             try:
                 flat[key] = sharded_value(leaf)

@@ -37,7 +37,7 @@ def test_a_name_that_no_search_finds_is_refused(place: Where, name: str) -> None
     dcp.save({"n": 1}, place / "step-1")
     with pytest.raises(dcp.SaveFailed, match="no search looks for checkpoints in it"):
         dcp.save({"n": 1}, place / name)
-    with pytest.raises(dcp.CheckpointError, match="to (another|a new) name"):
+    with pytest.raises(dcp.CheckpointError, match=r"to (another|a new) name"):
         dcp.copy(place / "step-1", place / name)
     assert dcp.latest(place) == place / "step-1"
 
