@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +56,14 @@ class PrintableRecords(logging.Filter):
         return True
 
 
-logging.getLogger("dcp_plugin").addFilter(PrintableRecords())
+logger = logging.getLogger("dcp_plugin")
+logger.addFilter(PrintableRecords())
+
+
+@functools.cache  # searches and saves meet the same again and again
+def warn_once(text: str) -> None:
+    """Log a warning, once in each process."""
+    logger.warning("%s", text)
 
 
 class CheckpointError(Exception):

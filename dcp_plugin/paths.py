@@ -252,6 +252,8 @@ def _normal(scheme: str, location: str, url: str) -> str:
             f"{scheme}://…@{bucket.rpartition('@')[2]} contains credentials, which every message would show. Give "
             f"them in the environment or as storage_options."
         )
+    if control := re.search(r"[\x00-\x1f\x7f]", key):
+        raise ValueError(f"{url!r} has {control[0]!r} in it, which no key of a store may have. Leave it out.")
     key = posixpath.normpath(f"/{key}").lstrip("/") if key.strip("/") else ""
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt, unreadable
@@ -37,6 +38,8 @@ MOST_JSON = 1 << 20
 """Largest size in bytes of a small JSON file."""
 MOST_NESTED = 64
 """Largest number of lists and objects in each other in a JSON file."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+"""Pattern of the brackets in a JSON text, and of the texts in it, whose brackets do not count."""
 
 _OF_OTHER_TOOLS = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.distcp", METADATA, "global_step*"),
@@ -131,22 +134,13 @@ def json_object(data: bytes, most: int = MOST_JSON) -> dict[str, Any]:
     """
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes, and the limit is {most}")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
-    if not isinstance(value, dict) or _is_deep(value, data):
-        raise ValueError(f"it has no object of at most {MOST_NESTED} lists and objects in each other")
+    depths = accumulate((token in b"[{") - (token in b"]}") for token in _BRACKETS.findall(data))
+    if max(depths, default=0) > MOST_NESTED:
+        raise ValueError(f"it has more than {MOST_NESTED} lists and objects in each other")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it has a {type(value).__name__}, not an object")
     return value
-
-
-def _is_deep(value: object, data: bytes) -> bool:
-    """Return whether lists and objects are nested deeper than :data:`MOST_NESTED`."""
-    level = [value] if data.count(b"[") + data.count(b"{") > MOST_NESTED else []
-    for _ in range(MOST_NESTED):
-        items = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
-        level = [item for below in items for item in below]
-    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -247,8 +246,7 @@ def as_stored(key: str, path: KeyPath) -> KeyPath:
     if all(map(_fits_path, path)):
         return path
     for step in map(step_of, path):
-        has_text = type(step).__str__ is not object.__str__ or type(step).__repr__ is not object.__repr__
-        if not has_text or (isinstance(step, (set, frozenset)) and len(step) > 1):
+        if hex(id(step)) in str(step) or (isinstance(step, frozenset) and len(step) > 1):
             raise CheckpointMismatch(
                 f"{key} is under a key of type {type(step).__name__}, by which no later process would find it again. "
                 f"Use text or a number as the key."
@@ -264,26 +262,22 @@ def too_deep(name: str, tree: Any) -> CheckpointMismatch:
     Args:
         name: The key of ``tree``.
     """
-    above, done, left = dict[int, str](), set[int](), [(name, tree, False)]
-    while left:
-        key, node, is_walked = left.pop()
-        if id(node) in above and not is_walked:
-            return CheckpointMismatch(
-                f"{key} is {above[id(node)] or 'the state'}, which contains it: a container in itself cannot be saved. "
-                f"Leave it out of the state."
-            )
-        if is_walked:
-            done.add(id(node))
-            del above[id(node)]
-        elif isinstance(node, (Mapping, list, tuple)) and id(node) not in done:
-            above[id(node)] = key
-            children = node.items() if isinstance(node, Mapping) else enumerate(node)
-            left.append((key, node, True))
-            left += [(f"{key}.{step}".removeprefix("."), child, False) for step, child in children]
-    return CheckpointMismatch(
-        f"{name or 'the state'} has more than {sys.getrecursionlimit()} containers in each other, or one that contains "
-        f"itself, and cannot be saved. Leave it out of the state."
-    )
+    reason = _cycle(name, tree, {}) or f"{name or 'the state'} has too many containers in each other, or one in itself"
+    return CheckpointMismatch(f"{reason}: it cannot be saved. Leave it out of the state.")
+
+
+def _cycle(key: str, node: Any, above: dict[int, str]) -> str:
+    """Return the keys of a container and of itself in it; empty if there is none near the root."""
+    if id(node) in above:
+        return f"{key} is {above[id(node)] or 'the state'}, which contains it"
+    if not isinstance(node, (Mapping, list, tuple)) or len(above) > _MOST_WALKED:
+        return ""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node)
+    found = (_cycle(f"{key}.{step}".removeprefix("."), child, {**above, id(node): key}) for step, child in children)
+    return next(filter(None, found), "")
+
+
+_MOST_WALKED = 50
 
 
 def _as_step(key: Any) -> Any:

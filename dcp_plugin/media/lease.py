@@ -9,8 +9,6 @@ processes share.
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import socket
 import threading
@@ -18,12 +16,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from dcp_plugin.errors import warn_once
 from dcp_plugin.format import json_object
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import InFlight, is_target
 from dcp_plugin.media.disk import posix
-
-logger = logging.getLogger("dcp_plugin")
 
 _BEAT = 60.0
 LEASE = 15 * _BEAT
@@ -53,13 +50,8 @@ def contents(data: bytes, record: object) -> dict[str, Any]:
             noted.update(json_object(line))
     except ValueError as error:
         if not noted:
-            _warn_once("%s cannot be read: %s. It is garbage once its process has ended", str(record), str(error))
+            warn_once(f"{record} cannot be read: {error}. It is garbage once its process has ended")
     return noted
-
-
-@functools.cache  # each search and each save reads the record
-def _warn_once(*message: str) -> None:
-    logger.warning(*message)
 
 
 def target_in(noted: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ checkpoint that could not be loaded without it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed, warn_once
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.summary import Base, Summary
 from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason, unpacked
@@ -89,9 +90,9 @@ def remove(path: PathLike) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}. It is unchanged.") from error
     if completed is not None:
-        _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
+        warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
     elif unreadable:
-        _warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
+        warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
     else:
         delete(path)
 
@@ -155,11 +156,6 @@ def link(path: PathLike, target: PathLike) -> None:
     medium_of(where).link(where, as_path(target))
 
 
-@functools.cache  # a policy is applied after every save
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
-
-
 def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sibling], dict[Where, Exception]]:
     """Return the checkpoints of this package directly in a folder, and the entries that cannot be read.
 
@@ -181,7 +177,7 @@ def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sib
         except FileNotFoundError:  # another process deleted the entry
             return None
         except (CheckpointUnreadable, OSError) as error:
-            return error
+            return None if getattr(error, "errno", 0) == errno.ELOOP else error  # at a link to itself there is nothing
         except (CheckpointCorrupt, ValueError):
             return None
 

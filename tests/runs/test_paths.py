@@ -42,6 +42,13 @@ def test_a_name_that_no_search_finds_is_refused(place: Where, name: str) -> None
     assert dcp.latest(place) == place / "step-1"
 
 
+@pytest.mark.parametrize("letter", ["\t", "\n", "\x7f"])
+def test_a_control_character_in_a_url_is_refused_and_named(letter: str) -> None:
+    for call in (dcp.latest, dcp.inspect, lambda path: dcp.save({"n": 1}, path)):
+        with pytest.raises(ValueError, match=r"'s3://bucket/run\\.*' has '\\.*' in it, .* Leave it out"):
+            call(f"s3://bucket/run{letter}1/step-1")
+
+
 def test_other_links_and_the_last_component_stay(linked: str, tmp_path: Path) -> None:
     assert absolute(tmp_path / "link" / "run") == tmp_path / "link" / "run"
     assert absolute(f"{tmp_path}/gone/../link") == tmp_path / "link"

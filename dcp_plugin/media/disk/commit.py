@@ -41,6 +41,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -364,21 +365,14 @@ def _of_other_users(workspace: Path) -> Iterator[Leftover[Path]]:
     """Yield the garbage of other users, which stays, as far as this process can see that their saves have ended."""
     with suppress(OSError):
         for folder, token in _records(workspace, posix.Folder):
-            if token not in _held:
-                with suppress(OSError), FileIO(folder.open(f"{token}.json", os.O_RDONLY)) as record:
-                    yield from _left_by_other_user(folder, token, record.fileno())
-
-
-def _left_by_other_user(folder: posix.Folder, token: str, descriptor: int) -> Iterator[Leftover[Path]]:
-    path = folder.path / f"{token}.json"
-    try:
-        posix.refuse_other_user(folder.descriptor, folder.path)
-        posix.refuse_other_user(descriptor, path)
-    except PermissionError as error:
-        noted = _parsed(descriptor, path)
-        if lease.has_ended(noted, lambda: time.time() - os.fstat(descriptor).st_mtime):
-            for leftover in _left_by(folder, token, noted):
-                yield replace(leftover, what=f"{leftover.what}: {error.strerror}", stays=True)
+            path = folder.path / f"{token}.json"
+            with suppress(OSError):
+                status, noted = os.lstat(path), _noted(folder, token)
+                of_folder = posix.why_not_own(os.fstat(folder.descriptor), folder.path)
+                reason = of_folder or posix.why_not_own(status, path)
+                if reason and lease.has_ended(noted, partial(float, time.time() - status.st_mtime)):
+                    for leftover in _left_by(folder, token, noted):
+                        yield replace(leftover, what=f"{leftover.what}: {reason}", stays=True)
 
 
 def _ended_saves(workspace: Path) -> Iterator[tuple[posix.OwnFolder, str, dict[str, Any]]]:

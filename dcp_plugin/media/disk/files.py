@@ -12,8 +12,6 @@ and after that, because another file may take its name at any time.
 from __future__ import annotations
 
 import errno
-import functools
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,10 +20,9 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISLNK, S_ISREG
 from typing import Any, cast
 
+from dcp_plugin.errors import warn_once
 from dcp_plugin.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.media.disk import posix
-
-logger = logging.getLogger("dcp_plugin")
 
 _HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
@@ -149,7 +146,7 @@ class PinnedFiles(LocalFiles):
             if _HAS_DESCRIPTORS:
                 self._descriptor = os.open(directory, _TO_HOLD)
         except OSError as error:
-            self._refused = _without_loop(error)
+            self._refused = error
         self._identity: tuple[int, int] | None = None
         with suppress(OSError):
             self._identity = _identity(directory if self._descriptor is None else self._descriptor)
@@ -208,29 +205,16 @@ class PinnedFiles(LocalFiles):
 
 
 def _names_in(place: Path | int, directory: Path) -> list[str]:
-    try:
-        with os.scandir(place) as entries:  # whose kinds are known without a system call for each
-            return sorted(entry.name + "/" * _is_folder(entry, directory) for entry in entries)
-    except OSError as error:
-        raise _without_loop(error) from error
-
-
-def _without_loop(error: OSError) -> OSError:
-    """Return the error for a directory. At a link that leads to itself there is nothing."""
-    return FileNotFoundError(errno.ENOENT, "it is a link to itself") if error.errno == errno.ELOOP else error
+    with os.scandir(place) as entries:  # whose kinds are known without a system call for each
+        return sorted(entry.name + "/" * _is_folder(entry, directory) for entry in entries)
 
 
 def _is_folder(entry: os.DirEntry[str], directory: Path) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:  # a link that leads to itself, for one
-        _warn_once("passing over %s: %s", str(directory / entry.name), error.strerror)
+        warn_once(f"passing over {directory / entry.name}: {error.strerror}")
         return False
-
-
-@functools.cache  # a search lists each folder several times
-def _warn_once(*message: str) -> None:
-    logger.warning(*message)
 
 
 def _identity(place: Path | int) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.media import scatter
@@ -108,7 +109,7 @@ class Folder:
                 raise OSError(error.errno, error.strerror, str(path)) from None
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(path)) from None
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -161,12 +162,12 @@ class NamedFolder(Folder):
 
     def take(self, path: Path | str, name: str, of: Folder | None = None) -> None:
         """Move a path, relative to the folder ``of``, into the directory."""
-        os.rename(path, name, src_dir_fd=of and of.descriptor, dst_dir_fd=self.descriptor)
+        os.rename(path, name, src_dir_fd=of.descriptor if of else None, dst_dir_fd=self.descriptor)
 
     def give(self, name: str, path: Path | str, to: Folder | None = None) -> None:
         """Move an entry to a path, relative to the folder ``to``. A file, a link or an empty directory there is
         replaced."""
-        os.rename(name, path, src_dir_fd=self.descriptor, dst_dir_fd=to and to.descriptor)
+        os.rename(name, path, src_dir_fd=self.descriptor, dst_dir_fd=to.descriptor if to else None)
 
     def remove(self) -> None:
         """Delete the directory itself. Raises OSError if it has entries."""
@@ -215,21 +216,11 @@ def user_in(folder: Path) -> int:
     key = os.stat(folder).st_dev, os.geteuid()
     if key not in _users:
         try:
-            descriptor = _new_file(folder)
+            with tempfile.TemporaryFile(dir=folder) as file:  # without a name, but on NFS and CIFS
+                _users[key] = os.fstat(file.fileno()).st_uid
         except OSError:  # this process can make no entry there
             return key[1]
-        _users[key] = os.fstat(descriptor).st_uid
-        os.close(descriptor)
     return _users[key]
-
-
-def _new_file(folder: Path) -> int:
-    """Return the descriptor of a new file without a name."""
-    with suppress(OSError):
-        return os.open(folder, os.O_WRONLY | getattr(os, "O_TMPFILE", 0), 0o600)
-    descriptor, name = tempfile.mkstemp(prefix=".dcp_plugin-", dir=folder)  # NFS and CIFS have only files with names
-    os.unlink(name)
-    return descriptor
 
 
 def refuse_other_user(descriptor: int, path: Path) -> os.stat_result:
@@ -239,10 +230,15 @@ def refuse_other_user(descriptor: int, path: Path) -> os.stat_result:
         PermissionError: It belongs to another user.
     """
     status = os.fstat(descriptor)
-    if status.st_uid != user_in(path.parent):
-        reason = f"it belongs to another user (uid {status.st_uid}), and stays as it is"
+    if reason := why_not_own(status, path):
         raise PermissionError(errno.EPERM, reason, str(path))
     return status
+
+
+def why_not_own(status: os.stat_result, path: Path) -> str:
+    """Return why a path with this status is not changed; empty if it belongs to this user."""
+    is_own = status.st_uid == user_in(path.parent)
+    return "" if is_own else f"it belongs to another user (uid {status.st_uid}), and stays as it is"
 
 
 def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
