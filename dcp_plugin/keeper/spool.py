@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
-from dcp_plugin.keeper.local_checkpoints import key_of
+from dcp_plugin.keeper.local_checkpoints import key_of, put_file
 from dcp_plugin.keeper.locks import KEEPER, exclusive, lock, locked_by
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where
@@ -226,16 +226,7 @@ class Spool:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all. Raises OSError."""
-        half = self.folder / f".{uuid.uuid4().hex}"
-        try:
-            with open(half, "xb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                file.write(data)
-            os.rename(half, self.folder / name)
-        except BaseException:
-            with suppress(OSError):
-                half.unlink()
-            raise
+        put_file(self.folder, name, data)
 
     def get(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -267,7 +267,7 @@ CHANGES = {"rename", "renames", "replace", "unlink", "remove", "rmdir", "removed
 """Functions of ``os``, ``shutil`` and ``pathlib`` that rename, move or delete."""
 ELSEWHERE = {
     "files that this process has just made": {
-        *("keeper/local_checkpoints.py put_file", "keeper/spool.py put", "keeper/spool.py allocate"),
+        *("keeper/local_checkpoints.py put_file", "keeper/spool.py allocate"),
         *("keeper/node.py put", "keeper/node.py _make_room", "keeper/writer.py add_files", "keeper/writer.py _submit"),
         *("keeper/journal.py hand_over", "keeper/server.py __init__", "keeper/server.py close"),
         *("media/copies.py create", "media/disk/files.py link_file", "media/disk/files.py _reflink"),
