@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import logging
 import re
 import warnings
@@ -67,7 +68,13 @@ def logger_of(name: str) -> logging.Logger:
     return logger
 
 
-logger_of("dcp_plugin")
+logger = logger_of("dcp_plugin")
+
+
+@functools.cache  # searches and saves meet the same again and again
+def warn_once(text: str) -> None:
+    """Log a warning, once in each process."""
+    logger.warning("%s", text)
 
 
 def warn(message: str, stacklevel: int = 2) -> None:
