@@ -103,9 +103,8 @@ def gather(
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         steps = stride(scheduler, accelerator.num_processes)
         extra[f"schedulers.{number}"] = {"state": scheduler.state_dict(), "stride": steps}
-    training_goes_on = any(tracker.running for tracker in trackers)
     for number, tracker in enumerate(trackers):
-        if (position := tracker.position(training_goes_on, accelerator.step - step)) is not None:
+        if (position := tracker.position(accelerator.step - step)) is not None:
             extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own
