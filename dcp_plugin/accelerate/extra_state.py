@@ -34,6 +34,8 @@ from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, RandomStreams, numbered
+from dcp_plugin.paths import Where
+from dcp_plugin.ranks import Ranks, by_text, name_of
 from dcp_plugin.state import NamesOnly, contains_fsdp1, groups_of, loose_module
 from dcp_plugin.tensors._torch import DTensor
 
@@ -125,15 +127,9 @@ def to_restore(
 
     Args:
         stored: The keys of the checkpoint, without the leading ``extra.``.
-
-    Raises:
-        CheckpointMismatch: The checkpoint has another number of registered objects.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     names = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
-    if "accelerate" in names:
-        count = sum(name.startswith("registered.") and name.count(".") == 1 for name in names)
-        refuse_other_registered("the checkpoint", count, registered)
     targets, absent = _datasets_to_restore(trackers, names, rank, ranks)
     messages: list[str] = []
     streams = SavedStreams.among(names, rank, ranks, accelerator.device)
@@ -183,13 +179,36 @@ def _datasets_to_restore(
     return targets, absent
 
 
-def refuse_other_registered(checkpoint: str, count: int, registered: list[Any]) -> None:
-    """Refuse a checkpoint with another number of objects than this run has registered."""
-    if count != len(registered):
+def count_registered(stored: Iterable[str]) -> int | None:
+    """Return the number of registered objects in a checkpoint with these keys; None if Accelerate did not save it."""
+    names = {tuple(key.split(".")[:2]) for key in stored}
+    return sum(name[0] == "registered" for name in names) if any(name[0] == "accelerate" for name in names) else None
+
+
+def refuse_other_registered(ranks: Ranks, path: Where, count: Callable[[], int | None], registered: list[Any]) -> None:
+    """Refuse a checkpoint with another number of objects than a rank of this run has registered. Collective.
+
+    Args:
+        count: Returns the number of objects in the checkpoint; called on rank 0.
+
+    Raises:
+        CheckpointMismatch: The numbers differ; the message has what each rank has registered.
+    """
+
+    def compare(registered_on: list[list[str]]) -> None:
+        saved = count()
+        if saved is None or all(len(kinds) == saved for kinds in registered_on):
+            return
+        described = {rank: [", ".join(kinds) or "none"] for rank, kinds in enumerate(registered_on)}
+        found = [f"{name_of(on)} has {kinds}" for kinds, on in by_text(described).items()]
+        own = "; ".join(found) if len(found) > 1 else f"this run has {len(registered)}"
         raise CheckpointMismatch(
-            f"{checkpoint} has {count} objects given to register_for_checkpointing, this run has {len(registered)}: "
-            "register the same ones, in the same order"
+            f"{path} has {saved} objects given to register_for_checkpointing, {own}: register the same ones, in the "
+            "same order, on every rank"
         )
+
+    kinds = [type(value).__name__ for value in registered]
+    ranks.combine(f"compare the registered objects with {path}", lambda: kinds, compare)
 
 
 def _set_counters(accelerator: Accelerator, saved: dict[str, Any]) -> None:

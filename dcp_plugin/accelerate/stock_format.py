@@ -22,7 +22,7 @@ from accelerate.utils import ProjectConfiguration, load_fsdp_model, load_fsdp_op
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
-from dcp_plugin.accelerate.extra_state import Training, refuse_other_registered
+from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
 from dcp_plugin.events import SaveFinished
@@ -94,7 +94,7 @@ def load(
     Shards are read in place from an object store; each rank first fetches the files that only Accelerate reads.
 
     Raises:
-        CheckpointMismatch: The checkpoint does not fit, or another number of objects was registered.
+        CheckpointMismatch: The checkpoint does not fit.
         UnsafeCheckpoint: A registered object was stored as code.
     """
     ranks = checkpointer.ranks
@@ -127,6 +127,11 @@ def load(
         return ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
 
+def count_registered(path: Where) -> int:
+    """Return the number of registered objects in a checkpoint of stock Accelerate."""
+    return sum(_CUSTOM.fullmatch(name) is not None for name in files.names_in(path))
+
+
 def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
         checkpointer.restore({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
@@ -149,8 +154,6 @@ def _load_full_state(
 
 
 def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
-    count = sum(_CUSTOM.fullmatch(file.name) is not None for file in local.iterdir())
-    refuse_other_registered(str(path), count, registered)
     for number, value in enumerate(registered):
         name = f"custom_checkpoint_{number}.pkl"
         with damage_in(path / name):

@@ -156,6 +156,46 @@ def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
         accelerator.load_state(str(path))
 
 
+@on_ranks(2)
+def test_objects_that_only_rank_0_registers_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    """Stock loads the object on rank 0, and raises on rank 1."""
+    from tests.accelerate import training as t
+    from tests.accelerate.test_native import Counter
+
+    raised: dict[bool, str] = {}
+    for native in (True, False):
+        run = t.start("ddp", native=native, unused=False)
+        counter = Counter(7)
+        if run.accelerator.is_main_process:
+            run.accelerator.register_for_checkpointing(counter)
+        run.accelerator.save_state(str(tmp_path / str(native)))
+        run.accelerator.wait_for_everyone()
+        try:
+            run.accelerator.load_state(str(tmp_path / str(native)))
+        except RuntimeError as error:
+            raised[native] = str(error)
+    assert raised.keys() == ({False} if dist.get_rank() == 0 else {True, False})
+    assert "has 1 objects given to register_for_checkpointing, rank 0 has Counter; rank 1 has none" in raised[False]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@on_ranks(1)
+def test_save_state_returns_the_path_that_stock_returns(tmp_path: Path, named: bool) -> None:
+    from tests.accelerate import training as t
+
+    os.chdir(tmp_path)
+    returned = []
+    for native in (True, False):
+        Path(str(native)).mkdir()
+        os.chdir(tmp_path / str(native))
+        run = t.start("single", native=native, project=Path("run") if named else None)
+        returned += [run.accelerator.save_state(*given) for given in ([()] if named else [("out",), (Path("two"),)])]
+        assert all(path.is_dir() for path in returned), "relative to the working directory, as the user's own path"
+        os.chdir(tmp_path)
+    half = len(returned) // 2
+    assert returned[:half] == returned[half:]
+
+
 @on_ranks(1)
 def test_a_registered_object_gets_the_class_and_the_keys_of_its_state(tmp_path: Path) -> None:
     from tests.accelerate import training as t
