@@ -34,7 +34,7 @@ from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
+from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, random_streams
 from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.stored import EXTRA, keys_by_name
 from dcp_plugin.partial import PartialLoad
@@ -279,10 +279,14 @@ class Attachment(BaseAttachment):
             )
         else:
             self._restore(path, training, models, extra_keys, strict)
-        if training.sharded and (added := self._run_load_hooks(training, path, files)) and not is_stock:
-            # Without a rename, a single module would be filled from the single module of the checkpoint.
-            under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
-            self.checkpointer.restore(added, path, under_own_names, strict=strict)
+        if training.sharded:
+            streams = random_streams.capture(accelerator.device)  # stock restores them after the hooks
+            added = self._run_load_hooks(training, path, files)
+            random_streams.restore(streams, accelerator.device)
+            if added and not is_stock:
+                # Without a rename, a single module would be filled from the single module of the checkpoint.
+                under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
+                self.checkpointer.restore(added, path, under_own_names, strict=strict)
 
     def resume_or_init(
         self,

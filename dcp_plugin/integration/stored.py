@@ -20,10 +20,11 @@ import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.keys import flatten
+from dcp_plugin.format.keys import flatten, of_class_of
 from dcp_plugin.format.keys import holds_sharded as holds_sharded
 from dcp_plugin.format.values import encode as encode
 from dcp_plugin.format.values import is_storable as is_storable
+from dcp_plugin.format.values import mapping_class
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
@@ -112,7 +113,9 @@ def plain(value: Any) -> Any:
     if form is not None:
         return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        items = {key: plain(item) for key, item in value.items()}
+        keeps_class = mapping_class(value) or hasattr(value, "_metadata")  # the latter has the state dict of a module
+        return of_class_of(value, items) if keeps_class else items
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
 
 
