@@ -5,10 +5,10 @@ therefore gets a subclass of its class that replaces these methods; a script nee
 are the prepared models and optimizers, with numbers if there are several. :mod:`dcp_plugin.accelerate.extra_state` has
 all other state.
 
-Users' hooks run as in stock Accelerate (:mod:`dcp_plugin.accelerate.hooks`). Save hooks run before models are saved
-(under FSDP stock runs them after), load hooks before models are loaded, under FSDP after. Hooks get the directory in
-which the checkpoint is being made, and their files are published with it. With a URL each rank has a local directory of
-its own instead: the files of its save hooks are uploaded, and load hooks find all files in it.
+Users' hooks run as in stock Accelerate, and what they leave in their lists is saved and loaded. Save hooks run before
+models are saved (under FSDP stock runs them after), load hooks before models are loaded, under FSDP after. Hooks get
+the directory in which the checkpoint is being made, and their files are published with it. With a URL each rank has a
+local directory of its own instead: the files of its save hooks are uploaded, and load hooks find all files in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex
 from accelerate import Accelerator
 from torch import nn
 
-from dcp_plugin.accelerate import _accelerate, extra_state, hooks, stock_format
+from dcp_plugin.accelerate import _accelerate, extra_state, stock_format
 from dcp_plugin.accelerate._accelerate import refuse_silent_fallbacks
 from dcp_plugin.accelerate.attendance import Attendance
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
@@ -35,8 +35,8 @@ from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, random_streams
-from dcp_plugin.integration.files import local_copy
-from dcp_plugin.integration.stored import EXTRA, keys_by_name
+from dcp_plugin.integration.files import local_copy, names_in
+from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved, text_of
 from dcp_plugin.ranks import Attempt
@@ -181,7 +181,7 @@ class Attachment(BaseAttachment):
         alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
         if alone and not accelerator.is_main_process:
             accelerator.project_configuration.iteration += 1
-            return self._returned(path, output_dir)
+            return _returned(path, project, output_dir)
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
@@ -196,7 +196,7 @@ class Attachment(BaseAttachment):
             if attendance is not None and not alone:
                 attendance.all_have_come()
             earlier.get()  # raises an earlier failure here, so that all ranks raise it
-            state.update(hooks.run_save_hooks(accelerator, training, directory) | training.shared_names)
+            state.update(extra_state.run_save_hooks(accelerator, training, directory) | training.shared_names)
             if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, accelerator_step)
             # After the hooks, which may draw random numbers.
@@ -210,7 +210,7 @@ class Attachment(BaseAttachment):
             delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
         accelerator.project_configuration.iteration += 1
-        return self._returned(path, output_dir)
+        return _returned(path, project, output_dir)
 
     def load_state(
         self,
@@ -261,16 +261,11 @@ class Attachment(BaseAttachment):
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
-        extra_state.refuse_other_registered(
-            ranks,
-            path,
-            lambda: stock_format.count_registered(path) if is_stock else extra_state.count_registered(extra_keys),
-            training.registered,
-        )
-        of_hooks = hooks.models_of_hooks(accelerator, training)
-        models = {name: model for name, model in training.models.items() if name not in of_hooks}
-        if not training.sharded:
-            models = self._run_load_hooks(training, path, files) | models
+        if is_stock or any(key.startswith("accelerate.") for key in extra_keys):
+            extra_state.refuse_other_registered(
+                ranks, path, lambda: names_in(path) if is_stock else extra_keys, training.registered
+            )
+        models = training.models if training.sharded else self._run_load_hooks(training, path, files)
         if is_stock:
             self.last_load = None
             remaining = replace(training, models=models)
@@ -281,9 +276,9 @@ class Attachment(BaseAttachment):
             self._restore(path, training, models, extra_keys, strict)
         if training.sharded:
             streams = random_streams.capture(accelerator.device)  # stock restores them after the hooks
-            added = self._run_load_hooks(training, path, files)
+            left = self._run_load_hooks(training, path, files)
             random_streams.restore(streams, accelerator.device)
-            if added and not is_stock:
+            if not is_stock and (added := {name: left[name] for name in left if name not in training.models}):
                 # Without a rename, a single module would be filled from the single module of the checkpoint.
                 under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
                 self.checkpointer.restore(added, path, under_own_names, strict=strict)
@@ -418,14 +413,7 @@ class Attachment(BaseAttachment):
 
     def _run_load_hooks(self, training: Training, path: Where, files: SourceFiles | None) -> dict[str, nn.Module]:
         """Run the hooks. Return the models that they leave to be loaded, by name."""
-        accelerator = self._accelerator
-
-        def run() -> dict[str, nn.Module]:
-            if not _accelerate.load_hooks(accelerator):
-                return hooks.models_of_hooks(accelerator, training)
-            with local_copy(path, files=files) as directory:
-                return hooks.run_load_hooks(accelerator, training, directory)
-
+        run = functools.partial(extra_state.run_load_hooks, self._accelerator, training, local_copy(path, files=files))
         return self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
 
     def _restore(
@@ -433,7 +421,7 @@ class Attachment(BaseAttachment):
     ) -> None:
         """Load a checkpoint of this package into ``models``, which hooks may have changed, and all other objects."""
         extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
-        names = {**hooks.names_for(training.models, models), **training.shared_names}
+        names = {**names_for(training.models, models.values()), **training.shared_names}
         state = {**models, **names, **training.optimizers, **extra}
         self.last_load = self.checkpointer.restore(state, path, strict=strict)
         for message in filter(None, messages if self._accelerator.is_main_process else ()):
@@ -458,14 +446,6 @@ class Attachment(BaseAttachment):
         path = self._given(output_dir)
         return resolved(path) if is_link(path) else path
 
-    def _returned(self, path: Where, output_dir: PathLike | None) -> Path | str:
-        """Return the path that stock would return, which is as relative as the user's; or a URL."""
-        if on_file_system(path) is None:
-            return str(path)
-        if (project := self._accelerator.project_configuration).automatic_checkpoint_naming:
-            return Path(text_of(project.project_dir), "checkpoints", path.name)
-        return path if output_dir is None else Path(text_of(output_dir))
-
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
         return self._given(self.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
@@ -474,6 +454,12 @@ class Attachment(BaseAttachment):
         if path is None:
             raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
         return as_path(path, self.config.storage_options)
+
+
+def _returned(path: Where, project: Project | None, output_dir: PathLike | None) -> Path | str:
+    """Return a path as stock does, as relative as the user's own; or a URL."""
+    own = path if project is not None or output_dir is None else Path(text_of(output_dir))
+    return str(path) if on_file_system(path) is None else Path(own)
 
 
 def _extra_keys(path: Where, files: SourceFiles | None, training: Training, strict: bool) -> list[str]:

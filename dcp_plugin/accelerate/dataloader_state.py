@@ -120,19 +120,15 @@ class _Loop:
 
     loader: Callable[[], Any]
     skipped: int
+    # Weak reference to the iterator over the ``DataLoader`` inside. Accelerate's loop alone refers to the iterator,
+    # until the script has ended the loop or has left it (``break``).
     batches: Callable[[], Iterator[Any] | None] = lambda: None
-    """Weak reference to the iterator over the ``DataLoader`` inside, which Accelerate's loop alone refers to."""
     delivered: int = 0
     exhausted: bool = False
 
     @property
-    def running(self) -> bool:
-        """True until the script has taken the last batch, or has left the loop (``break``)."""
-        return self.batches() is not None
-
-    @property
     def in_last_batch(self) -> bool:
-        return self.exhausted and self.loader().end_of_dataloader  # type: ignore[no-any-return]
+        return self.exhausted and self.loader().end_of_dataloader
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class Tracker:
     def _running(self) -> _Loop | None:
         """The loop that is running. A loop that has ended, or that the script has left, is over: the script begins its
         next loop with a new epoch."""
-        return self._loop if self._loop is not None and self._loop.running else None
+        return self._loop if self._loop is not None and self._loop.batches() is not None else None
 
     def follow(self, skipping: Any, batches: int) -> None:
         """Also track ``skipping``, which ``skip_first_batches`` has made from the loader: both have the same epoch."""
@@ -340,16 +336,13 @@ class Tracker:
             )
 
 
-_BETWEEN_EPOCHS = "between_epochs"
-"""Key of the state of a dataset that no loop reads."""
+_BETWEEN_EPOCHS = "between_epochs"  # key of the state of a dataset that no loop reads
 
 
 def _stateful_dataset(loader: PreparedLoader) -> Any:
     """Return the dataset with a state, which Accelerate may have wrapped; None without one."""
-    dataset = loader.dataset
-    while not hasattr(dataset, "state_dict") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    return dataset if hasattr(dataset, "state_dict") else None
+    datasets = (loader.dataset, getattr(loader.dataset, "dataset", None))
+    return next((dataset for dataset in datasets if hasattr(dataset, "state_dict")), None)
 
 
 def _untracked_iter(base: Any) -> Iterator[Any]:

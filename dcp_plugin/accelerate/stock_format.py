@@ -43,7 +43,6 @@ _MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _PREFIX = "checkpoint_"
 _NUMBERED = re.compile(rf"{_PREFIX}(\d+)")
-_CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -125,11 +124,6 @@ def load(
             return int(values.get("step", 0))
 
         return ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
-
-
-def count_registered(path: Where) -> int:
-    """Return the number of registered objects in a checkpoint of stock Accelerate."""
-    return sum(_CUSTOM.fullmatch(name) is not None for name in files.names_in(path))
 
 
 def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:

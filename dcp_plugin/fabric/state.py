@@ -51,6 +51,7 @@ from dcp_plugin.integration.stored import (
     RandomStreams,
     among,
     keys_by_name,
+    names_for,
     numbered,
     optimizer_from_stored,
     plain,
@@ -60,7 +61,6 @@ from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
     BESIDE,
     GROUPS,
-    NamesOnly,
     OwnLayout,
     PerRank,
     flatten_optimizer,
@@ -103,7 +103,9 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     if adapter.attachment.config.rng:
         rank, device = adapter.rank, adapter.strategy.root_device
         extra[RNG] = {str(rank): RandomStreams(lambda: of_rank(rank, device)[str(rank)])}
-    if _is_of_tensors(state):
+    are_tensors = bool(state) and all(isinstance(name, str) and is_tensor(value) for name, value in state.items())
+    # In the state dict of a module no name is below another.
+    if are_tensors and not any(name[:at] in state for name in state for at in range(len(name)) if name[at] == "."):
         return {MODEL: _StateDict(state), EXTRA: {**extra, NAMES: {MODEL: ""}}}
     state = inside_ddp_of(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
@@ -114,18 +116,11 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
         name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
         for user, name in zip(users, ours, strict=True)
     }
-    named.update(names_for(trained, list(of_kind(nn.Module, named).values())))
-    stored = _stored_names([name for name in state if name not in users])
+    named.update(names_for(trained, of_kind(nn.Module, named).values()))
+    stored = {user: _stored_name(user) for user in state if user not in users}
     extra |= {name: _extra(adapter, state[user], filters.get(user)) for user, name in stored.items()}
     changed = {f"{EXTRA}.{name}": user for user, name in stored.items() if user != name}
     return {**named, EXTRA: {**extra, NAMES: {**dict(zip(ours, users, strict=True)), **changed}}}
-
-
-def _is_of_tensors(state: Mapping[Any, Any]) -> bool:
-    """Return whether a state is tensors alone, as the state dict of a module, in which no name is below another."""
-    if not state or not all(isinstance(name, str) and is_tensor(value) for name, value in state.items()):
-        return False
-    return not any(name[:at] in state for name in state for at, letter in enumerate(name) if letter == ".")
 
 
 class _StateDict(dict[str, Any]):
@@ -134,16 +129,10 @@ class _StateDict(dict[str, Any]):
     _metadata: ClassVar[dict[str, Any]] = {}
 
 
-def _stored_names(users: list[Any]) -> dict[Any, str]:
-    """Return the name in ``extra`` of each of the user's names."""
-    stored = {name: name for name in users if isinstance(name, str) and "." not in name and name not in (RNG, NAMES)}
-    for user in users:
-        if user not in stored:
-            name = str(user).replace(".", "/")
-            while name in (RNG, NAMES, *stored.values()):
-                name += "_"
-            stored[user] = name
-    return stored
+def _stored_name(user: Any) -> str:
+    """Return the name in ``extra`` of one of the user's names; a changed name has a ``%``."""
+    name = str(user).replace("%", "%25").replace(".", "%2E")
+    return name if isinstance(user, str) and user not in (RNG, NAMES) else f"%{name}"
 
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
@@ -173,11 +162,6 @@ def _trained(
         if adapter.keeps_shards or not loose:
             raise
         return loose_module(optimizer)
-
-
-def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
-    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
-    return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
 
 
 def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
@@ -359,7 +343,11 @@ def load(
         contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, []))
         if not contents.tops and not adapter.keeps_shards:
             saved = load(adapter, path, files, None, strict, weights_only)
-            if _load_state_dict(adapter, state, saved, strict):
+            if isinstance(state, Optimizer) and GROUPS in saved:
+                state.load_state_dict(saved)
+                return {}
+            if isinstance(state, nn.Module) and not saved.keys().isdisjoint(adapter.stock.get_module_state_dict(state)):
+                adapter.stock.load_module_state_dict(module=state, state_dict=saved, strict=strict)
                 return {}
         _load_raw(adapter, contents, state, strict)
         return {}
@@ -376,7 +364,7 @@ def load(
     if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
     places = _places(state, contents, strict)
-    target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), list(modules.values()))}
+    target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), modules.values())}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))
     remainder = _remainder(adapter, contents, places.values())
@@ -389,10 +377,10 @@ def load(
         return optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
 
     for name, place in places.items():
-        if _is_state_dict_of(objects[name], place):
-            objects[name].load_state_dict(target[place])
-        elif _is_replaced(state[name]):
+        if _is_replaced(state[name]):
             state[name] = value_at(place)
+        elif isinstance(objects[name], Optimizer) and target[place] is not objects[name]:
+            objects[name].load_state_dict(target[place])
     return {name: value_at(place) for name, place in remainder.items()}
 
 
@@ -426,7 +414,9 @@ def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str
 def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
     """Return the targets of the core for an item of the state, by key."""
     if not has_position(value):
-        return {place: None if _is_replaced(value) or _is_state_dict_of(value, place) else value}
+        # A state dict of an optimizer, which the state had in place of the optimizer, has numbers for parameters.
+        is_value = _is_replaced(value) or (isinstance(value, Optimizer) and place.startswith(f"{EXTRA}."))
+        return {place: None if is_value else value}
     rank, ranks = data_rank(adapter.strategy)
     saved_on = contents.ranks.get(place, set())
     warn = partial(_warn, adapter, contents)
@@ -444,11 +434,6 @@ def _warn(adapter: FabricAdapter, contents: Contents, message: str) -> None:
     """Log a warning about a checkpoint, on rank 0."""
     if adapter.rank == 0:
         logger.warning("%s: %s", contents.path, message)
-
-
-def _is_state_dict_of(value: Any, place: str) -> bool:
-    """Return whether a value is an optimizer, and the state had its state dict, in which parameters have numbers."""
-    return isinstance(value, Optimizer) and place.startswith(f"{EXTRA}.")
 
 
 def _is_replaced(value: Any) -> bool:
@@ -495,16 +480,6 @@ def _load_made_by_fabric(
         elif name in metadata and name not in live:
             state[name] = metadata.pop(name)
     return metadata
-
-
-def _load_state_dict(adapter: FabricAdapter, value: Any, saved: dict[str, Any], strict: bool) -> bool:
-    """Load a module or an optimizer from its state dict, which was the state. Return False if ``saved`` is none."""
-    if isinstance(value, Optimizer):
-        if is_one := value.state_dict().keys() <= saved.keys():
-            value.load_state_dict(saved)
-    elif is_one := not saved.keys().isdisjoint(adapter.stock.get_module_state_dict(value)):
-        adapter.stock.load_module_state_dict(module=value, state_dict=saved, strict=strict)
-    return is_one
 
 
 def _load_raw(adapter: FabricAdapter, contents: Contents, value: nn.Module | Optimizer, strict: bool) -> None:

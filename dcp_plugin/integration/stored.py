@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
@@ -28,7 +29,7 @@ from dcp_plugin.format.values import mapping_class
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import GROUPS, CalledLast, unflatten_optimizer
+from dcp_plugin.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
@@ -57,6 +58,11 @@ def among(name: str, names: Iterable[str]) -> list[str]:
     """Return the names of a kind that occur in ``names``, in the order of the objects."""
     of_kind = [other for other in names if other == name or other.removeprefix(f"{name}_").isdecimal()]
     return sorted(of_kind, key=lambda other: int(other.removeprefix(name).removeprefix("_") or 0))
+
+
+def names_for(modules: Mapping[str, nn.Module], present: Collection[Any]) -> dict[str, NamesOnly]:
+    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
+    return {f"names_for_{name}": NamesOnly(module) for name, module in modules.items() if module not in present}
 
 
 def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | None = None) -> dict[str, list[str]]:
@@ -114,8 +120,8 @@ def plain(value: Any) -> Any:
         return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):
         items = {key: plain(item) for key, item in value.items()}
-        keeps_class = mapping_class(value) or hasattr(value, "_metadata")  # the latter has the state dict of a module
-        return of_class_of(value, items) if keeps_class else items
+        # The state dict of a module has _metadata.
+        return of_class_of(value, items) if mapping_class(value) or hasattr(value, "_metadata") else items
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
 
 
