@@ -41,7 +41,7 @@ STATES: dict[str, Callable[[Objects, int], dict[Any, Any]]] = {
     "tensor and value": lambda o, n: {"prompt": torch.full((2,), n), "step": n},
     "tensors below each other": lambda o, n: {"a": torch.full((2,), n), "a.b": torch.full((3,), n)},
     "nested": lambda o, n: {"run": {"epoch": n, "best": {"loss": n / 3, "at": torch.full((2,), n)}, "seen": [n, n]}},
-    "dotted": lambda o, n: {"best.val": n / 2, "best": {"train": n}, "best/val": "text", "a.b.c": [n]},
+    "dotted": lambda o, n: {"best.val": n / 2, "best": {"train": n}, "best%2Eval": "text", "a.b.c": [n]},
     "dotted below": lambda o, n: {"best": {"val.loss": n, "val": {"acc": 2 * n}, "val.at": torch.full((1,), n)}},
     "integers": lambda o, n: {0: n, 1: {"loss": n}, "1": "text"},
     "integers below": lambda o, n: {"bins": {0: n, 7: torch.full((2,), n)}, "steps": {1: n, 2: 2 * n}},
@@ -53,7 +53,7 @@ STATES: dict[str, Callable[[Objects, int], dict[Any, Any]]] = {
         "below": {"seen": Counter(c=n), "tensors": OrderedDict(z=torch.full((2,), n), a=n)},
         "empty": Counter(),
     },
-    "reserved": lambda o, n: {"rng": torch.full((2,), n), "fabric_names": {"model": n}, "extra": n, "rng_": "text"},
+    "reserved": lambda o, n: {"rng": torch.full((2,), n), "fabric_names": {"model": n}, "extra": n, "%rng": "text"},
     "lists": lambda o, n: {"history": [1, 2, n], "tensors": [torch.full((2,), n)], "pair": (n, "text"), "none": None},
     "empty values": lambda o, n: {"list": [], "dict": {}, "step": n},
 }
