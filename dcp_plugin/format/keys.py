@@ -112,15 +112,20 @@ def with_types_of(current: Any, tree: Any) -> Any:
     if isinstance(current, Mapping) and isinstance(tree, dict):
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
         like = current if type(tree) is dict else tree
-        if type(like) is dict or not isinstance(like, dict):
-            return children
-        copied = copy.copy(like)
-        copied.clear()
-        copied.update(children)
-        return copied
+        return of_class_of(like, children) if isinstance(like, dict) else children
     if type(current) is type(tree) and type(tree) in (list, tuple) and len(current) == len(tree):
         return type(tree)(map(with_types_of, current, tree))
     return tree
+
+
+def of_class_of(like: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the class of ``like`` with other items."""
+    if type(like) is dict:
+        return children
+    copied = copy.copy(like)
+    copied.clear()
+    copied.update(children)
+    return copied
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:

@@ -9,6 +9,7 @@ from dcp_plugin.state.adapters import CalledLast, NamesOnly, Unapplied
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
 from dcp_plugin.state.module import apply_module, gather_module, gather_with_names, inside_ddp, materialise
 from dcp_plugin.state.names import (
+    CleanNames,
     OwnNames,
     contains_fsdp1,
     is_of_no_module,
@@ -46,6 +47,7 @@ __all__ = [
     "EXTRA_STATE",
     "GROUPS",
     "CalledLast",
+    "CleanNames",
     "NamesOnly",
     "Nested",
     "OwnLayout",
