@@ -235,7 +235,8 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
     """
     tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
     kept = _kept_by_peft(peft_model, tensors)
-    parameters, buffers = parameters_by_name(peft_model), dict(peft_model.named_buffers())
+    parameters = parameters_by_name(peft_model)
+    buffers = dict(peft_model.named_buffers(remove_duplicate=False))  # PEFT saves one of several names
     adapters = nn.Module()
     for key, value in tensors.items():
         if key in parameters and (id(value) in kept or parameters[key].requires_grad):

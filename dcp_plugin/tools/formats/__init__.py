@@ -67,6 +67,11 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
+def place_of(stored: StoredTensor) -> object:
+    """Return a value that is equal for tensors with the same bytes in the checkpoint."""
+    return stored.shape, *((chunk.location.file, chunk.location.offset) for chunk in stored.chunks)
+
+
 class OutFile(Protocol):
     """A file of the output."""
 
