@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 from dcp_plugin.errors import CheckpointNotFound, damage_in, some
@@ -104,7 +105,7 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         weights: Files of another tool directly in it, which could be meant as well.
 
     Raises:
-        CheckpointNotFound: The message names the first checkpoint, and the files.
+        CheckpointNotFound: The message names the newest checkpoint, and the files.
     """
     below = _first_checkpoint(snapshot(path), path, _DEPTH)
     if below is None:
@@ -121,10 +122,11 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
 
 
 def _first_checkpoint(medium: Medium, folder: Where, depth: int) -> Where | None:
-    """Return a checkpoint below a directory."""
+    """Return a checkpoint below a directory: the first in the order of falling numbers in their names."""
     with suppress(OSError):
         entries = [entry for entry in medium.entries(folder)[:_MOST_LISTED] if not entry.is_file]
         folders: list[Where] = [entry.path for entry in entries if not entry.path.name.startswith(".")]
+        folders.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
         for path in folders:
             with suppress(OSError):
                 if has_traces([name.rstrip("/") for name in medium.open(path).names()]):

@@ -171,7 +171,7 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], config:
     try:
         prefix = find_model_prefix(list(expected), key_of, path, f"the model that {CONFIG} describes").there
     except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{error} An export takes that as rename={{PREFIX: ''}}, or include=.") from error
+        raise CheckpointMismatch(f"{error} An export takes that as rename={{'PREFIX.': ''}}, or include=.") from error
     chosen = {key_of[prefix + name]: name for name in expected if prefix + name in key_of}
     tied = _tied(selected, chosen) if config.get("tie_word_embeddings", True) else set()
     missing = [name for name in expected if prefix + name not in key_of]
