@@ -148,12 +148,13 @@ def uncommitted_reason(names: Collection[str]) -> str:
                 "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
                 "ranks. Save with use_collectives=True"
             )
-        return (
-            "it has no .metadata: its save was never committed, or a copy has lost the hidden file (as cp DIR/* does)"
+        return "it has no .metadata" + (
+            ": its save was never committed, or a copy has lost the hidden file (as cp DIR/* does)"
             if has_traces(names)
-            else "it has no .metadata"
+            else ""
         )
     if (SUMMARY in names) != (INDEX in names):
-        missing, other = (SUMMARY, INDEX) if INDEX in names else (INDEX, SUMMARY)
-        return f"incomplete: {missing} is missing. Without {other} as well, it is a checkpoint of stock DCP, unverified"
+        return "incomplete: {} is missing. Without {} as well, it is a checkpoint of stock DCP, unverified".format(
+            *((SUMMARY, INDEX) if INDEX in names else (INDEX, SUMMARY))
+        )
     return ""

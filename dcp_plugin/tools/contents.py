@@ -123,10 +123,12 @@ def _damaged(reader: ShardedReader) -> dict[str, str]:
             check_files(reader.opened, [name])
         except CheckpointCorrupt as error:
             reasons[name] = str(error)
-    if not reasons:
-        return {}
-    files = {key: [chunk.location.file for chunk in _places(reader.index[key])] for key in reader.index}
-    return {key: reasons[name] for key, names in files.items() for name in names if name in reasons}
+    return {
+        key: reasons[place.location.file]
+        for key in (reader.index if reasons else ())
+        for place in _places(reader.index[key])
+        if place.location.file in reasons
+    }
 
 
 def _places(entry: Entry) -> Sequence[StoredChunk]:

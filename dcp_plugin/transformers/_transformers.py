@@ -201,22 +201,12 @@ def write_model_files(trainer: Trainer, directory: str) -> None:
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-    _write_training_files(trainer, directory)
-
-
-def write_adapter_files(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
-    """Write the files of a sharded PEFT model, and its adapters: they are small, and PEFT reads them alone.
-
-    Args:
-        adapters: Full tensors of the adapters; None to write the files without them.
-    """
-    if adapters is not None:
-        trainer._save(directory, state_dict=adapters)
-        return
-    os.makedirs(directory, exist_ok=True)
-    for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
+    for name, config in model.peft_config.items() if is_adapted(model) else ():
         config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
-    _write_training_files(trainer, directory)
+    tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
 
 def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
@@ -231,13 +221,6 @@ def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
     os.makedirs(folder := os.path.join(directory, OPTIMIZER_NAME.partition(".")[0]))
     with open(os.path.join(folder, "README.txt"), "w", encoding="utf-8") as file:
         file.write("The optimizer's state is in the checkpoint around this folder. DCPTrainerMixin resumes it.\n")
-
-
-def _write_training_files(trainer: Trainer, directory: str) -> None:
-    tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
 
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:

@@ -56,7 +56,6 @@ from dcp_plugin.transformers._transformers import (
     saves_shards,
     unwrapped,
     users_of_folder,
-    write_adapter_files,
     write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
@@ -360,15 +359,15 @@ class TrainerAdapter(BaseAttachment):
         trainer = self._trainer
         with self._failing_together():
             adapted, own, complete = is_adapted(unwrapped(trainer)), self._has_own_files(), self._writes_weights()
-            if not adapted and not complete and trainer.args.should_save:
+            if not complete and trainer.args.should_save:
                 write_model_files(trainer, output_dir)
             if own or complete:
                 os.makedirs(output_dir, exist_ok=True)  # rank 0 may have made it
                 save_model()
-            if adapted and not complete and trainer.is_fsdp_enabled:  # write the adapters without the base
+            if adapted and not complete and trainer.is_fsdp_enabled:  # they are small, and PEFT reads them alone
                 adapters = full_adapters(trainer)
-                if trainer.args.should_save:
-                    write_adapter_files(trainer, output_dir, adapters)
+                if adapters is not None and trainer.args.should_save:
+                    trainer._save(output_dir, state_dict=adapters)
 
     def refuse_stock_resume(self, output_dir: str) -> None:
         """Make a resume by stock Trainer fail if the checkpoint's folder has weights, but no optimizer."""
@@ -382,8 +381,8 @@ class TrainerAdapter(BaseAttachment):
         trainer = self._trainer
         if self._has_own_files():
             return not saves_shards(trainer)
-        has_wish = trainer.stock_weights or is_adapted(unwrapped(trainer))
-        return has_wish and not trainer.is_fsdp_enabled and not is_sharded_at_load(trainer)
+        has_wish = trainer.stock_weights and not is_sharded_at_load(trainer)
+        return not trainer.is_fsdp_enabled and (has_wish or is_adapted(unwrapped(trainer)))
 
     def _has_own_files(self) -> bool:
         """Return whether a subclass overrides the methods that save the model, and therefore saves it as well."""

@@ -46,8 +46,6 @@ class Adapter:
     base: dict[str, str]
     """Other keys -> names in the base model."""
     has_base: bool
-    parts: Collection[str]
-    """All keys that belong to the adapter alone."""
 
     @classmethod
     def of(cls, selected: Selected, config: Mapping[str, Any]) -> Adapter | None:
@@ -88,10 +86,14 @@ class Adapter:
             for key in _stored_by_peft(selected, parts, config)
         }
         before = "base_model." if _METHODS[method] == _PROMPT else "base_model.model."
-        base = {key: _in_base(name, before) for key, name in names.items() if key not in parts}
+        base = {
+            key: _WRAPPED.sub("", f".{name}".partition(f".{before}")[2] or name)
+            for key, name in names.items()
+            if key not in parts
+        }
         rest = [names[key] for key in base if key not in of_file]
         has_base = any(before in name if _METHODS[method] == _PROMPT else _WRAPPED.search(name) for name in rest)
-        return cls(of_file, base, has_base, parts.keys())
+        return cls(of_file, base, has_base)
 
     def require_complete(self, selected: Selected, names: Collection[str]) -> None:
         """Raise CheckpointMismatch if a trained key is in no file of the output.
@@ -106,7 +108,7 @@ class Adapter:
         lost = [
             key
             for key in selected.names
-            if (key in self.parts or not self.has_base or key.partition(".")[2] in trained)
+            if (key not in self.base or not self.has_base or key.partition(".")[2] in trained)
             and key not in names
             and place_of(selected.stored(key)) not in written  # peft writes a tensor with several names once
         ]
@@ -147,8 +149,3 @@ def _in_file(name: str) -> str:
     match = _BASE.search(name)  # a framework's wrapper around peft's is no part of the adapter
     name = name[match.start() :] if match else f"base_model.model.{name}"
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
-
-
-def _in_base(name: str, before: str) -> str:
-    match = _BASE.search(name)
-    return _WRAPPED.sub("", name[match.start() :].removeprefix(before) if match else name)
