@@ -127,13 +127,13 @@ def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
 
 def complete_tokens(module: nn.Module) -> None:
     """Set the original embeddings of trained tokens, which PEFT stores nowhere: it undoes a merge with them."""
-    for layer in module.modules():
-        for name, original in (
-            dict(layer.named_children()).get("trainable_tokens_original", nn.Module()).named_buffers()
-        ):
+    for name, original in module.named_buffers():
+        layer_name, is_found, adapter = name.partition(".trainable_tokens_original.")
+        if is_found:
+            layer: Any = module.get_submodule(layer_name)
             weight = layer.base_layer.weight.detach()
             weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            original.copy_(weight[layer.token_indices[name]])
+            original.copy_(weight[layer.token_indices[adapter]])
 
 
 def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:

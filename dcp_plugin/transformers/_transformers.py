@@ -194,15 +194,16 @@ def write_model_files(trainer: Trainer, directory: str) -> None:
     model: Any = unwrapped(trainer)
     os.makedirs(directory, exist_ok=True)
     if isinstance(model, PreTrainedModel):  # its ``save_pretrained`` may be the user's, or gather the weights
-        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        config: Any = model.config
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = str(model.dtype).removeprefix("torch.")
         if model.is_remote_code():
-            custom_object_save(model, directory, config=model.config)
-        model.config.save_pretrained(directory)
+            custom_object_save(model, directory, config=config)
+        config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-    for name, config in model.peft_config.items() if is_adapted(model) else ():
-        config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
+    for name, adapter in model.peft_config.items() if is_adapted(model) else ():
+        adapter.save_pretrained(directory if name == "default" else os.path.join(directory, name))
     tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
