@@ -178,3 +178,10 @@ def test_models_that_were_sharded_compute_the_same(tmp_path: Path, monkeypatch: 
     launch.run(_save, 2, tmp_path)
     for kind in KINDS:
         _check(tmp_path / kind, "ck", torch.load(tmp_path / kind / "logits.pt"))
+
+
+def test_modules_with_names_that_peft_uses_are_no_adapters(tmp_path: Path) -> None:
+    prompts = nn.ModuleDict({"mask": nn.Linear(2, 2)})
+    net = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.Linear(2, 2)}), "prompt_encoder": prompts})
+    dcp.save({"model": net}, tmp_path / "ck")
+    assert dcp.export(tmp_path / "ck", tmp_path / "out", "hf").files == ["model.safetensors"]

@@ -69,7 +69,8 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def place_of(stored: StoredTensor) -> object:
     """Return a value that is equal for tensors with the same bytes in the checkpoint."""
-    return stored.shape, *((chunk.location.file, chunk.location.offset) for chunk in stored.chunks)
+    places = ((chunk.location.file, chunk.location.offset, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
+    return stored.dtype, stored.shape, *places
 
 
 class OutFile(Protocol):

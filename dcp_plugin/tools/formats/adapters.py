@@ -31,7 +31,11 @@ _METHODS = {
     "PREFIX_TUNING": _PROMPT,
 }
 """Methods for which peft writes the values of the model -> the beginning of the names of their parts."""
-_LIKE_ADAPTERS = re.compile(r"(?:^|\.)(?:base_model\.model\.|prompt_encoder\.|lora_[AB]\.)")
+_OF_PEFT = re.compile(
+    r"\.(?:(?:lora|ia3|hada|lokr|boft|oft|hra|vera)_\w+|modules_to_save|base_layer|trainable_tokens_delta)\."
+    r"|(?:^|\.)prompt_encoder\.[^.]+\.embedding\.weight$"
+)
+"""Keys that only a model with adapters has. A module of a user may be called ``base_model`` or ``prompt_encoder``."""
 _BASE = re.compile(r"(?:^|(?<=\.))base_model\.")
 _WRAPPED = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
 """Names in peft of a layer of the base model behind its adapter."""
@@ -58,7 +62,7 @@ class Adapter:
             CheckpointMismatch: The configuration is missing, or no file of peft holds these adapters.
         """
         names, path = selected.names, selected.reader.path
-        similar = [name for name in names.values() if _LIKE_ADAPTERS.search(name)]
+        similar = [name for name in names.values() if _OF_PEFT.search(name) or (config and _BASE.search(name))]
         if not similar:
             return None
         if not config:
