@@ -40,7 +40,7 @@ from dcp_plugin.records import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
-from dcp_plugin.state.names import trained_module
+from dcp_plugin.state.names import parameter_names, trained_module
 from dcp_plugin.state.optimizer import (
     OwnLayout,
     flatten_optimizer,
@@ -319,6 +319,28 @@ def shared_keys(
     )
 
 
+def replica_keys(
+    leaves: Iterable[str], adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
+) -> frozenset[str]:
+    """Return the keys of parameters and of optimizer state, which should be equal on all ranks that hold them. Buffers,
+    and what a module adds to its state dict, may differ.
+
+    Args:
+        kinds: The kinds of the names that hold state dicts of modules and optimizers.
+        owners: The modules of these.
+    """
+    owned = [owner for owner in owners if isinstance(owner, nn.Module)]
+    modules = [(adapter.name, adapter.module) for adapter in adapters if isinstance(adapter, ModuleAdapter)]
+    modules += [(name, module) for name, kind in kinds.items() if kind == "module" for module in owned]
+    parameters = {
+        f"{name}.{fqn}" for name, module in modules for names in parameter_names(module).values() for fqn in names
+    }
+    of_optimizers = {adapter.name for adapter in adapters if adapter.kind == "optimizer"}
+    of_optimizers.update(name for name, kind in kinds.items() if kind == "optimizer")
+    fronts = tuple(f"{name}." for name in of_optimizers)
+    return frozenset(key for key in leaves if key in parameters or key.startswith(fronts))
+
+
 def _is_state_dict(value: Any) -> bool:
     """Return whether a mapping is the ``state_dict()`` of a module or an optimizer."""
     return hasattr(value, "_metadata") or (isinstance(value, Mapping) and value.keys() == {"state", "param_groups"})
@@ -516,6 +538,8 @@ class TreeAdapter(StateAdapter):
         }
         for key, entry in stored.items():
             existing = current.get(key)
+            if not is_tensor(existing) and _is_open(existing):
+                wanted.received.add(key)
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
                 continue

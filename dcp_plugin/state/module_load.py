@@ -138,6 +138,7 @@ class ModuleLoad:
             if tree:  # the outermost tree that the name may be a part of
                 self._parts[tree].append(name)
         targets: dict[str, Any] = {}
+        received: set[str] = set()
         absent: list[str] = []
         for key, value in values.items():
             names = [key] if key in stored else []
@@ -145,6 +146,7 @@ class ModuleLoad:
                 names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
                 targets |= {name: _target_for(stored[name], inner.get(name)) for name in names}
+                received.update({*names} - inner.keys())
             elif names and (key in self._apart or _is_below(key, self._below)):
                 targets[key] = _target_for(stored[key], value)
             elif names:
@@ -171,6 +173,7 @@ class ModuleLoad:
             extra=extra,
             unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
+            received=received,
             empty=self._overridden and not values,
         )
 
