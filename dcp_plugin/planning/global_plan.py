@@ -15,7 +15,6 @@ import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,9 +37,6 @@ from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.ranks import pack, unpack
 from dcp_plugin.types import KeyPath, Standing
 
-if TYPE_CHECKING:
-    from dcp_plugin.planning.replicas import Weights
-
 
 @dataclass(frozen=True)
 class Share:
@@ -55,7 +51,7 @@ class Share:
     replica: Column
     """Chunks of the inventory that other ranks hold as well."""
     weight: Column
-    """Factor of each of these chunks (:class:`~dcp_plugin.planning.replicas.Weights`)."""
+    """Factor of each of these chunks (:func:`~dcp_plugin.planning.replicas.weights_of`)."""
 
     def encode(self) -> bytes:
         # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
@@ -92,8 +88,8 @@ class GlobalPlan:
     """Keys of empty mappings."""
     objects: dict[str, tuple[str, str]]
     """Name -> kind of the module or optimizer, and the classes of the optimizer on all ranks, separated by ``", "``."""
-    replicas: Weights | None
-    """None for a process alone, which has nothing to compare."""
+    replicas: Sequence[tuple[Column, Column]]
+    """:attr:`Share.replica` and :attr:`Share.weight` of each rank."""
 
     @functools.cached_property
     def order(self) -> Column:
@@ -104,9 +100,7 @@ class GlobalPlan:
         order = self.order
         shares = []
         written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
-        none = np.empty(0, np.int32), np.empty(0, np.uint64)
-        of_ranks = self.replicas.of_ranks(world_size) if self.replicas else [none] * world_size
-        for rows, replicas in zip(written, of_ranks, strict=True):
+        for rows, replicas in zip(written, self.replicas, strict=True):
             part = np.flatnonzero(~self.uncut[rows])
             offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
             shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
@@ -128,13 +122,11 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     boxes = rows.take(first, rows.new[first])
     if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
         table, uncut = keys.table(boxes.key, boxes.offsets, boxes.sizes), np.full(len(first), True)
-        return GlobalPlan(
-            table, boxes.rank, boxes.chunk, uncut, boxes.offsets, boxes.sizes, keys.empty, keys.objects, None
-        )
+        no_replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))]
+        in_place = boxes.rank, boxes.chunk, uncut, boxes.offsets, boxes.sizes
+        return GlobalPlan(table, *in_place, keys.empty, keys.objects, no_replicas)
     from dcp_plugin.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
-    from dcp_plugin.planning.replicas import Weights
-
-    replicas = Weights.among(everything.rank, everything.chunk, everything.new, everything.is_replica)
+    from dcp_plugin.planning.replicas import weights_of
 
     holders = np.diff(first, append=len(rows.new))
     held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
@@ -143,9 +135,9 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     offsets = written.offsets + parts.offsets
     uncut = in_all(parts.sizes == written.sizes)
     table = keys.table(written.key, offsets, parts.sizes)
-    return GlobalPlan(
-        table, written.rank, written.chunk, uncut, offsets, parts.sizes, keys.empty, keys.objects, replicas
-    )
+    of_rows = everything.rank, everything.chunk, everything.new, everything.is_replica
+    placed = written.rank, written.chunk, uncut, offsets, parts.sizes
+    return GlobalPlan(table, *placed, keys.empty, keys.objects, weights_of(*of_rows, len(inventories)))
 
 
 class _Keys:

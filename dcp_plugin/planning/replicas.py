@@ -39,38 +39,25 @@ Samples = dict[Place, tuple[float, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Factors with which ranks add up the hashes of their replicas: a row for each holder of a chunk, sorted by rank.
+def weights_of(
+    rank: Column, chunk: Column, is_first: Column, is_replica: Column, world_size: int
+) -> list[tuple[Column, Column]]:
+    """Return for each rank the chunks of its inventory that other ranks hold as well, and a factor for each.
 
-    The factors of all holders of a chunk add up to 0, modulo 2**64.
+    A rank multiplies the hash of each chunk by its factor. The factors of all holders of a chunk add up to 0, modulo
+    2**64. The arguments have a row for each rank that holds a chunk; the rows of one chunk follow each other.
+
+    Args:
+        is_first: Mask of the first row of each chunk.
     """
-
-    rank: Column
-    chunk: Column
-    """Number of the chunk in the rank's inventory."""
-    weight: Column
-
-    @classmethod
-    def among(cls, rank: Column, chunk: Column, is_first: Column, is_replica: Column) -> Weights:
-        """Return the factors, given a row for each rank that holds a chunk. The rows of one chunk follow each other.
-
-        Args:
-            is_first: Mask of the first row of each chunk.
-        """
-        holders = np.diff(np.flatnonzero(is_first), append=len(rank))
-        several = np.flatnonzero(np.repeat(holders > 1, holders) & is_replica)
-        weight = _mixed(rank[several].astype(np.uint64)) | np.uint64(1)
-        firsts = np.flatnonzero(is_first[several])
-        if len(firsts):
-            weight[firsts] -= np.add.reduceat(weight, firsts)
-        order = np.argsort(rank[several], kind="stable")
-        return cls(rank[several][order], chunk[several][order], weight[order])
-
-    def of_ranks(self, world_size: int) -> list[tuple[Column, Column]]:
-        """Return for each rank the numbers of its chunks and their factors."""
-        ends = np.searchsorted(self.rank, np.arange(1, world_size))
-        return list(zip(np.split(self.chunk, ends), np.split(self.weight, ends), strict=True))
+    holders = np.diff(np.flatnonzero(is_first), append=len(rank))
+    several = np.flatnonzero(np.repeat(holders > 1, holders) & is_replica)
+    weight, firsts = _mixed(rank[several].astype(np.uint64)) | np.uint64(1), np.flatnonzero(is_first[several])
+    if len(firsts):
+        weight[firsts] -= np.add.reduceat(weight, firsts)
+    order = np.argsort(rank[several], kind="stable")
+    ends = np.searchsorted(rank[several][order], np.arange(1, world_size))
+    return list(zip(np.split(chunk[several][order], ends), np.split(weight[order], ends), strict=True))
 
 
 def _mixed(numbers: Column) -> Column:
@@ -135,7 +122,11 @@ class LocalReplicas:
         elements = np.empty(places.shape)
         with torch.no_grad():
             for dtype, members in self._groups:
-                elements[members] = _read([tensors[at] for at in members.tolist()], dtype, places[members])
+                group = [tensors[at] for at in members.tolist()]
+                if all(tensor.is_cpu and tensor.is_contiguous() for tensor in group):
+                    elements[members] = _read_on_host(group, dtype, places[members])
+                else:
+                    _read(group, places[members], elements, members)
         elements += 0.0  # -0.0 becomes 0.0
         elements[np.isnan(elements)] = np.nan
         return elements
@@ -146,16 +137,23 @@ def _not_empty(chunks: Sequence[LocalChunk]) -> list[LocalChunk]:
     return [chunk for chunk in chunks if 0 not in chunk.sizes]
 
 
-def _read(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
-    """Return elements of tensors of one dtype, given their places in row-major order."""
-    if all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-        # Read at their addresses: an operator for each small tensor would take as long as the rest of its save.
-        addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
-        read = torch.from_numpy(bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)).view(dtype)
-    else:  # on a device, one kernel for all of them and one copy to the host
-        pairs = zip(tensors, places.tolist(), strict=True)
-        read = torch.cat([_elements_of(tensor, at) for tensor, at in pairs]).cpu()
-    return _as_numbers(read).reshape(places.shape)
+def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
+    """Return elements of contiguous host tensors, given their places. They are read at their addresses: an operator for
+    each small tensor would take as long as the rest of its save."""
+    addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
+    read = bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)
+    return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(places.shape)
+
+
+def _read(tensors: Sequence[torch.Tensor], places: Column, elements: Numbers, rows: Column) -> None:
+    """Read elements of tensors of one dtype into rows of ``elements``, given their places in row-major order: with one
+    kernel and one copy for each device."""
+    of_device: dict[torch.device, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        of_device.setdefault(tensor.device, []).append(at)
+    for members in of_device.values():
+        read = torch.cat([_elements_of(tensors[at], places[at].tolist()) for at in members]).cpu()
+        elements[rows[members]] = _as_numbers(read).reshape(len(members), -1)
 
 
 def _elements_of(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:
