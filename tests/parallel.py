@@ -52,7 +52,8 @@ def trained(model: nn.Module, number: int = 0) -> torch.optim.Optimizer:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held(state: State) -> dict[str, torch.Tensor]:

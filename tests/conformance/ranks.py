@@ -54,7 +54,7 @@ class RanksEntry(Entry):
 
     @property
     def world_size(self) -> int:
-        return len(SPREADS.get(self.spread, "4444"))
+        return 4 if self.kind in LAYOUTS else len(SPREADS[self.spread])
 
     @property
     def must_be_right(self) -> bool:
@@ -164,7 +164,7 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
     """Return the verdict on a case. Its outcome is one of
 
     * right: each rank that held something has it back after each resume, and a rank that held nothing has what stock
-      hands to it, where stock is right. Nothing is said where stock is right.
+      hands to it, where stock is right, or what another rank held. Nothing is said where stock is right.
     * named: an error or a warning names a key and ranks. This is enough where stock is wrong, unless ``must_be_right``.
     * as stock: numbers that differ are rank 0's, without a word.
 
@@ -188,10 +188,10 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
         if entry.kind == "number" and entry.spread.startswith("different") and _are_alike(ours, stock, name):
             return Verdict(both_fail=told, outcome="as stock")
         return Verdict({f"{name} resume": told}, outcome="WRONG, silent")
-    if said:
-        return Verdict({"messages": "; ".join(said)}, outcome="ALARM")
     is_better = isinstance(stock, str) or not (_is_right(stock, "first") and _is_right(stock, "second"))
-    return Verdict(better={"outcome": "stock is wrong"} if is_better else {}, outcome="right")
+    if said and not (is_better and any(map(_names_key_and_ranks, said))):
+        return Verdict({"messages": "; ".join(said)}, outcome="ALARM")
+    return Verdict(better={"outcome": "stock is wrong"} if is_better else {}, outcome="right" + ", named" * bool(said))
 
 
 def _is_right(traces: list[Trace], name: str, stock: list[Trace] | None = None) -> bool:
