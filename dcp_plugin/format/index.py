@@ -122,6 +122,12 @@ class StoredValue:
 Entry = StoredTensor | StoredValue
 
 
+def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
+    """Return file and offset of each item of an entry. Tied weights have the same."""
+    locations = [chunk.location for chunk in entry.chunks] if isinstance(entry, StoredTensor) else [entry.location]
+    return tuple((location.file, location.offset) for location in locations)
+
+
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 

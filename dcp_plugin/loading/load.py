@@ -29,7 +29,7 @@ from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state.adapters import ModuleAdapter, Place, StateAdapter, adapters_of
+from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
@@ -260,7 +260,7 @@ class Loading:
 
         def match() -> list[str] | None:
             for adapter in context.adapters:
-                if isinstance(adapter, ModuleAdapter):
+                if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
             return matching.run(context.adapters)
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin.format.index import Entry, StoredTensor
+from dcp_plugin.format.index import Entry, StoredTensor, places_of
 from dcp_plugin.format.keys import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.state.module import (
     ModuleState,
@@ -140,6 +140,7 @@ class ModuleLoad:
         targets: dict[str, Any] = {}
         received: set[str] = set()
         absent: list[str] = []
+        refused = self._refused_ties(stored)
         for key, value in values.items():
             names = [key] if key in stored else []
             if key in self._free:  # the stored entries decide whether it is a value or a tree
@@ -174,6 +175,7 @@ class ModuleLoad:
             unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
             received=received,
+            refused=refused,
             empty=self._overridden and not values,
         )
 
@@ -213,6 +215,18 @@ class ModuleLoad:
         hooked = {first for key, first in same.items() if _is_below(key, self._below)}
         return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
 
+    def _refused_ties(self, stored: Mapping[str, Entry]) -> dict[str, str]:
+        """Return the names of tied weights that have another value in the checkpoint than their first name, with the
+        reason. Names whose values are not known to be equal are read one after the other, as torch loads them."""
+        refused = {}
+        for key, first in same_parameter(self._module).items():
+            if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
+                self._apart.add(key)
+                of_key, of_first = (_checksums(stored[name]) for name in (key, first))
+                if of_key is not None and of_first is not None and of_key != of_first:
+                    refused[key] = _TIED.format(first, key)
+        return refused
+
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
         """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
         name."""
@@ -243,8 +257,9 @@ class ModuleLoad:
                 continue
             free = key in self._free
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
-            apart = free or key in self._apart or key not in own
-            if here and (apart or not same_memory(own[key], value)):
+            got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
+            apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
+            if here and (apart or not same_memory(own[key], got)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
         for name in self._filled:
             if (below := _topmost(name, self._below)) is not None:
@@ -339,6 +354,17 @@ class ModuleLoad:
 
 
 _NOTHING = object()
+
+_TIED = (
+    "here the same parameter as {0}, and has another value in the checkpoint, where the two were not tied. "
+    'PartialLoad(exclude="*.{1}") loads the weight and the optimizer state of {0}'
+)
+
+
+def _checksums(entry: Entry) -> list[Any] | None:
+    """Return the checksums of a tensor's chunks; None if they are unknown, as in a stock checkpoint."""
+    sums = [chunk.location.checksums for chunk in getattr(entry, "chunks", ())]
+    return None if any(each is None for each in sums) else [each.tolist() for each in sums if each is not None]
 
 
 def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:

@@ -157,6 +157,36 @@ def module_cache() -> Iterator[None]:
         _cached.reset(before)
 
 
+class Parts(nn.Module):
+    """Modules that are one model, as the stages that an interleaved pipeline has on one rank.
+
+    The module has no name of its own in front of the names of a part, so the keys are the FQNs of the complete model.
+    torchtitan's wrappers of lists store the same keys.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)  # a tuple: in a ModuleList, the names of the parts would begin with numbers
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield the modules of all parts. The names of parameters and buffers follow from theirs."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {key: value for part in self.parts for key, value in part.state_dict(*args, **kwargs).items()}
+
+
+def is_list_of(value: Any, *classes: type) -> bool:
+    """Return whether a value is a list or a tuple of objects of one of the classes. An empty list is a value."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and any(all(isinstance(each, cls) for each in value) for cls in classes)
+    )
+
+
 LOOSE = "loose"
 
 
@@ -178,7 +208,7 @@ def trained_module(
     missing, members = set(trained), dict[str, nn.Module]()
     for member, module in modules.items():
         own = {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
-        if trained <= own:
+        if trained <= own and not (isinstance(module, Parts) and contains_fsdp1(module)):
             return module
         if shared := missing & own:
             members[member] = module
@@ -188,7 +218,8 @@ def trained_module(
         raise CheckpointMismatch(
             f"no module of the state has all parameters of the optimizer {name!r} (its modules: "
             f"{', '.join(modules) or 'none'}). Add the module to the state, under any name. If several modules share "
-            f"an optimizer, put them into one nn.ModuleDict. Make the optimizer after wrapping the module."
+            f"an optimizer, put them into one nn.ModuleDict; modules that contain FSDP1 and are in a list each need a "
+            f"name of their own. Make the optimizer after wrapping the module."
         )
     loose = {fqn: parameter for fqn, parameter in _by_place(optimizer).items() if id(parameter) in missing}
     if loose and LOOSE in members:

@@ -8,6 +8,7 @@ moves or changes its meaning.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -17,6 +18,8 @@ import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # the argument of post-load hooks
+
+from dcp_plugin.errors import CheckpointMismatch
 
 
 @dataclass
@@ -30,13 +33,35 @@ class Incompatible:
 
 def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters with the fields of ``CheckpointableTensor``. They are rare, and every save looks for
-    them."""
+    them.
+
+    Raises:
+        CheckpointMismatch: A parameter is DeepSpeed's: with ZeRO-3 it has no elements between two steps.
+    """
     return [
-        (f"{prefix}.{name}" if prefix else name, parameter)
+        (f"{prefix}.{name}" if prefix else name, refuse_deepspeed(name, parameter))
         for prefix, module in modules
         for name, parameter in module._parameters.items()
-        if hasattr(parameter, "global_shape") and parameter is not None
+        if (hasattr(parameter, "global_shape") or hasattr(parameter, "ds_id")) and parameter is not None
     ]
+
+
+_OF_DEEPSPEED = re.compile(r"deepspeed\.runtime\.(.*engine|zero|bf16_optimizer|fp16)\b")
+
+
+def refuse_deepspeed(name: str, value: Any) -> Any:
+    """Return a value of the state. Its schedulers and its optimizers outside of an engine, as FusedAdam, may be saved.
+
+    Raises:
+        CheckpointMismatch: It is an engine of DeepSpeed, or a parameter or an optimizer of one.
+    """
+    if hasattr(value, "ds_id") or any(_OF_DEEPSPEED.match(cls.__module__) for cls in type(value).__mro__):
+        raise CheckpointMismatch(
+            f"{name!r}, a {type(value).__name__}, is DeepSpeed's, whose engine owns weights and optimizer state, and "
+            f"has parts of them elsewhere. Save with engine.save_checkpoint(path) and resume with "
+            f"engine.load_checkpoint(path), or train with fully_shard (FSDP2)."
+        )
+    return value
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -110,10 +135,35 @@ _DELEGATING = {
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning."""
+    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning.
+
+    For a ZeroRedundancyOptimizer it is the optimizer of this rank, with the groups of all ranks.
+
+    Raises:
+        CheckpointMismatch: A ZeroRedundancyOptimizer has no optimizer of torch's layout on this rank.
+    """
     while any((cls.__module__, cls.__qualname__) in _DELEGATING for cls in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+    is_zero = any(cls.__qualname__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    return _with_all_groups(optimizer) if is_zero else optimizer  # type: ignore[no-any-return]
+
+
+def _with_all_groups(zero: Any) -> Any:
+    """Return the optimizer that a ZeroRedundancyOptimizer has on this rank, with the groups of all ranks.
+
+    Its own ``state_dict`` first sends the state of all ranks to one. The result shares state and groups with it, and
+    ``owned`` has the ids of the parameters whose state is on this rank.
+    """
+    local = getattr(zero, "optim", None)
+    if local is None or has_own_state_dict(local):
+        raise CheckpointMismatch(
+            f"a ZeroRedundancyOptimizer has {'no state yet' if local is None else f'a {type(local).__name__}'}: it can "
+            f"be saved and loaded after DDP has built its buckets, over an optimizer with torch's state_dict"
+        )
+    whole = object.__new__(type(local))
+    owned = {id(parameter) for group in local.param_groups for parameter in group["params"]}
+    vars(whole).update(vars(local), param_groups=zero.param_groups, owned=owned)
+    return whole
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
@@ -125,6 +175,16 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
         ):
             return True
     return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
+
+
+def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
+    """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for any other.
+
+    torchao has no public function for it. Averages of squares are made without a sign.
+    """
+    has_constructor = any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__)
+    make = getattr(optimizer, "_new_buffer", None) if has_constructor else None
+    return None if make is None else make(parameter, slot == "exp_avg")
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
