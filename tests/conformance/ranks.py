@@ -65,6 +65,12 @@ class RanksEntry(Entry):
             return self.spread.startswith("None")
         return self.spread.startswith(("None", "empty")) and self.kind != "optimizer"
 
+    @property
+    def is_another_shape(self) -> bool:
+        """Whether ranks hold tensors of different shapes under one key: an error, also where stock takes that of rank 0
+        (``docs/differences.md``)."""
+        return self.kind == "tensor" and self.spread.startswith("empty")
+
     def of_stock(self, variant: str) -> str:
         return "blocking"
 
@@ -166,7 +172,8 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
     * right: each rank that held something has it back after each resume, and a rank that held nothing has what stock
       hands to it, where stock is right, or what another rank held. Nothing is said where stock is right.
     * named: an error or a warning names a key and ranks. This is enough where stock is wrong, unless ``must_be_right``.
-    * as stock: numbers that differ are rank 0's, without a word.
+    * as stock: numbers that differ are rank 0's, without a word; or the object's own code raises what it raises with
+      stock.
 
     All others are wrong.
     """
@@ -178,9 +185,11 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
         if _is_right(ours, name, stock if stock_is_right else None):
             continue
         told = "; ".join([_about(ours, stock, name), *said])
-        if stock_is_right:
-            return Verdict({f"{name} resume": f"stock is right; {told}"}, outcome="WRONG, stock is right")
         is_named = any(map(_names_key_and_ranks, said))
+        if stock_is_right and not (is_named and entry.is_another_shape):
+            return Verdict({f"{name} resume": f"stock is right; {told}"}, outcome="WRONG, stock is right")
+        if _raise_alike(ours, stock):
+            return Verdict(both_fail=told, outcome="as stock")
         if is_named and not entry.must_be_right:
             return Verdict(both_fail=told, outcome="named")
         if said or any(trace.raised for trace in ours):
@@ -215,6 +224,18 @@ def _is_right(traces: list[Trace], name: str, stock: list[Trace] | None = None) 
         if seen not in allowed:
             return False
     return True
+
+
+def _raise_alike(ours: list[Trace], stock: Seen) -> bool:
+    """Return whether code of the user's object raises the same exception on a rank."""
+    pairs = [] if isinstance(stock, str) else zip(ours, stock, strict=True)
+    return any(
+        mine.raised is not None
+        and theirs.raised is not None
+        and not mine.raised.is_ours
+        and (mine.raised.text, mine.raised.phase) == (theirs.raised.text, theirs.raised.phase)
+        for mine, theirs in pairs
+    )
 
 
 def _are_alike(ours: list[Trace], stock: Seen, name: str) -> bool:
