@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.start import Restart, resolve_resume, resume_or_init
     from dcp_plugin.state.per_rank import PerRank
+    from dcp_plugin.state.random_streams import RandomStreams
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
     from dcp_plugin.tools.contents import CheckpointInfo, inspect
@@ -81,6 +82,7 @@ _HOMES = {
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.saving.cheapest_interval": ("SaveInterval",),
     "dcp_plugin.state.per_rank": ("PerRank",),
+    "dcp_plugin.state.random_streams": ("RandomStreams",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
@@ -121,6 +123,7 @@ __all__ = [
     "PruneReport",
     "PrunedCheckpoint",
     "PrunedLeftover",
+    "RandomStreams",
     "RankFailure",
     "Restart",
     "Retention",

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 from dcp_plugin.paths import Where, resolved
@@ -85,7 +85,8 @@ class Call:
             return
         timer = threading.Timer(REPORT_AFTER, lambda: self.report(missing()))
         timer.daemon = True
-        timer.start()
+        with suppress(RuntimeError):  # no more threads can be started: the wait is not reported
+            timer.start()
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
@@ -56,12 +56,11 @@ class Checkpointer:
     Example:
         >>> import dcp_plugin, torch
         >>> state = {"model": torch.nn.Linear(2, 2), "step": 1}
-        >>> checkpointer = dcp_plugin.Checkpointer(async_save=True)
-        >>> handle = checkpointer.save(state, "run/step-1", step=1)  # training may go on now
-        >>> handle.wait()
-        >>> checkpointer.load(state, "run/step-1").missing
+        >>> with dcp_plugin.Checkpointer(async_save=True) as checkpointer:
+        ...     handle = checkpointer.save(state, "run/step-1", step=1)  # training may go on now
+        ...     handle.wait()
+        ...     checkpointer.load(state, "run/step-1").missing
         []
-        >>> checkpointer.close()
     """
 
     _compares_ranks = True
@@ -79,6 +78,19 @@ class Checkpointer:
         self._source = source_of(self.config)
         self.save_timing = SaveTiming(self.config, lambda: self._queue.is_saving)
         """Measurement of steps and of the cost of saves, for integrations."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close, also after an exception of the block, which stays the exception: the failure of a save becomes its
+        note."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides, a save in the background failed: {type(failure).__name__}: {failure}")
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Warn if a Checkpointer is dropped while it holds resources, unless the program ends.

@@ -21,9 +21,11 @@ import difflib
 import errno
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
+from typing import Any
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _NEWLINE = re.compile(r"\n(?!  )")
@@ -55,7 +57,39 @@ class PrintableRecords(logging.Filter):
         return True
 
 
-logging.getLogger("dcp_plugin").addFilter(PrintableRecords())
+def logger_of(name: str) -> logging.Logger:
+    """Return a logger with printable messages that never raises. A handler of the user may fail, or the stream that it
+    writes to may be closed; no save and no load depends on a line that only shows."""
+    logger = logging.getLogger(name)
+    handle = logger.handle
+
+    def handle_if_possible(record: logging.LogRecord) -> None:
+        with suppress(Exception):
+            handle(record)
+
+    logger.addFilter(PrintableRecords())
+    logger.handle = handle_if_possible  # type: ignore[method-assign]
+    return logger
+
+
+logger_of("dcp_plugin")
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Warn as :func:`warnings.warn` does. This raises only where a filter of the user makes warnings errors."""
+    try:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    except Warning:
+        raise
+    except Exception:  # a closed standard error
+        pass
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal. The standard streams may be None, closed, or objects of the user."""
+    with suppress(Exception):
+        return bool(stream.isatty())
+    return False
 
 
 class CheckpointError(Exception):

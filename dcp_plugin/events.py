@@ -1,15 +1,16 @@
 """Events of a save: start, bytes written, end, durations.
 
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
-so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. A subscriber
-that raises before the checkpoint is published makes the save fail; later errors are logged. This package has three
-subscribers of its own: the file of JSON lines (:func:`append_to`), the figures of a run
-(:mod:`dcp_plugin.runs.figures`) and the progress line on rank 0 (:mod:`dcp_plugin.saving.progress`).
+so a subscriber that waits for the save or starts another save with the same checkpointer gets an error. The error of a
+subscriber is logged, and the save goes on. This package has three subscribers of its own: the file of JSON lines
+(:func:`append_to`), the figures of a run (:mod:`dcp_plugin.runs.figures`) and the progress line on rank 0
+(:mod:`dcp_plugin.saving.progress`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from dcp_plugin.errors import CheckpointError
 from dcp_plugin.paths import Where
+
+logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,15 @@ E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
 """Subscribers of this process. There is no lock: a process forked while it is held would find it locked for ever."""
+_reported: list[Callable[..., object]] = []
+"""Callbacks whose error for :class:`BytesWritten` has been logged. A save has many of these events."""
 _here = threading.local()
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
     """Call ``callback`` with every later event of this process, in the thread where the event happens.
+
+    The error of ``callback`` is logged. It does not fail the save.
 
     Returns:
         A function that ends the subscription.
@@ -176,7 +182,7 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def emit(event: Event, json_lines: str | None = None) -> None:
-    """Call all subscribers, even if one raises, and then raise the first error.
+    """Call all subscribers, see :func:`call_each`.
 
     Args:
         json_lines: The file of the checkpointer's log, whose subscriber :func:`append_to` is called last.
@@ -198,33 +204,27 @@ def append_to(json_lines: Path, event: Event) -> None:
 
 
 def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
-    """Call all callbacks with ``event``, even if one raises, and then raise the first error.
+    """Call all callbacks with ``event``. Log the errors of those that raise.
 
-    During the calls, :func:`is_in_subscriber` is true in this thread.
-
-    Raises:
-        CheckpointError: A callback raised SystemExit or a similar exception outside of the main thread. The original
-            exception would end only this thread, and the other ranks would wait for it. In the main thread it is raised
-            unchanged, for example after Ctrl-C.
+    None fails a save, since the other ranks would wait. During the calls, :func:`is_in_subscriber` is true in this
+    thread. Ctrl-C, and SystemExit in the main thread, are raised unchanged.
     """
-    failure: Exception | None = None
     outside, _here.in_subscriber = is_in_subscriber(), True
     try:
         for callback in callbacks:
             try:
                 callback(event)
-            except Exception as error:
-                failure = failure or error
             except BaseException as error:
-                if threading.current_thread() is threading.main_thread():
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                     raise
-                failure_here = CheckpointError(f"a subscriber raised {type(error).__name__}({error})")
-                failure_here.__cause__ = error
-                failure = failure or failure_here
+                is_one_of_many = isinstance(event, BytesWritten)
+                if not (is_one_of_many and callback in _reported):
+                    name = type(event).__name__
+                    logger.error("a callback for %s of %s failed; the save goes on", name, event.path, exc_info=error)
+                if is_one_of_many:
+                    _reported.append(callback)
     finally:
         _here.in_subscriber = outside
-    if failure is not None:
-        raise failure
 
 
 def is_in_subscriber() -> bool:

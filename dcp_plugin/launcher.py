@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from dcp_plugin.errors import warn
 
 _LAUNCHERS = (
     ("torchrun", ("RANK", "WORLD_SIZE"), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
@@ -75,7 +76,7 @@ def launch_record() -> dict[str, Any]:
 @functools.cache
 def warn_without_group(launch: Launch) -> None:
     """Warn once that this process saves and loads alone, although its launcher has started several processes."""
-    warnings.warn(
+    warn(
         f"{launch.launcher} has started {launch.world_size} processes without a process group: rank {launch.rank} "
         f"saves and loads alone. If the ranks train together, call torch.distributed.init_process_group() first. If "
         f"each trains by itself, give each its own root.",

@@ -27,6 +27,7 @@ from dcp_plugin.calls import Call, current_call, together, verb_of
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, some
 from dcp_plugin.meeting import meet
 from dcp_plugin.ranks import Attempt, Ranks, by_text, name_of
+from dcp_plugin.tensors.host_memory import host_bytes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -171,8 +172,9 @@ class RankGroup(Ranks):
         Returns:
             True if the digests of all ranks are equal; and, on rank 0, the lengths of all ranks.
         """
-        header, answer = torch.tensor([digest, length]), torch.zeros(1, dtype=torch.int64)
-        headers = torch.full((self.size, 2), _ABSENT)
+        header = torch.tensor([digest, length], dtype=torch.int64, device="cpu")
+        answer = torch.zeros(1, dtype=torch.int64, device="cpu")
+        headers = torch.full((self.size, 2), _ABSENT, dtype=torch.int64, device="cpu")
         if self.rank == 0:
             headers[0] = header
             arriving = self._receive({rank: headers[rank] for rank in self._others})
@@ -242,7 +244,7 @@ class RankGroup(Ranks):
             if data:
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
             return None
-        buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        buffers = [host_bytes(length) for length in lengths]
         arriving = self._receive({rank: buffers[rank] for rank in self._others if lengths[rank]})
         for rank, work in arriving.items():
             with _naming(rank):

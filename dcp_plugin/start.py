@@ -11,6 +11,9 @@ A warm start takes only the model: optimizer, schedules, counters and random str
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +36,8 @@ from dcp_plugin.runs.launches import refuse_other_ranks
 from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
 from dcp_plugin.types import CheckpointState, as_html
+
+logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
@@ -326,10 +331,27 @@ def resume_or_init(
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
-        return options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
+        restart = options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
+        loaded = None if restart.how != "resumed" or restart.report is None else restart.report.loaded
+        if loaded is not None and not any(map(_OF_RANDOM_NUMBERS.search, loaded)) and used.ranks.rank == 0:
+            _warn_of_new_random_numbers()
+        return restart
     finally:
         if checkpointer is None:
             used.close()
+
+
+_OF_RANDOM_NUMBERS = re.compile(r"rng|random|\.streams\.", re.I)
+"""Keys of random numbers, whether :class:`~dcp_plugin.RandomStreams` has stored them or the user."""
+
+
+@functools.cache
+def _warn_of_new_random_numbers() -> None:
+    """Log once that a resumed run draws other random numbers than a run without interruption."""
+    logger.warning(
+        "random numbers start anew: this resume has loaded none. To continue them, have "
+        '"rng": dcp_plugin.RandomStreams() in the state that you save and resume.'
+    )
 
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:

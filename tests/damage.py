@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import events
+from dcp_plugin.saving import job
+from dcp_plugin.storage import write_items, writer
 
 
 def flip_byte(file: Path, at: int | None = None) -> None:
@@ -41,11 +46,48 @@ def flip_in_memory(tensor: torch.Tensor, element: int) -> None:
     tensor.data.view(-1).view(torch.int32)[element] ^= 1
 
 
-def fill_disk(step: int, rank: int | None = None) -> None:
-    """Let the saves of a step fail when they begin, on all ranks or on one."""
+def fill_disk(step: int | None, rank: int | None = None) -> None:
+    """Let the saves of a step fail when they begin to write, on all ranks or on one."""
+    write = job.SavePipeline._write
 
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.SaveStarted) and event.step == step and rank in (None, dist.get_rank()):
+    def fail_or_write(pipeline: Any, publication: Any, request: Any, *rest: Any) -> Any:
+        if request.step == step and (rank is None or rank == dist.get_rank()):
             raise OSError("disk full")
+        return write(pipeline, publication, request, *rest)
 
-    events.subscribe(fail)
+    job.SavePipeline._write = fail_or_write  # type: ignore[method-assign]
+
+
+@contextmanager
+def bad_disk(fail: Callable[[], None], rank: int | None = None) -> Iterator[None]:
+    """Call ``fail``, on all ranks or on one, after every piece that is written and after the last one: the write raises
+    what it raises."""
+    add, write = write_items._Meter.add, writer.PartWriter.write
+
+    def add_or_fail(meter: Any, count: int) -> None:
+        add(meter, count)
+        fail_here()
+
+    def write_or_fail(*args: Any) -> Any:
+        written = write(*args)
+        fail_here()
+        return written
+
+    def fail_here() -> None:
+        if rank is None or rank == dist.get_rank():
+            fail()
+
+    with (
+        mock.patch.object(write_items._Meter, "add", add_or_fail),
+        mock.patch.object(writer.PartWriter, "write", write_or_fail),
+    ):
+        yield
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    """A function that raises this error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail

@@ -48,7 +48,7 @@ def _kind(function: ast.expr) -> str:
     match function:
         case ast.Name(name) | ast.Attribute(attr=name) if name in ERRORS:
             return name
-        case ast.Attribute(ast.Name("warnings"), "warn"):
+        case ast.Attribute(ast.Name("warnings"), "warn") | ast.Name("warn"):
             return "warning"
         case ast.Attribute(ast.Name("logger"), level) if level in LEVELS:
             return f"log {level}"

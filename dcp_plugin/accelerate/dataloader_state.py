@@ -59,7 +59,8 @@ class TrackedSampler(Sampler[int]):
         if type(sampler).__iter__ is RandomSampler.__iter__ and sampler.generator is None:
             # Give a copy the generator that the sampler would make for this epoch, and would show to no one.
             sampler = copy.copy(sampler)
-            sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            drawn = torch.empty((), dtype=torch.int64, device=torch.get_default_device()).random_()
+            sampler.generator = torch.Generator(device="cpu").manual_seed(int(drawn.item()))
         own: torch.Generator | None = getattr(sampler, "generator", None)
         generator = torch.default_generator if own is None else own
         if order is not None:  # the default generator is restored at the first batch

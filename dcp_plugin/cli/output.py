@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_plugin.errors import CheckpointError, one_line, printable, size
+from dcp_plugin.errors import CheckpointError, is_terminal, one_line, printable, size
 
 if TYPE_CHECKING:
     from dcp_plugin.paths import Where
@@ -160,7 +160,7 @@ def complain(message: str) -> None:
 def _width(err: bool = False) -> float:
     """Return the number of characters in a line; infinite if the output is no terminal."""
     stream = sys.stderr if err else sys.stdout
-    return shutil.get_terminal_size().columns if stream.isatty() else math.inf
+    return shutil.get_terminal_size().columns if is_terminal(stream) else math.inf
 
 
 def _folded(text: str, width: float, **options: Any) -> list[str]:
@@ -233,7 +233,7 @@ def shape(sizes: tuple[int, ...] | None) -> str:
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar on a terminal. Yield its callback for the bytes done and the bytes in all; else None."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield None
         return
     from rich.console import Console

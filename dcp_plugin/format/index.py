@@ -94,8 +94,8 @@ class StoredTensor:
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
 
-    def empty(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a tensor of this shape, by default of the stored dtype.
+    def empty(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor of this shape, by default on the host and of the stored dtype.
 
         Raises:
             UnsafeCheckpoint: :meth:`CheckpointIndex.require_bounded` refuses the checkpoint.

@@ -185,7 +185,7 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
-    records, _ = pickled_parts(torch.empty(shape, dtype=dtype))
+    records, _ = pickled_parts(torch.empty(shape, dtype=dtype, device="cpu"))
     return _around(records, payload_length)
 
 

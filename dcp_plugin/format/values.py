@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, size
 from dcp_plugin.format.pickles.unpickler import TENSOR, VALUE, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import public
@@ -42,7 +42,11 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
 _SMALL = 4096
-"""Largest value in bytes that :func:`decode` caches."""
+"""Largest value in bytes that :func:`encode` and :func:`decode` cache."""
+SIZED = frozenset({str, bytes, bytearray, np.ndarray})
+"""Types of values that may be too large for a pickle, see :func:`why_too_large`."""
+_MOST_IN_PICKLE = 1 << 32
+"""Length in bytes that a text in a pickle of ``torch.save`` has to be below."""
 
 
 def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = None) -> bytes:
@@ -58,16 +62,26 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
         return _encode_plain(value)
     try:
         data = _dump(_plain(value, notes))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, OverflowError) as error:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
     if not allow_pickle:
+        is_array = type(value) is np.ndarray and value.ndim and not value.dtype.hasobject
         try:
-            _load(data, [])
+            _load(_dump(value[:0]) if is_array else data, [])  # its dtype decides, and its elements take long to load
         except Exception as error:
             raise UnsafeCheckpoint(
                 f"a {type(value).__name__} that can only be restored by executing pickled code"
             ) from error
     return data
+
+
+def why_too_large(value: Any) -> str:
+    """Return the reason why no pickle can have a text, bytes or an array, as the end of a sentence; else empty."""
+    nbytes = value.nbytes if isinstance(value, np.ndarray) else len(value)
+    if nbytes < _MOST_IN_PICKLE:
+        return ""
+    most = size(_MOST_IN_PICKLE)
+    return f"a {type(value).__name__} of {size(nbytes)}, more than the {most} that a pickle takes: make it a tensor"
 
 
 def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] | None = None) -> Any:
@@ -83,7 +97,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] |
     try:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        if data in _decoded:
+        if len(data) <= _SMALL and data in _decoded:
             return copy.deepcopy(_decoded[data])
         lossy: list[str] = []
         value = _load(data, lossy)
@@ -168,7 +182,7 @@ def _encode_plain(value: Any) -> bytes:
         data = _dump(value)
         if len(_encoded) >= _MOST_KNOWN:
             _encoded.clear()
-        if data.startswith(MAGIC):  # a test's mock of torch.save must not fill the cache of later tests
+        if data.startswith(MAGIC) and len(data) <= _SMALL:  # tests may replace torch.save by a mock
             _encoded[written] = data
     return data
 
@@ -267,7 +281,7 @@ def _save_tensor(tensor: torch.Tensor, file: Any) -> None:
         raise CheckpointMismatch(f"a {type(tensor).__name__} that torch.save cannot write ({error})") from error
 
 
-_PLAIN_TENSOR = torch.empty(0)
+_PLAIN_TENSOR = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def decode_tensor(data: bytes | bytearray, target: torch.Tensor = _PLAIN_TENSOR) -> Any:

@@ -9,9 +9,6 @@ Creating an iterator over a dataloader draws from the streams, so each framework
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +16,7 @@ from typing import Any
 import torch
 
 from dcp_plugin.integration.stored import RNG
-
-RngState = dict[str, Any]
+from dcp_plugin.state import random_streams
 
 
 def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str, Any]]:
@@ -30,7 +26,7 @@ def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str,
         device: The device whose generator is stored in addition to those of the CPU.
         more: Further state of a framework.
     """
-    return {str(rank): {"streams": capture(device), **more}}
+    return {str(rank): {"streams": random_streams.capture(device), **more}}
 
 
 @dataclass(frozen=True)
@@ -75,60 +71,11 @@ class SavedStreams:
         """
         self.loaded.update(state or {})
         if self.loaded and self.is_new_rank:
-            derive(self.loaded["streams"], self.rank)
+            random_streams.derive(self.loaded["streams"], self.rank)
         elif self.loaded:
-            restore(self.loaded["streams"], self.device)
+            random_streams.restore(self.loaded["streams"], self.device)
 
     @property
     def about_new_ranks(self) -> str:
         """A message for the user about new ranks; empty if no rank is new, or the checkpoint has no streams."""
-        count = len(self.saved_on)
-        if not 0 < count < self.world_size:
-            return ""
-        return (
-            f"random states for {count} of {self.world_size} ranks: the others start streams of their own, derived "
-            "from rank 0's state and their number"
-        )
-
-
-def capture(device: torch.device) -> RngState:
-    """Return the state of every generator that training code commonly draws from, without drawing."""
-    version, words, gauss = random.getstate()
-    python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    state: RngState = {"torch": torch.get_rng_state(), "python": python}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        words = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = {"name": name, "words": words, "position": position, "gauss": [has_gauss, cached]}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def restore(state: RngState, device: torch.device) -> None:
-    """Continue the streams of :func:`capture`. Seed the device if its type differs from that at the save."""
-    if device.type != "cpu" and device.type not in state:
-        torch.get_device_module(device).manual_seed(_seed(state, "device"))
-    elif device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[device.type].cpu())
-    torch.set_rng_state(state["torch"].cpu())
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        saved = state["numpy"]
-        words = saved["words"].numpy().astype("uint32")
-        numpy.random.set_state((saved["name"], words, saved["position"], *saved["gauss"]))
-
-
-def derive(state_of_rank_0: RngState, rank: int) -> None:
-    """Start streams for a rank without streams in the checkpoint."""
-    seed = _seed(state_of_rank_0, f"rank {rank}")
-    torch.manual_seed(seed)  # also seeds every device
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _seed(state: RngState, purpose: str) -> int:
-    digest = hashlib.blake2b(state["torch"].cpu().numpy().tobytes() + purpose.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed
+        return random_streams.about_new_ranks(len(self.saved_on), self.world_size)

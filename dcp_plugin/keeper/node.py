@@ -6,7 +6,6 @@ Each request may be repeated after a keeper or a connection has died; it then fi
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -18,7 +17,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dcp_plugin.errors import PrintableRecords, SaveFailed
+from dcp_plugin.errors import SaveFailed, logger_of
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.journal import Journal
@@ -34,8 +33,7 @@ from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.stream_copy import FileCheck, PipelinedCopy, SourceError
 from dcp_plugin.storage.writer import PartWriter
 
-logger = logging.getLogger("dcp_plugin.keeper")
-logger.addFilter(PrintableRecords())
+logger = logger_of("dcp_plugin.keeper")
 
 _SEND_SECONDS = 60.0
 """Seconds that a neighbour may take to accept further bytes of a file, or to answer for it."""

@@ -155,6 +155,6 @@ class _Decoder:
 
     def _tensor(self, parts: list[Any]) -> torch.Tensor:
         dtype, shape, memory = self._all(parts)
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = memory
         return tensor

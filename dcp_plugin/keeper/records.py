@@ -28,6 +28,7 @@ from dcp_plugin.records import NewItem, Spent, WrittenPart
 from dcp_plugin.retention import Retention
 from dcp_plugin.storage.stock_save import items_of
 from dcp_plugin.storage.writer import Facts
+from dcp_plugin.tensors.host_memory import host_bytes
 from dcp_plugin.types import EncodedValue, Flat, Shape, ShardedValue
 
 
@@ -85,7 +86,7 @@ class Items:
             data: Any = self.others.get(number)
             tensor = item.tensor_data
             if number in whole:
-                data = _EncodedItem(torch.empty(0), len(data), data)
+                data = _EncodedItem(host_bytes(0), len(data), data)
             if slab >= 0:
                 assert tensor is not None, "values are not in slabs"
                 dtype, shape = tensor.properties.dtype, tensor.chunk.sizes

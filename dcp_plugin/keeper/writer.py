@@ -358,7 +358,7 @@ class KeptSaves:
         token = planned.directory.name
 
         def begin() -> RankJob:
-            events.emit(events.SaveStarted(request.path, request.step))  # a subscriber that raises ends it on all ranks
+            events.emit(events.SaveStarted(request.path, request.step))
             return self._job(token, request, staged.get(), planned, ranks)
 
         job = Attempt.of(begin)

@@ -12,7 +12,6 @@ import functools
 import logging
 import socket
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some, warn
 from dcp_plugin.format.keys import join
 from dcp_plugin.format.values import encode, is_plain
 from dcp_plugin.loading.matching import LoadMode, Matching
@@ -130,7 +129,7 @@ class Loading:
             report = self._apply(context, fitted)
         if self._ranks.rank == 0:
             for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
-                warnings.warn(printable(message), stacklevel=2)
+                warn(printable(message))
         return report if self._files is None else self._with_sources(report, self._files)
 
     def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:

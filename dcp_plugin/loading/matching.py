@@ -266,8 +266,8 @@ class Matching:
         from dcp_plugin.state.across_ranks import name_on_rank  # few states have such values
 
         place = name_on_rank(entry, self.index, self.summary.world_size if self.summary else None)
-        if place.is_shared and entry.world_size > 1:
-            self.warn(f"{self.path} has one value of {place.name!r} for all ranks: each rank takes it.")
+        if place.note:
+            self.warn(f"{self.path}{place.note}.")
         self.keys += place.keys
         if place.about and (self.partial is None or any(map(self.partial.selects, place.keys))):
             if self.mode is LoadMode.RESTORE:

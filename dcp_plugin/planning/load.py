@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint import planner as stock
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest, warn
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows, in_all
 from dcp_plugin.format.index import CheckpointIndex
@@ -229,7 +228,7 @@ class ShardedLoadPlanner(LoadPlanner):
         key = read_item.dest_index.fqn
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
         if self.plain and self._tree is not self._targets:  # DCP drives this load and never reads self.plain
-            warnings.warn(f"a value was loaded without its class: {self.plain.pop()}.", stacklevel=2)
+            warn(f"a value was loaded without its class: {self.plain.pop()}.")
         if self._strict:
             require_names(key, target, loaded)
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))

@@ -11,7 +11,6 @@ save. Equal NaNs, and zeros of either sign, are equal.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.errors import some
+from dcp_plugin.errors import some, warn
 from dcp_plugin.format.columns import Column, product
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.local_inventory import LocalInventory
@@ -225,7 +224,7 @@ def report(of_ranks: Sequence[Samples], keys: Iterable[str], objects: Mapping[st
     """
     drift = Drift.between(of_ranks, _trained_outside_torch(keys, objects))
     if drift.ranks:
-        warnings.warn(str(drift), stacklevel=2)
+        warn(str(drift))  # inside combine(): if warnings are errors, all ranks raise
     return drift
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some, warn
 from dcp_plugin.format import values
 from dcp_plugin.format.keys import holds_sharded, is_empty_mapping
 from dcp_plugin.format.values import WholeItem
@@ -61,6 +60,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     for key, leaf in leaves.items():
         if id(leaf) in same:
             flat[key] = same[id(leaf)]
+        elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
+            misfits.append(f"{key} is {reason}")
         elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
             flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
         elif is_tensor(leaf):
@@ -84,7 +85,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
     if misfits:
-        count = f"{len(misfits)} tensors cannot be saved: " if len(misfits) > 1 else ""
+        count = f"{len(misfits)} entries cannot be saved: " if len(misfits) > 1 else ""
         raise CheckpointMismatch(count + some(misfits, 10, "; "))
     if unsafe:
         raise UnsafeCheckpoint(
@@ -93,7 +94,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             f"checkpoints."
         )
     if changed:
-        warnings.warn(f"stored as another type: {some(changed, 10, '; ')}.", stacklevel=2)
+        warn(f"stored as another type: {some(changed, 10, '; ')}.")
     return flat
 
 

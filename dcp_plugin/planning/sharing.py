@@ -32,7 +32,7 @@ from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.records import LoadPlan
-from dcp_plugin.tensors.host_memory import is_plain_memory
+from dcp_plugin.tensors.host_memory import host_bytes, is_plain_memory
 from dcp_plugin.tensors.kinds import is_stored_whole
 from dcp_plugin.types import Shape
 
@@ -89,7 +89,7 @@ class BroadcastRead:
     def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, least: float, host: str, label: str) -> None:
         self._ranks, self._planner, self._least, self._host, self._label = ranks, planner, least, host, label
         self._mine: list[ReadItem] = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = host_bytes(0)
 
     def run(self, plan: LoadPlan, read: Callable[[LoadPlan], None]) -> None:
         """Fill the targets of a plan. Collective.
@@ -168,7 +168,7 @@ class BroadcastRead:
         """Allocate the buffer of a window. Later windows reuse it: the system takes as long to provide fresh memory as
         six copies into it take."""
         if len(self._memory) < size:
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = host_bytes(size)
 
 
 _Shared = tuple[list[int], list[_Read]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     some,
+    warn,
 )
 from dcp_plugin.format import SUMMARY, exists
 from dcp_plugin.format.summary import NewerFormat
@@ -223,7 +223,7 @@ class Newest:
     def warn(self, root: PathLike) -> None:
         """Warn of checkpoints of other tools if a training starts from scratch in their directory."""
         if self.path is None and any(isinstance(candidate, Saved) for candidate in self.passed_over):
-            warnings.warn(
+            warn(
                 f"the training starts fresh: nothing below {root} can be resumed from ({self.reasons()}). To start "
                 f"with the weights of one, name it as init_from.",
                 stacklevel=4,

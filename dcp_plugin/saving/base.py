@@ -324,7 +324,8 @@ def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 
 def _like(value: ShardedValue) -> ShardedValue:
     """Return empty host memory for the same chunks."""
-    chunks = (chunk._replace(tensor=torch.empty(chunk.sizes, dtype=value.dtype)) for chunk in value.chunks)
+    memory = (torch.empty(chunk.sizes, dtype=value.dtype, device="cpu") for chunk in value.chunks)
+    chunks = (chunk._replace(tensor=tensor) for chunk, tensor in zip(value.chunks, memory, strict=True))
     return replace(value, chunks=tuple(chunks))
 
 

@@ -405,11 +405,8 @@ class SavePipeline:
         raise_as_failed_save(error, request.path)
 
     def emit(self, event: events.Event) -> None:
-        """Emit an event of a save. An error of a subscriber does not fail the save."""
-        try:
-            events.emit(event, self._config.events)
-        except Exception:
-            logger.exception("a subscriber failed after the save of %s had ended", event.path)
+        """Emit an event of a save."""
+        events.emit(event, self._config.events)
 
 
 def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:

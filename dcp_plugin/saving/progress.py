@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dcp_plugin import events
 from dcp_plugin.paths import Where
@@ -39,8 +39,7 @@ def shown(path: Where, in_background: bool = False) -> Iterator[None]:
                 _write_line(f"saving {path.name} in the background: {done}")
             else:
                 seconds_left = (event.total - event.written) / rate if rate else 0.0
-                sys.stderr.write(f"\rsaving {path.name}: {done}, {seconds_left:.0f} s left ")
-                sys.stderr.flush()
+                _write(f"\rsaving {path.name}: {done}, {seconds_left:.0f} s left ")
         elif isinstance(event, events.SaveFinished) and in_background and drawn:
             _write_line(f"saved {path.name} in {event.seconds:.0f} s")
 
@@ -50,13 +49,18 @@ def shown(path: Where, in_background: bool = False) -> Iterator[None]:
     finally:
         unsubscribe()
         if drawn and not in_background:
-            sys.stderr.write("\n")
+            _write("\n")
 
 
 def _write_line(line: str) -> None:
-    tqdm = sys.modules.get("tqdm")
-    if tqdm is not None:
+    if (tqdm := sys.modules.get("tqdm")) is None:
+        _write(f"{line}\n")
+        return
+    with suppress(Exception):
         tqdm.tqdm.write(line, file=sys.stderr)  # erases the bars, writes, and draws them again
-    else:
-        sys.stderr.write(f"{line}\n")
+
+
+def _write(text: str) -> None:
+    with suppress(Exception):  # a closed stream, or an object of the user that has only some methods of one
+        sys.stderr.write(text)
         sys.stderr.flush()

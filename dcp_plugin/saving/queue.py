@@ -202,10 +202,7 @@ class SaveHandle:
     def set_published(self, event: events.SaveFinished) -> None:
         """Mark the checkpoint as published: run the callbacks, then end the save."""
         self.finished = event
-        try:
-            events.call_each(self._take_callbacks(), event)
-        except Exception:
-            logger.exception("a callback after the save of %s failed; the checkpoint is complete", self.path)
+        events.call_each(self._take_callbacks(), event)
         self._end()
 
     def set_failed(self, error: Exception) -> None:
@@ -356,23 +353,30 @@ class SaveQueue:
                 return
             try:
                 staged = copy()
-                _let_training_go_first()
+                if thread.ident is not None:
+                    _let_training_go_first()
                 if before is not None:
                     before.wait_turn()
                 handle.set_published(write(staged))
             except BaseException as error:  # otherwise callers would wait forever
                 failure = _as_exception(error, handle.path)
-                logger.error("the background save of %s failed: %s", handle.path, failure)
-                logger.debug("the background save failed here:", exc_info=failure)
-                _without_our_frames(failure)
-                handle.set_failed(failure)
+                try:
+                    logger.error("the background save of %s failed: %s", handle.path, failure)
+                    logger.debug("the background save failed here:", exc_info=failure)
+                    _without_our_frames(failure)
+                finally:
+                    handle.set_failed(failure)
 
         thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # wait_at_exit() waits
         _wait_when_the_program_ends()
         try:
             self._saves[handle] = thread
             _unattended.add(self)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process has as many threads as it may have: the other ranks must not wait for it
+                returning.set()
+                run()
         except BaseException:
             if decided.acquire(blocking=False):
                 self._saves.pop(handle, None)
@@ -390,7 +394,7 @@ class SaveQueue:
         while len(self._saves) > count:
             handle = self.handles[0]
             handle.wait_done()  # after a join that Ctrl-C interrupts, a thread counts as ended
-            self._saves[handle].join()
+            _join(self._saves[handle])
             del self._saves[handle]
             ended.append(handle)
             if handle.exception() is not None:
@@ -403,7 +407,7 @@ class SaveQueue:
         """Drop the saves that succeeded. Failed saves stay until a caller waits for them."""
         for handle in self.handles:
             if handle.done() and handle.exception() is None:
-                self._saves.pop(handle).join()
+                _join(self._saves.pop(handle))
         if not self._saves:
             _unattended.discard(self)
 
@@ -437,6 +441,11 @@ class SaveQueue:
                 logger.error(
                     "%s was NOT saved, and the program ended without waiting for the save: %s", handle.path, error
                 )
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:  # else it could not be started, and the caller ran in its place
+        thread.join()
 
 
 def _as_exception(error: BaseException, path: Where) -> Exception:

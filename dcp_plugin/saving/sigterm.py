@@ -16,12 +16,12 @@ import os
 import signal
 import threading
 import time
-import warnings
 import weakref
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal
 
+from dcp_plugin.errors import warn
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 
 _watched: weakref.WeakKeyDictionary[SaveQueue, float] = weakref.WeakKeyDictionary()
@@ -42,7 +42,7 @@ def watch(queue: SaveQueue, limit: float) -> None:
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if not ours and threading.current_thread() is not threading.main_thread():
-        warnings.warn(
+        warn(
             "finish_on_sigterm has no effect: Python handles signals only in the main thread, and this is another "
             "thread",
             stacklevel=3,

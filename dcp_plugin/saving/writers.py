@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import is_terminal
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -144,7 +145,7 @@ class CallingThread(Writer):
         return publication
 
     def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
-        wanted = sys.stderr.isatty() if self._config.progress == "auto" else self._config.progress
+        wanted = is_terminal(sys.stderr) if self._config.progress == "auto" else self._config.progress
         if not wanted or ranks.rank != 0:
             return nullcontext()
         from dcp_plugin.saving import progress  # only few saves show it

@@ -33,7 +33,7 @@ from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.format.values import PLAIN
 from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.tensors._torch import DTensor, version_of
-from dcp_plugin.tensors.host_memory import address_of, bytes_at, is_plain_memory
+from dcp_plugin.tensors.host_memory import address_of, bytes_at, host_bytes, is_plain_memory
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
@@ -432,7 +432,7 @@ class HostPool:
 
 
 def _of_this_process(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    memory = host_bytes(nbytes + PAGE)
     return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
 
@@ -442,12 +442,13 @@ class _Slab:
     def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
         self._allocate = allocate or _of_this_process
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = host_bytes(0)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            memory = self._allocate(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+            with torch.inference_mode(False):  # as in host_bytes
+                memory = self._allocate(nbytes) if nbytes else host_bytes(0)
             if self._pinned and nbytes:  # cudaHostRegister refuses zero bytes
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory
@@ -456,4 +457,4 @@ class _Slab:
     def free(self) -> None:
         if self._pinned and self.memory.nbytes:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = host_bytes(0)

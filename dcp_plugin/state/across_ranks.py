@@ -30,7 +30,6 @@ shard: it belongs to the rank even while it is all zeros.
 from __future__ import annotations
 
 import hashlib
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -38,7 +37,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from dcp_plugin.errors import some
+from dcp_plugin.errors import some, warn
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.keys import LocalSlot
 from dcp_plugin.format.payload import hashes_of, sample_of
@@ -118,7 +117,7 @@ class RankLocal:
 
         def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
             if message := _about_different([shared for _, shared in of_ranks]):
-                warnings.warn(message, stacklevel=2)  # inside combine(): if warnings are errors, all ranks raise
+                warn(message)  # inside combine(): if warnings are errors, all ranks raise
             first: dict[str, bytes] = {}
             return frozenset(
                 key
@@ -281,7 +280,8 @@ class RankName(NamedTuple):
 
     name: str
     """Name of this rank's entry, or of the value that all ranks share."""
-    is_shared: bool = False
+    note: str = ""
+    """A remark, to follow the path of the checkpoint in a warning."""
     is_kept: bool = False
     """True if this rank keeps its value, because the checkpoint has none that it could continue with."""
     saved_by: int = 0
@@ -300,14 +300,22 @@ def name_on_rank(entry: RankEntry, index: CheckpointIndex, world_size: int | Non
     """
     own, shared, entries = entry.name_on(entry.rank), entry.shared_name, _entries(index, entry)
     if not entries:
-        is_shared = shared in index or bool(index.under(f"{shared}."))
-        return RankName(shared if is_shared else own, is_shared)
+        if shared not in index and not index.under(f"{shared}."):
+            return RankName(own)
+        note = f" has one value of {shared!r} for all ranks: each rank takes it" if entry.world_size > 1 else ""
+        return RankName(shared, note)
+    if entry.is_derived:
+        from dcp_plugin.state.random_streams import about_new_ranks  # the only objects of this kind
+
+        about = about_new_ranks(len(entries), entry.world_size)
+        name = own if entry.rank in entries else entry.name_on(min(entries))
+        return RankName(name, f": {about}" if about else "")
     saved_by = world_size or max(entries) + 1
     if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
         return RankName(own)
     is_kept = entry.is_position or entry.rank not in entries
     keys = [own + key for key in entries[min(entries)]]
-    return RankName(own, False, is_kept, saved_by, _about_ranks(entry, saved_by), keys)
+    return RankName(own, "", is_kept, saved_by, _about_ranks(entry, saved_by), keys)
 
 
 def _entries(index: CheckpointIndex, entry: RankEntry) -> dict[int, list[str]]:

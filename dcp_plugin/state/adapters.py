@@ -53,7 +53,7 @@ from dcp_plugin.state.optimizer import (
     shards_of,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
-from dcp_plugin.state.per_rank import PerRank, RankEntry, is_position
+from dcp_plugin.state.per_rank import OfEachRank, PerRank, RankEntry, is_position
 from dcp_plugin.tensors._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
@@ -387,8 +387,9 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
                     )
                 entry = RankEntry(name, _dotted(below), *place, is_position(part))
                 yield entry.name_on(place.rank), holder, below[-1] if below else "value", part, entry
-        elif is_position(value):
-            entry = RankEntry(name, "", *place, is_position=True)
+        elif is_position(value) or isinstance(value, OfEachRank):
+            is_derived = isinstance(value, OfEachRank)
+            entry = RankEntry(name, "", *place, is_position=not is_derived, is_derived=is_derived)
             yield entry.name_on(place.rank), owner, path[-1], value, entry
         else:
             yield name, owner, path[-1], value, None

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, warn
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules, parameter_names
 from dcp_plugin.tensors import _torch_modules
 from dcp_plugin.tensors._torch import DTensor, laid_out_like, sharded_value
@@ -197,7 +197,7 @@ def materialise(module: nn.Module) -> list[str]:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     if lost:
         message = f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them"
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     return waiting
 
 
@@ -327,7 +327,7 @@ def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) ->
 def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
     """Return whether any rank has state. One rank may have all of it, and the others must take part in gathering."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
-    has_state = torch.tensor(int(any(state.values())), device=wrapper.compute_device)
+    has_state = torch.tensor(any(state.values()), dtype=torch.int64, device=wrapper.compute_device)
     dist.all_reduce(has_state, op=dist.ReduceOp.MAX, group=wrapper.process_group)
     return bool(has_state.item())
 

@@ -75,7 +75,7 @@ class Deferred:
             mesh, placements = like.device_mesh, like.placements
             return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
         on_device = is_tensor(like) and not is_meta(like)
-        return self.entry.empty(like.device if on_device else None, dtype)
+        return self.entry.empty(like.device if on_device else "cpu", dtype)
 
 
 class ModuleLoad:

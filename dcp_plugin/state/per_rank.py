@@ -47,6 +47,11 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
+class OfEachRank:
+    """Base class of objects that differ between ranks without a mark. A rank without an entry in the checkpoint loads
+    the entry of rank 0, and the object makes its own of it."""
+
+
 @dataclass(frozen=True)
 class RankEntry:
     """Place of a value that differs between ranks."""
@@ -59,6 +64,8 @@ class RankEntry:
     world_size: int
     is_position: bool
     """True if the value is a position in the data, which is valid only on the same number of ranks."""
+    is_derived: bool = False
+    """True if a rank without an entry loads that of rank 0."""
 
     @property
     def shared_name(self) -> str:

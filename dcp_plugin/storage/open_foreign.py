@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 from dcp_plugin.errors import CheckpointNotFound, damage_in, some
-from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata
+from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata, uncommitted_reason
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.format.summary import fingerprint
-from dcp_plugin.media import Medium, Readable, medium_of, snapshot
+from dcp_plugin.media import Medium, Readable, is_workspace, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
@@ -104,11 +105,23 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         weights: Files of another tool directly in it, which could be meant as well.
 
     Raises:
-        CheckpointNotFound: The message names the first checkpoint, and the files.
+        CheckpointNotFound: The message names the first complete checkpoint, and the files; or it says that there is no
+            complete one.
     """
-    below = _first_checkpoint(snapshot(path), path, _DEPTH)
-    if below is None:
+    found: dict[bool, Where] = {}
+    for checkpoint, is_complete in _checkpoints_below(snapshot(path), path, _DEPTH):
+        found.setdefault(is_complete, checkpoint)
+        if is_complete:
+            break
+    below = found.get(True)
+    if below is None and (weights or not found):
         return
+    if below is None:
+        root = path.parent if is_workspace(path.name) else path
+        raise CheckpointNotFound(
+            f"{path} is not a checkpoint, and there is no complete checkpoint in it: a save has not ended. Start "
+            f"afresh, or resume from dcp_plugin.latest({str(root)!r}) unless that is None."
+        )
     newest = f"dcp_plugin.latest({str(path)!r}) finds the newest"
     if weights:
         raise CheckpointNotFound(
@@ -120,16 +133,19 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
     )
 
 
-def _first_checkpoint(medium: Medium, folder: Where, depth: int) -> Where | None:
-    """Return a checkpoint below a directory."""
+def _checkpoints_below(medium: Medium, folder: Where, depth: int) -> Iterator[tuple[Where, bool]]:
+    """Yield the checkpoints and unfinished saves below a directory, and whether each is complete. Those in a workspace
+    are not: they have no name yet, or none any more."""
     with suppress(OSError):
         entries = [entry for entry in medium.entries(folder)[:_MOST_LISTED] if not entry.is_file]
-        folders: list[Where] = [entry.path for entry in entries if not entry.path.name.startswith(".")]
-        for path in folders:
+        named = [entry.path for entry in entries if not entry.path.name.startswith(".")]
+        for path in named:
             with suppress(OSError):
-                if has_traces([name.rstrip("/") for name in medium.open(path).names()]):
-                    return path
-        for path in folders if depth > 1 else ():
-            if (below := _first_checkpoint(medium, path, depth - 1)) is not None:
-                return below
-    return None
+                names = [name.rstrip("/") for name in medium.open(path).names()]
+                if has_traces(names):
+                    yield path, not (uncommitted_reason(names) or is_workspace(folder.name))
+        for path in named if depth > 1 else ():
+            yield from _checkpoints_below(medium, path, depth - 1)
+        for entry in entries:
+            if is_workspace(entry.path.name):
+                yield from _checkpoints_below(medium, entry.path, 1)

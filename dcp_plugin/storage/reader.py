@@ -430,7 +430,7 @@ class ShardedReader(StorageReader):
         if read.location.payload_offset is None and read.key not in self.index.strides:
             self._read(list(self._fetches_of_tensor(read, read.chunk, target)))
             return
-        memory = torch.empty(read.box[1], dtype=read.dtype)
+        memory = torch.empty(read.box[1], dtype=read.dtype, device="cpu")
         self._read(list(self._fetches_of_tensor(read, read.chunk, memory)))
         self._take(read.key, memory, target)
 

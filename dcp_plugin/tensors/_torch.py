@@ -167,11 +167,13 @@ def pickled_parts(tree: Any) -> tuple[dict[str, bytes], dict[str, torch.UntypedS
     """Return the records that ``torch.save`` writes for ``tree`` before the payloads, in its order, and the storage of
     each payload.
 
-    ``torch.save`` itself copies and checksums the payloads; ``_save`` takes the writer as an argument.
+    ``torch.save`` itself copies and checksums the payloads; ``_save`` takes the writer as an argument. It records the
+    alignment that ``torch.utils.serialization.config`` asks for; the archives of this package always have torch's
+    default.
     """
     writer = _PickleOnly()
     torch.serialization._save(tree, writer, pickle, 2, False)  # type: ignore[no-untyped-call]
-    return writer.records, writer.storages
+    return writer.records | {".storage_alignment": b"64"}, writer.storages
 
 
 def transforms_of(descriptors: Sequence[str]) -> list[StreamTransformExtension]:

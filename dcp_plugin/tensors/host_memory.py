@@ -30,12 +30,21 @@ BLOCK = 4 << 20
 _BLOCKS = 3  # one block is being written or read while two are being copied
 
 
+def host_bytes(nbytes: int, pinned: bool = False) -> torch.Tensor:
+    """Allocate host memory, independent of the default device.
+
+    Memory that is made inside of ``inference_mode`` could not be written outside of it, where a later save reuses it.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
 class Block:
     """A piece of host memory that buffers copies from and to a device."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.memory = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=cuda)
+        self.memory = host_bytes(BLOCK, pinned=cuda)
         self._taken = 0
         self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
@@ -43,7 +52,7 @@ class Block:
     def take(self, count: int) -> torch.Tensor:
         """Return the next ``count`` bytes, aligned for any dtype; fresh memory if the block is used up."""
         start, self._taken = self._taken, self._taken + count + -count % 64
-        return self.memory[start : start + count] if self._taken <= BLOCK else torch.empty(count, dtype=torch.uint8)
+        return self.memory[start : start + count] if self._taken <= BLOCK else host_bytes(count)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy between the device and this block; :meth:`wait` waits for it."""

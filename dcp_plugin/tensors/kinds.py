@@ -181,7 +181,7 @@ def _require_storable(dtype: torch.dtype) -> None:
         CheckpointMismatch: It does not. The message lacks the key.
     """
     try:
-        torch.save(torch.empty(1, dtype=dtype), io.BytesIO())
+        torch.save(torch.empty(1, dtype=dtype, device="cpu"), io.BytesIO())
     except Exception as error:
         raise CheckpointMismatch(
             f"of dtype {dtype}, which torch.save cannot write: store its bytes, view(torch.uint8)"

@@ -424,7 +424,7 @@ def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
     if is_opaque(reader, key):
         return "it is of a class of its own, without elements"
     try:
-        next(_numbers(torch.zeros(1, dtype=dtype)))
+        next(_numbers(torch.zeros(1, dtype=dtype, device="cpu")))
     except (RuntimeError, NotImplementedError, TypeError):
         return f"torch computes nothing with {dtype}"
     return ""

@@ -24,7 +24,7 @@ from dcp_plugin.media import PAGE
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors.host_memory import memory_view
+from dcp_plugin.tensors.host_memory import host_bytes, memory_view
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 WINDOW = 64 << 20
@@ -246,7 +246,7 @@ class Stream:
         self._reader = reader
         self._parts = parts
         self._window = window
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._memory = [host_bytes(0)] * 2
         self.nbytes = sum(part.nbytes for part in parts)
         """Bytes of all parts."""
 
@@ -302,7 +302,7 @@ class Stream:
 
 def _page_aligned(nbytes: int) -> torch.Tensor:
     """Return memory from which a file can be written without a copy."""
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    memory = host_bytes(nbytes + PAGE)
     return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
 

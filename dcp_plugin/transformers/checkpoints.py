@@ -113,7 +113,7 @@ def random_positions_after_iter() -> list[tuple[Any, ...]]:
     seed for its workers, and a shuffling sampler may draw another."""
     state, positions = torch.get_rng_state(), [random_position()]
     for _ in range(2):
-        torch.empty((), dtype=torch.int64).random_()
+        torch.empty((), dtype=torch.int64, device=torch.get_default_device()).random_()
         positions.append(random_position())
     torch.set_rng_state(state)
     return positions

@@ -329,3 +329,39 @@ def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True):
         assert values.decode("it", data) == [1]
     assert "not_there" not in sys.modules
+
+
+LARGE: dict[str, Any] = {
+    "the indices of a shuffled data set": lambda: np.arange(40 << 20, dtype=np.int64)[::-1],
+    "an array of bytes": lambda: np.full(280 << 20, 0xE9, np.uint8),
+    "text": lambda: "x" * (300 << 20),
+    "bytes": lambda: b"x" * (300 << 20),
+    "an array in a tuple": lambda: (1, np.zeros(280 << 20, np.uint8)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+def test_a_pickle_above_256_MiB_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    value = LARGE[name]()
+    dcp.save({"v": value}, tmp_path / "ck")
+    target = {"v": None}
+    dcp.load(target, tmp_path / "ck")
+    assert type(target["v"]) is type(value) and bool(np.all(target["v"][-1] == value[-1]))
+    assert np.array_equal(target["v"], value) if isinstance(value, np.ndarray) else len(target["v"]) == len(value)
+    assert dcp.verify(tmp_path / "ck").ok
+
+
+@pytest.mark.parametrize("value", [np.broadcast_to(np.uint8(0), 1 << 32), np.broadcast_to(0, (1 << 30, 1))], ids=len)
+def test_what_no_pickle_can_have_is_refused_at_once_with_its_size(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(dcp.CheckpointMismatch, match=r"^v is a ndarray of \d.0 GiB, more than the 4.0 GiB"):
+        dcp.save({"v": value}, tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+
+
+def test_opcodes_without_end_are_refused_however_much_text_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_plugin.format.pickles.follow._MOST_OPCODES", 1000)
+    values.encode({"text": "x" * 100_000, "array": np.zeros(100_000)})
+    with pytest.raises(dcp.UnsafeCheckpoint) as refused:
+        values.encode({"text": "x" * 100_000, "numbers": dict.fromkeys(range(1000))})
+    assert "more than 1000 bytes besides texts" in str(refused.value.__cause__)

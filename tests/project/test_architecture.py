@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 import dcp_plugin as dcp
 from tests import programs
@@ -93,6 +94,18 @@ def test_every_module_says_what_it_is_for_and_private_torch_has_one_place(path: 
                 name for name in [*(node.module or "").split("."), *(a.name for a in node.names)] if name[0] == "_"
             ]
             assert not private, f"line {node.lineno} imports private torch: {private}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_new_tensor_names_its_device_and_dtype(path: Path) -> None:
+    """A user's default device may be one whose memory has no address on the host, and a default dtype may be any."""
+    factories = {function.__name__ for function in _device_constructors()}
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    for call in calls:
+        module, _, function = ast.unparse(call.func).rpartition(".")
+        needed = {"device", "dtype"} if function in factories else {"device"} if function == "Generator" else set()
+        if module == "torch":
+            assert needed <= {keyword.arg for keyword in call.keywords}, f"line {call.lineno}: {ast.unparse(call)}"
 
 
 def test_the_public_names_are_exactly_these() -> None:

@@ -38,6 +38,13 @@ optimizer = torch.optim.AdamW(model.parameters())
 def train():
     model(torch.ones(1, 4)).sum().backward(), optimizer.step()
 """
+LOADER = """
+from torchdata.stateful_dataloader import StatefulDataLoader
+dataset = torch.ones(40, 4)
+loader = StatefulDataLoader(dataset, batch_size=4, shuffle=True)
+def train(batch):
+    model(batch).sum().backward(), optimizer.step()
+"""
 PARTS = """
 model.backbone = model[0]
 dcp.save({"model": torch.nn.Linear(4, 4)}, "pretrained")
@@ -98,7 +105,8 @@ OurTrainer(model, args, train_dataset=data).train()
 )
 CONFIG = "from dcp_plugin import CheckpointConfig"
 BEFORE = {  # a script that works without us, or what an earlier section has made
-    "Quickstart": "",
+    "Quickstart": LOADER,
+    "Random numbers and data": LOADER,
     "Lightning: one argument": TRAINER,
     "Load a model without a Trainer": TRAINED,
     "Back to stock Lightning": TRAINED,

@@ -23,6 +23,7 @@ from dcp_plugin.media.disk.files import LocalFile
 from tests import launch
 from tests.compare import assert_same
 from tests.damage import flip
+from tests.dying import die_when_half_is_written
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.messages import logged
@@ -156,6 +157,29 @@ def test_a_partial_load_of_nothing_is_refused_also_where_it_would_not_be_needed(
 def test_a_given_checkpointer_has_its_own_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpointer"):
         dcp.resume_or_init({}, tmp_path, checkpointer=dcp.Checkpointer(), timeout=3.0)
+
+
+def _killed_in_a_save(path: Path) -> None:
+    die_when_half_is_written()
+    dcp.save({"weights": torch.ones(1000)}, path)
+
+
+@pytest.mark.parametrize("with_a_complete_one", [False, True])
+def test_an_unfinished_save_is_never_recommended(tmp_path: Path, with_a_complete_one: bool) -> None:
+    root = tmp_path / "run"
+    if with_a_complete_one:
+        dcp.save({"weights": torch.ones(1000)}, root / "step-1")
+    launch.run(_killed_in_a_save, 1, root / "step-2", killed=[0])
+    for path in (root / sorted(os.listdir(root))[0], root):
+        for call in (dcp.inspect, lambda path: dcp.load({"weights": torch.ones(1000)}, path)):
+            with pytest.raises(dcp.CheckpointNotFound) as caught:
+                call(path)
+            assert ".saving" not in str(caught.value) and f"dcp_plugin.latest('{root}')" in str(caught.value)
+            is_named = with_a_complete_one and path == root
+            assert ("step-1. Name one" if is_named else "no complete checkpoint in it") in str(caught.value)
+    assert dcp.resume_or_init({"n": 0, "weights": torch.zeros(1000)}, root, strict=False).how == (
+        "resumed" if with_a_complete_one else "fresh"
+    )
 
 
 # Ranks

@@ -15,6 +15,7 @@ import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.tracking import log_checkpoint
 from tests import trackers
+from tests.damage import bad_disk, raising
 from tests.launch import on_ranks
 from tests.object_server import Bucket
 from tests.slowness import Gate, slow_writes
@@ -38,17 +39,11 @@ def _save_in_background(root: Path, tracker: Any) -> None:
             assert tracker.logged() == []
         gate.open()
         handle.wait()
-
-        def fail(event: events.Event) -> None:
-            if isinstance(event, events.SaveStarted):
-                raise OSError("no")
-
-        unsubscribe = events.subscribe(fail)
-        handle = checkpointer.save(_state(4), root / "step-4", step=4)
-        log_checkpoint(handle)
-        with pytest.raises(dcp.SaveFailed):
-            handle.wait()
-        unsubscribe()
+        with bad_disk(raising(OSError("no"))):
+            handle = checkpointer.save(_state(4), root / "step-4", step=4)
+            log_checkpoint(handle)
+            with pytest.raises(dcp.SaveFailed):
+                handle.wait()
 
 
 def _log_what_is_at_no_path(root: Path) -> None:

@@ -28,6 +28,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
 from tests import programs
 from tests.compare import assert_same, assert_saved
+from tests.damage import bad_disk, raising
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
@@ -147,10 +148,12 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
         def slowly(event):
             if isinstance(event, events.SaveStarted):
                 time.sleep(1.0)  # the main thread has ended by now
-                if int(sys.argv[2]):
-                    raise OSError("disk full")
 
         events.subscribe(slowly)
+        if int(sys.argv[2]):
+            from tests.damage import fill_disk
+
+            fill_disk(None)
         dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
     """
     ended = programs.run("-c", program, tmp_path / "ck", int(fails))
@@ -472,7 +475,7 @@ def test_nothing_follows_a_save_that_failed(tmp_path: Path) -> None:
     gate.close()
     ours = dcp.Checkpointer(async_save=True)
     told: list[events.SaveFinished] = []
-    with slow_writes(disk_full):
+    with bad_disk(disk_full):
         handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
         handle.on_published(told.append)
         gate.open()
@@ -481,3 +484,37 @@ def test_nothing_follows_a_save_that_failed(tmp_path: Path) -> None:
     handle.on_published(told.append)
     assert told == [] and handle.finished is None
     ours.close()
+
+
+def test_a_with_block_ends_when_its_saves_are_published(tmp_path: Path) -> None:
+    gate = Gate(is_open=False)
+    with slow_writes(gate), dcp.Checkpointer(async_save=True) as ours:
+        handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+        gate.open_soon()
+    assert handle.done() and dcp.verify(tmp_path / "ck").ok and not ours._writer.holdings()
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])
+@pytest.mark.parametrize("disk", ["good", "bad"])
+def test_the_exception_of_a_with_block_stays_the_exception(tmp_path: Path, error: BaseException, disk: str) -> None:
+    fail = raising(OSError("disk full")) if disk == "bad" else lambda: None
+
+    def train() -> None:
+        with bad_disk(fail), dcp.Checkpointer(async_save=True) as ours:
+            ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        train()
+    notes = caught.value.__dict__.pop("__notes__", [])
+    assert ["disk full" in note for note in notes] == [True] * (disk == "bad")
+    assert (tmp_path / "ck").exists() == (disk == "good")
+
+
+def test_a_with_block_raises_the_failure_of_its_save(tmp_path: Path) -> None:
+    def train() -> None:
+        with bad_disk(raising(OSError("disk full"))), dcp.Checkpointer(async_save=True) as ours:
+            ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+
+    with pytest.raises(dcp.SaveFailed, match="disk full"):
+        train()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import events
 from tests.compare import assert_same, assert_saved
+from tests.damage import bad_disk, raising
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
@@ -153,7 +154,7 @@ def test_a_save_in_line_is_written_although_the_one_before_fails(tmp_path: Path)
             raise OSError("bad disk")
 
     broken = threading.Event()
-    with slow_writes(fail):
+    with bad_disk(fail):
         failing.close()
         ours.save({"t": torch.ones(3)}, tmp_path / "first")
         second = ours.save({"t": torch.ones(3)}, tmp_path / "second")
@@ -425,11 +426,8 @@ def test_sigterm_is_given_back(tmp_path: Path) -> None:
 
 
 def test_the_original_error_of_a_background_save_is_kept(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise OSError("bad disk")
-
     ours = dcp.Checkpointer(async_save=True)
-    with slow_writes(fail):
+    with bad_disk(raising(OSError("bad disk"))):
         ours.save({"t": torch.ones(3)}, tmp_path / "ck")
         with pytest.raises(dcp.SaveFailed) as raised:
             ours.close()
@@ -478,7 +476,7 @@ def test_a_save_that_something_ends_by_an_exit_has_failed_and_is_said_to(tmp_pat
     def leave() -> None:
         raise SystemExit(3)
 
-    for slowly in (slow_writes, slow_copies):
+    for slowly in (bad_disk, slow_copies):
         with slowly(leave):
             handle = ours.save({"model": model}, tmp_path / "ck")
             with pytest.raises(dcp.SaveFailed, match="SystemExit"):
@@ -488,7 +486,7 @@ def test_a_save_that_something_ends_by_an_exit_has_failed_and_is_said_to(tmp_pat
     ours.close()
 
 
-def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_save_whose_thread_cannot_start_runs_in_the_thread_of_the_call(tmp_path: Path, monkeypatch: Any) -> None:
     ours = dcp.Checkpointer(async_save=True)
 
     def refuse(thread: threading.Thread) -> None:
@@ -496,8 +494,8 @@ def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            ours.save({"n": 1}, tmp_path / "ck")
-    ours.wait()
+        handle = ours.save({"n": 1}, tmp_path / "ck")
+        with pytest.raises(dcp.SaveFailed, match="new thread"):
+            handle.wait(HANG)
     ours.save({"n": 1}, tmp_path / "ck").wait(HANG)
     ours.close()

@@ -28,7 +28,7 @@ from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.paths import Where
 from tests import launch
 from tests.compare import assert_same, full_state
-from tests.damage import flip_byte, flip_in_memory
+from tests.damage import bad_disk, flip_byte, flip_in_memory, raising
 from tests.finetune import WIDTH, build, finished_saves, train
 from tests.forge import change_summary
 from tests.launch import gathered, on_ranks
@@ -218,16 +218,9 @@ def test_a_failed_save_leaves_the_last_committed_one_as_base(tmp_path: Path, eve
     model, optimizer = build()
     ours = dcp.Checkpointer()
     ours.save(_state(model, optimizer), tmp_path / "0")
-
-    def fail(event: dcp.events.Event) -> None:
-        if isinstance(event, dcp.events.BytesWritten):
-            raise OSError("the disk is on fire")
-
     train(model, optimizer)
-    unsubscribe = dcp.events.subscribe(fail)
-    with pytest.raises(dcp.SaveFailed, match="on fire"):
+    with bad_disk(raising(OSError("the disk is on fire"))), pytest.raises(dcp.SaveFailed, match="on fire"):
         ours.save(_state(model, optimizer), tmp_path / "1")
-    unsubscribe()
     assert dcp.verify(tmp_path / "0").ok
     assert is_tidy(tmp_path)
     ours.save(_state(model, optimizer), tmp_path / "1")

@@ -107,6 +107,23 @@ def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path
         assert_same(whole_state(other, fresh), state)
 
 
+@pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}])
+@on_ranks(1, 2)
+def test_a_default_device_changes_no_save_and_no_load(tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+    torch.set_default_device("cuda")
+    state = {"on device": torch.randn(5, 7), "on host": torch.ones(300, device="cpu"), "number": [1, "text"]}
+    ours = dcp.Checkpointer(**options)
+    for number in range(2):
+        ours.save(state, tmp_path / str(number))
+    ours.close()
+    target = {"on device": torch.zeros(5, 7), "on host": torch.zeros(300, device="cpu"), "number": None}
+    dcp.load(target, tmp_path / "1")
+    assert target["on device"].is_cuda and not target["on host"].is_cuda
+    assert_same(target, state)
+    assert dcp.verify(tmp_path / "1").ok
+    assert_same(dcp.read(tmp_path / "1", include=["on device"]), {"on device": state["on device"].cpu()})
+
+
 def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:
     model = nn.Linear(1000, 1000).cuda()
     ours = dcp.Checkpointer(async_save=True, staging="lazy")

@@ -23,7 +23,7 @@ from dcp_plugin import events
 from dcp_plugin.media import Reservation, disk
 from dcp_plugin.media.disk import commit
 from tests import launch
-from tests.damage import flip
+from tests.damage import bad_disk, flip, raising
 from tests.launch import gathered, on_ranks
 from tests.layouts import build, train
 from tests.messages import refusal
@@ -38,14 +38,8 @@ def test_a_full_disk_on_one_rank_fails_the_save_everywhere(tmp_path: Path) -> No
     path = tmp_path / "ck"
     model, optimizer = build("fsdp2")
     state = {"model": model, "optim": optimizer}
-
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten) and dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-
-    unsubscribe = events.subscribe(fail)
-    refusal(dcp.SaveFailed, lambda: dcp.save(state, path), "rank 1", "No space left", str(path))
-    unsubscribe()
+    with bad_disk(raising(OSError(28, "No space left on device")), rank=1):
+        refusal(dcp.SaveFailed, lambda: dcp.save(state, path), "rank 1", "No space left", str(path))
     dist.barrier()
     assert not list(path.parent.iterdir())
     dcp.save(state, path)  # the group of ranks has survived
@@ -66,19 +60,13 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
     model, optimizer = build("fsdp2")
     state = {"model": model, "optim": optimizer}
     ours = dcp.Checkpointer(async_save=True)
-
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten) and dist.get_rank() == 0:
-            raise OSError("bad disk")
-
-    unsubscribe = events.subscribe(fail)
-    handle = ours.save(state, tmp_path / "a")
-    refusal(dcp.SaveFailed, ours.wait, "rank 0", "bad disk")
-    assert handle.done() and isinstance(handle.exception(), dcp.SaveFailed)
-    ours.wait()  # raised once
-    ours.save(state, tmp_path / "b")
-    refusal(dcp.SaveFailed, lambda: ours.save(state, tmp_path / "c"), "bad disk")
-    unsubscribe()
+    with bad_disk(raising(OSError("bad disk")), rank=0):
+        handle = ours.save(state, tmp_path / "a")
+        refusal(dcp.SaveFailed, ours.wait, "rank 0", "bad disk")
+        assert handle.done() and isinstance(handle.exception(), dcp.SaveFailed)
+        ours.wait()  # raised once
+        ours.save(state, tmp_path / "b")
+        refusal(dcp.SaveFailed, lambda: ours.save(state, tmp_path / "c"), "bad disk")
     ours.save(state, tmp_path / "d")
     ours.close()
     dist.barrier()  # rank 0 notes the figures of a save after it is published
@@ -314,17 +302,12 @@ def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_pa
 
 @on_ranks(2)
 def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_path: Path) -> None:
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
-            raise OSError("bad disk")
-
     ours = dcp.Checkpointer(async_save=True, timeout=600)  # who waits for the others waits longer than the test may
-    unsubscribe = events.subscribe(fail)
-    handle = ours.save({"t": torch.ones(3)}, tmp_path / "a")
-    if dist.get_rank() == 0:
-        refusal(dcp.SaveFailed, handle.wait, "bad disk")
-    handle.wait_done()
-    unsubscribe()
+    with bad_disk(raising(OSError("bad disk"))):
+        handle = ours.save({"t": torch.ones(3)}, tmp_path / "a")
+        if dist.get_rank() == 0:
+            refusal(dcp.SaveFailed, handle.wait, "bad disk")
+        handle.wait_done()
     refusal(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, tmp_path / "b"), "bad disk")
     ours.save({"t": torch.ones(3)}, tmp_path / "c")
     ours.close()

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import events, meeting
+from dcp_plugin import meeting
 from dcp_plugin.meeting import meet
 from tests import launch
+from tests.damage import bad_disk, raising
 from tests.dying import lose
 from tests.launch import gathered, on_ranks
 from tests.limits import HANG
@@ -94,13 +95,9 @@ def test_a_rank_that_comes_too_late_is_told_so_and_all_meet_the_next_time(tmp_pa
 
 @on_ranks(2, killed=[1])
 def test_a_lost_rank_does_not_hide_the_failure_of_the_save_before(tmp_path: Path) -> None:
-    def fail(event: events.Event) -> None:
-        if dist.get_rank() == 0 and isinstance(event, events.BytesWritten):
-            raise OSError("bad disk")
-
-    events.subscribe(fail)
     ours = dcp.Checkpointer(timeout=1, async_save=True)
-    ours.save(STATE, tmp_path / "one").wait_done()
+    with bad_disk(raising(OSError("bad disk")), rank=0):
+        ours.save(STATE, tmp_path / "one").wait_done()
     ours._groups.close()  # as a rank that is lost in the background does
     lose(1)
     with pytest.raises(dcp.RankFailure, match=r"for rank 1\. ") as caught:

@@ -22,8 +22,10 @@ _COPIES = 40
 """Factor of the memory allowance: copies may take 64 MiB, and 40 times the size of the pickle."""
 _MOST_UNUSUAL = 10_000
 """Most keys that are tuples, and large numbers in a set: an attacker can make these collide."""
-MOST_PICKLE = 1 << 28
-"""Largest pickle in bytes. The pickle of a million tensors takes half of it."""
+MOST_PICKLE = 1 << 33
+"""Largest pickle in bytes, nearly all of them in texts. The bytes of an array are a text, too."""
+_MOST_OPCODES = 1 << 28
+"""Most bytes besides the texts, each of which takes time. The pickle of a million tensors takes half of it."""
 _MOST_LATE = 100
 """Largest size added to containers that are already in a tuple, as in objects that refer to themselves."""
 _MOST_UNUSED = 256
@@ -73,13 +75,14 @@ class _Follower:
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.left = allowance(len(data))
+        self.in_texts = 0
         self.unusual = self.late = 0
 
     def run(self) -> None:
         data = self.data
         at = 2 if data.startswith(b"\x80") else 0  # after the number of the protocol
-        fixed, steps, longer_steps = _FIXED, _STEPS, _LONGER_STEPS
-        while True:
+        fixed, steps, longer_steps, end = _FIXED, _STEPS, _LONGER_STEPS, _MOST_OPCODES
+        while at < end:
             opcode = data[at]
             if opcode in fixed:
                 size, marked = fixed[opcode]
@@ -93,6 +96,8 @@ class _Follower:
                 return
             else:
                 at = longer_steps[opcode](self, at + 1)
+                end = _MOST_OPCODES + self.in_texts
+        raise ValueError(f"its pickle has more than {_MOST_OPCODES} bytes besides texts")
 
     def pop_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
@@ -138,6 +143,7 @@ class _Follower:
         is_codec = size <= 8 and text.lower().replace(b"-", b"").replace(b"_", b"") in _FAST_CODECS
         marks = _CODEC if is_codec else _SETSTATE if text == b"__setstate__" else 0
         self.stack.append((0, size + 1, marks))
+        self.in_texts += size
         return at + size
 
     def large_number(self, at: int) -> int:

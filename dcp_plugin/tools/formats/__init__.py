@@ -18,6 +18,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.media import NewFile
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors.host_memory import host_bytes
 from dcp_plugin.tools.stream import Part, Stream
 
 
@@ -61,7 +62,7 @@ class Selected:
 def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether torch copies elements of one dtype into another. It does not for dtypes of half a byte."""
     try:
-        torch.empty(1, dtype=target).copy_(torch.zeros(source.itemsize, dtype=torch.uint8).view(source))
+        torch.empty(1, dtype=target, device="cpu").copy_(host_bytes(source.itemsize).zero_().view(source))
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -30,7 +30,7 @@ from dcp_plugin.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.state.per_rank import without_sampler
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors import _torch
-from dcp_plugin.tensors.host_memory import memory_view
+from dcp_plugin.tensors.host_memory import host_bytes, memory_view
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.stream import Part, Stream, is_opaque, read_keys
 from dcp_plugin.types import KeyPath
@@ -70,7 +70,7 @@ class TorchFile:
             if (part := parts.get(storage.data_ptr())) is not None:
                 in_order.append(part)
             elif storage.nbytes():
-                small[record] = bytes(memory_view(torch.tensor([], dtype=torch.uint8).set_(storage)))
+                small[record] = bytes(memory_view(host_bytes(0).set_(storage)))
             sizes.append((record, storage.nbytes()))
         sizes += [(name, len(data)) for name, data in BEHIND.items()]
         return cls(name, in_order, torch_archive.records(sizes), small)
@@ -123,7 +123,8 @@ def layout(
             leaves[key] = read_keys(selected.reader, [key])[key]
         else:
             part = selected.part(key)
-            leaves[key] = torch.empty(part.sizes, dtype=part.dtype)  # takes no memory, as no element is read or written
+            # takes no memory, as no element is read or written
+            leaves[key] = torch.empty(part.sizes, dtype=part.dtype, device="cpu")
             if part.nbytes:
                 parts[leaves[key].data_ptr()] = part
     named = {selected.names[key]: leaf for key, leaf in leaves.items()}
