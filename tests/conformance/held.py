@@ -131,7 +131,10 @@ def look(held: Any) -> str:
         return describe({name: parameter.detach() for name, parameter in held.named_parameters()})
     if isinstance(held, torch.optim.Optimizer):
         return describe([{**slots} for slots in held.state.values()])
-    return describe(held.state if isinstance(held, Holder) else held)
+    plain = held.state if isinstance(held, Holder) else held
+    if isinstance(plain, Mapping) and [*plain] == ["state_dict"]:
+        plain = plain["state_dict"]
+    return describe(plain)
 
 
 def changed(held: Any, kind: str, number: int) -> Any:

@@ -19,12 +19,14 @@ from torch.distributed.fsdp import fully_shard
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from tests import launch
+from tests import launch, layouts
 from tests.compare import assert_same, same_tree
 from tests.launch import gathered, on_ranks
 from tests.messages import warned
 from tests.objects import Holder
 from tests.parallel import EQUAL_NAMES, LAYOUTS, REPLICATED, State, add, build, cut, held, stage, trained
+
+MODES: list[dict[str, Any]] = [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}]
 
 # An average that one rank keeps
 
@@ -237,7 +239,7 @@ def test_different_tensors_under_one_name_are_named_with_the_way_out(tmp_path: P
 
 
 @pytest.mark.one_of("mode")
-@pytest.mark.parametrize("mode", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("what", ["weight", "exp_avg"])
 @on_ranks(3)
 def test_a_replica_that_drifts_is_named_once_and_the_checkpoint_is_of_one_rank(
@@ -367,18 +369,22 @@ def _alike(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel, two replicas", "sharded and tensor parallel"])
-@on_ranks(4)
-def test_norms_of_tensor_parallel_layers_are_no_alarm(tmp_path: Path, layout: str) -> None:
-    """They are plain tensors beside DTensors, and see the same data on the ranks of a group."""
-    from tests.layouts import train
-
-    state = build(layout)
-    with closing(dcp.Checkpointer()) as checkpointer, warned("differ") as messages:
+def _said_in_layout(layout: str, path: Path, mode: dict[str, Any]) -> list[str]:
+    model, optimizer = layouts.build(layout)
+    with closing(dcp.Checkpointer(**mode)) as checkpointer, warned("differ") as messages:
         for step in range(3):
-            train(state["model"], state["optim"], seed=step)
-            checkpointer.save(state, tmp_path / f"step-{step}", step=step)
-    assert messages == []
+            layouts.train(model, optimizer, seed=step)
+            checkpointer.save({"model": model, "optim": optimizer}, path / f"step-{step}", step=step)
+    return messages
+
+
+@pytest.mark.one_of(count=3)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in layouts.WORLD_SIZE if layout not in ("plain", "fsdp1_flat")])
+def test_a_training_is_no_alarm_in_any_layout(tmp_path: Path, layout: str, mode: dict[str, Any]) -> None:
+    """Norms of tensor-parallel layers, for one, are plain tensors beside DTensors."""
+    said = launch.run(_said_in_layout, layouts.WORLD_SIZE[layout], layout, tmp_path, mode)
+    assert not any(said)
 
 
 class Rounding(torch.optim.SGD):
