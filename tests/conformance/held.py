@@ -132,8 +132,11 @@ def look(held: Any) -> str:
     if isinstance(held, torch.optim.Optimizer):
         return describe([{**slots} for slots in held.state.values()])
     plain = held.state if isinstance(held, Holder) else held
-    if isinstance(plain, Mapping) and [*plain] == ["state_dict"]:
-        plain = plain["state_dict"]
+    match plain:  # what a state dict of one of these says, where there is no object for it
+        case {"state_dict": weights}:
+            return describe(weights)
+        case {"state": slots, "param_groups": _}:
+            return describe([*slots.values()])
     return describe(plain)
 
 

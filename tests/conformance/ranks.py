@@ -181,12 +181,12 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
         return Verdict({"the process": ours}, outcome="CRASHED")
     said = list(dict.fromkeys(text for trace in ours for text in trace.said))
     for name in ("first", "second"):
-        stock_is_right = not isinstance(stock, str) and _is_right(stock, name)
-        if _is_right(ours, name, stock if stock_is_right else None):
+        right_stock = stock if not isinstance(stock, str) and _is_right(stock, name) else None
+        if _is_right(ours, name) and _others_are_right(ours, right_stock, name):
             continue
         told = "; ".join([_about(ours, stock, name), *said])
         is_named = any(map(_names_key_and_ranks, said))
-        if stock_is_right and not (is_named and entry.is_another_shape):
+        if right_stock is not None and not (is_named and entry.is_another_shape):
             return Verdict({f"{name} resume": f"stock is right; {told}"}, outcome="WRONG, stock is right")
         if _raise_alike(ours, stock):
             return Verdict(both_fail=told, outcome="as stock")
@@ -203,26 +203,25 @@ def judge_ranks(entry: RanksEntry, ours: Seen, stock: Seen) -> Verdict:
     return Verdict(better={"outcome": "stock is wrong"} if is_better else {}, outcome="right" + ", named" * bool(said))
 
 
-def _is_right(traces: list[Trace], name: str, stock: list[Trace] | None = None) -> bool:
-    """Return whether all ranks have what is right after a resume.
+def _is_right(traces: list[Trace], name: str) -> bool:
+    """Return whether each rank that held something has it back after a resume."""
+    return all(trace.seen.get(name) == trace.right[name] for trace in traces if name in trace.right) and not any(
+        trace.raised for trace in traces if name not in trace.seen
+    )
+
+
+def _others_are_right(ours: list[Trace], stock: list[Trace] | None, name: str) -> bool:
+    """Return whether ranks that held nothing have what another rank held, or else what stock gives them.
 
     Args:
-        stock: Traces that say what ranks get that held nothing, unless it is what another rank held; without, these
-            may keep what they had.
+        stock: None if stock is wrong; these ranks may then keep what they had.
     """
-    rights = [trace.right.get(name) for trace in traces]
-    for rank, trace in enumerate(traces):
-        if name not in trace.seen and (trace.raised is not None or rights[rank] is not None):
-            return False
-        seen = trace.seen.get(name)
-        if rights[rank] is not None:
-            allowed = [rights[rank]]
-        elif stock is not None:
-            allowed = [*rights, stock[rank].seen.get(name)]
-        else:
-            allowed = [*rights, trace.seen.get("new")]
-        if seen not in allowed:
-            return False
+    rights = [trace.right[name] for trace in ours if name in trace.right]
+    for rank, trace in enumerate(ours):
+        if name not in trace.right and name in trace.seen:
+            others = trace.seen.get("new") if stock is None else stock[rank].seen.get(name)
+            if trace.seen[name] not in [*rights, others]:
+                return False
     return True
 
 
