@@ -195,6 +195,24 @@ def test_a_stage_is_never_loaded_in_place_of_another(tmp_path: Path) -> None:
     assert_same(_local(target), _local(cut(9)))
 
 
+def _save(path: Path, layout: str) -> None:
+    dcp.save(build(layout), path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"), [("actor and critic", ("actor", "critic")), ("stages with names", ("stage0", "stage3"))]
+)
+def test_one_process_loads_what_ranks_saved_under_names_of_their_own(
+    tmp_path: Path, layout: str, names: tuple[str, ...]
+) -> None:
+    launch.run(_save, 4, tmp_path / "c", layout)
+    state: State = {name: cut(9) for name in names}
+    dcp.load(state, tmp_path / "c", strict=False)
+    for name in names:
+        number = int(name[-1]) if name[-1].isdigit() else names.index(name)
+        assert_same(_local(state[name]), _local(cut(number)))
+
+
 @on_ranks(2)
 def test_the_only_module_under_another_name_is_one_warning(tmp_path: Path) -> None:
     dcp.save({"model": cut(3)}, tmp_path / "c")
