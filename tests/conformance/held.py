@@ -178,6 +178,9 @@ class Program:
     def load(self, name: str) -> None:
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End the program."""
+
     def changed(self, number: int) -> Any:
         """Return what is held with this number in it: the same object, or another value."""
         return changed(self.x, self.kind, number)
@@ -240,6 +243,10 @@ class WithAccelerate(Program):
     def load(self, name: str) -> None:
         self.tool.do("load", lambda state, path: self.accelerator.load_state(str(path)), {}, name)
 
+    def close(self) -> None:
+        if self.attached is not None:
+            self.attached.close()
+
     def changed(self, number: int) -> Any:
         if HELD[self.kind].is_object:
             return super().changed(number)
@@ -282,6 +289,10 @@ class WithFabric(Program):
         self.tool.do("load", lambda state, path: self.fabric.load(path, state), state, name)
         if self.holds:
             self.x = state["x"]
+
+    def close(self) -> None:
+        if self.attached is not None:
+            self.attached.close()
 
 
 class WithLightning(Program):

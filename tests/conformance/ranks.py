@@ -137,13 +137,16 @@ def _run_held(entry: RanksEntry, mode: str, tool: Tool, trace: Trace) -> None:
             program.x = program.changed(fill + 10)
         save(program, "second")
 
-    program = begin(fill)
-    program.run(first, None)
-    program = begin(new)
-    trace.seen["new"] = {"x": look(program.x)}
-    program.run(second, "first")
-    program = begin(new)
-    program.run(lambda: resumed(program, "second"), "second")
+    def third() -> None:
+        resumed(program, "second")
+
+    for act, resume in ((first, None), (second, "first"), (third, "second")):
+        program = begin(fill if resume is None else new)
+        trace.seen["new"] = {"x": look(program.x)}
+        try:
+            program.run(act, resume)
+        finally:
+            program.close()
 
 
 @contextmanager

@@ -294,7 +294,7 @@ def _of_rank_0(state: State) -> dict[str, torch.Tensor]:
 def test_ranks_that_train_apart_are_saved_as_rank_0_has_them(tmp_path: Path) -> None:
     """Every tensor differs, as under PostLocalSGD: weights and moments are of one rank, never a mixture."""
     torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(16)])
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     state: State = {"model": model, "optim": trained(model)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
