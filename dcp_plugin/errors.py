@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import logging
 import re
 import warnings
@@ -47,32 +48,33 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-class PrintableRecords(logging.Filter):
-    """Filter that escapes the messages of a logger, but not those of its children."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if (escaped := printable(message)) != message:
-            record.msg, record.args = escaped, ()
-        return True
-
-
 def logger_of(name: str) -> logging.Logger:
-    """Return a logger with printable messages that never raises. A handler of the user may fail, or the stream that it
-    writes to may be closed; no save and no load depends on a line that only shows."""
+    """Return a logger whose own messages, but not those of its children, are printable, and which never raises.
+
+    A handler of the user may fail, or the stream that it writes to may be closed. No save and no load depends on a line
+    that only shows.
+    """
     logger = logging.getLogger(name)
     handle = logger.handle
 
     def handle_if_possible(record: logging.LogRecord) -> None:
         with suppress(Exception):
+            message = record.getMessage()
+            if (escaped := printable(message)) != message:
+                record.msg, record.args = escaped, ()
             handle(record)
 
-    logger.addFilter(PrintableRecords())
     logger.handle = handle_if_possible  # type: ignore[method-assign]
     return logger
 
 
-logger_of("dcp_plugin")
+logger = logger_of("dcp_plugin")
+
+
+@functools.cache  # searches and saves meet the same again and again
+def warn_once(text: str) -> None:
+    """Log a warning, once in each process."""
+    logger.warning("%s", text)
 
 
 def warn(message: str, stacklevel: int = 2) -> None:

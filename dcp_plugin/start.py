@@ -331,11 +331,7 @@ def resume_or_init(
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
-        restart = options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
-        loaded = None if restart.how != "resumed" or restart.report is None else restart.report.loaded
-        if loaded is not None and not any(map(_OF_RANDOM_NUMBERS.search, loaded)) and used.ranks.rank == 0:
-            _warn_of_new_random_numbers()
-        return restart
+        return options.start(used, modules_of(state), find, lambda path: _resume(used, state, path, strict))
     finally:
         if checkpointer is None:
             used.close()
@@ -356,7 +352,10 @@ def _warn_of_new_random_numbers() -> None:
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
-        return checkpointer.restore(state, path, strict=strict)
+        report = checkpointer.restore(state, path, strict=strict)
+        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and checkpointer.ranks.rank == 0:
+            _warn_of_new_random_numbers()
+        return report
     except CheckpointMismatch as error:
         if len(parts := sibling_parts(path)) > 1:
             error.add_note(

@@ -78,10 +78,8 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
 def why_too_large(value: Any) -> str:
     """Return the reason why no pickle can have a text, bytes or an array, as the end of a sentence; else empty."""
     nbytes = value.nbytes if isinstance(value, np.ndarray) else len(value)
-    if nbytes < _MOST_IN_PICKLE:
-        return ""
-    most = size(_MOST_IN_PICKLE)
-    return f"a {type(value).__name__} of {size(nbytes)}, more than the {most} that a pickle takes: make it a tensor"
+    about = f"a {type(value).__name__} of {size(nbytes)}, more than the {size(_MOST_IN_PICKLE)} that a pickle takes"
+    return "" if nbytes < _MOST_IN_PICKLE else f"{about}: make it a tensor"
 
 
 def decode(key: str, data: bytes, allow_pickle: bool = False, notes: list[str] | None = None) -> Any:

@@ -179,7 +179,9 @@ class _Keys:
         other ranks have keys below."""
         standing = np.full(count, _HIDDEN, np.uint8)
         for description, numbers in zip(self._described, self.number_in, strict=True):
-            standing[numbers] = np.minimum(standing[numbers], description.standing)
+            of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
+            standing[numbers] = np.minimum(standing[numbers], of_parts)
+        standing[standing == _PARTLESS] = Standing.HOLDS  # a misfit, which the check of boxes reports
         if len(self._described) > 1:  # on one rank, no key is below another
             held_by = sum(np.bincount(numbers, minlength=count) for numbers in self.number_in)
             doubtful = (standing >= Standing.EMPTY) & (held_by < len(self._described))
@@ -189,10 +191,8 @@ class _Keys:
         return standing
 
     def _counts(self, described: Description, numbers: Column) -> Column:
-        """Return a mask of the keys of which a rank has a part that counts. A LocalShardsWrapper without shards knows
-        neither shape nor dtype."""
-        has_chunks = np.bincount(described.key, minlength=len(described.keys)) > 0
-        return has_chunks & self.rows_of(described, numbers)
+        """Return a mask of the keys of which a rank has a part that counts."""
+        return _has_chunks(described) & self.rows_of(described, numbers)
 
     def rows_of(self, described: Description, numbers: Column) -> Column:
         """Return a mask of the keys whose entry on a rank counts."""
@@ -361,8 +361,14 @@ def _sorted(*columns: Column) -> bool:
     return bool(rising.all())
 
 
-_HIDDEN = 255
-"""In place of a standing: no rank writes anything under the key."""
+_HIDDEN, _PARTLESS = 255, 254
+"""In place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
+
+
+def _has_chunks(described: Description) -> Column:
+    """Return a mask of the keys of which the rank has a part. A LocalShardsWrapper without shards knows neither shape
+    nor dtype."""
+    return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def above_others(keys: Collection[str], others: Iterable[str], per_rank: Collection[str]) -> list[str]:

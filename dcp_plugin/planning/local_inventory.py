@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
+from dcp_plugin.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.format.keys import as_stored
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, Standing
 
@@ -149,7 +150,7 @@ class LocalInventory:
         replicas = () if holds.drifted else holds.replicas
         description = Description(
             keys,
-            {key: path for key, path in paths.items() if key in numbers and path != default_path(key)},
+            unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
             dtypes,
             dict(holds.objects),
             sorted(holds.per_rank),

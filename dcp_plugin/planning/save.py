@@ -63,7 +63,12 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
         elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
             misfits.append(f"{key} is {reason}")
         elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
-            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
+            try:
+                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
+            except ValueError as error:
+                raise CheckpointMismatch(
+                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
+                ) from error
         elif is_tensor(leaf):
             try:
                 flat[key] = sharded_value(leaf)

@@ -126,7 +126,9 @@ class SavePipeline:
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
         if ranks.size > 1 and self._local is None:
-            from dcp_plugin.state.across_ranks import RankLocal  # a process alone has nothing to compare
+            # A process alone has nothing to compare. Imported here, since the thread of a save imports nothing.
+            from dcp_plugin.planning import replicas  # noqa: F401
+            from dcp_plugin.state.across_ranks import RankLocal
 
             self._local = RankLocal()
         place = Place(ranks.rank, ranks.size)
@@ -260,7 +262,9 @@ class SavePipeline:
 
         def claim() -> bytes:
             state, inventory = described.get()
-            doubtful = b"" if self._local is None else self._local.digest(ranks.rank)
+            if self._local is None:
+                return self.exchange.claim(inventory)
+            doubtful = self._local.digest(ranks.rank)
             return self.exchange.claim(inventory, doubtful, lambda replicas: replicas.sum(state, request.path))
 
         def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:

@@ -32,6 +32,7 @@ from dcp_plugin.format.keys import (
     paths_as_stored,
     require_names,
     step_of,
+    too_deep,
     unflatten,
     walked_as_stored,
     with_types_of,
@@ -180,7 +181,10 @@ def adapters_of(
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
     of_data: Iterable[NamedObject] = ((name, state, name, value, None) for name, value in state.items())
-    named_objects = list(of_data if is_data else _named_objects(state, place))
+    try:
+        named_objects = list(of_data if is_data else _named_objects(state, place))
+    except RecursionError as error:
+        raise too_deep("", state) from error
     names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
@@ -270,7 +274,11 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             if "." in key:
                 paths[key] = tuple(key.split("."))
             continue
-        own_leaves, unusual = adapter.gather()
+        try:
+            own_leaves, unusual = adapter.gather()
+        except RecursionError as error:
+            tree = adapter.value if isinstance(adapter, ValueAdapter) else getattr(adapter, "_value", None)
+            raise too_deep(adapter.name, tree) from error
         keyed = dict(zip(_below(adapter.name, tuple(own_leaves)), own_leaves.values(), strict=True))
         if leaves and (twice := keyed.keys() & leaves.keys()):
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
@@ -520,6 +528,8 @@ class TreeAdapter(StateAdapter):
     kind = "value"
     may_grow = False
     """True if the object accepts a tensor of another shape than it has."""
+    may_become_tensor = True
+    """True if a stored tensor may take the place of a mapping with items."""
 
     def __init__(self, name: str, value: Any, entry: RankEntry | None = None) -> None:
         self.name = name
@@ -564,6 +574,8 @@ class TreeAdapter(StateAdapter):
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
                 continue
+            if not self.may_become_tensor and _has_items(existing):
+                continue
             target = self._memory_for(entry, existing) if existing is not None else None
             if target is not None:
                 wanted.targets[key] = target
@@ -605,6 +617,10 @@ class TreeAdapter(StateAdapter):
             return filled
         both = filled | self._empty
         return {key: both[key] for key in self._order if key in both} | both
+
+
+def _has_items(value: Any) -> bool:
+    return not is_tensor(value) and isinstance(value, Mapping) and bool(value)
 
 
 def _has_room(key: str, current: Mapping[str, Any]) -> bool:
@@ -655,6 +671,8 @@ class PositionAdapter(StatefulAdapter):
 
 
 class MappingAdapter(TreeAdapter):
+    may_become_tensor = False
+
     def content(self) -> Any:
         return self._value
 
@@ -665,7 +683,13 @@ class MappingAdapter(TreeAdapter):
         """
         if not stored:
             return [""] if current else []
-        return [
+        under_tensors = [
+            f"{key}.{name}".removeprefix(".")
+            for key, value in current.items()
+            if _has_items(value) and isinstance(stored.get(key), StoredTensor)
+            for name in value
+        ]
+        return under_tensors + [
             key
             for key, value in current.items()
             if key and key not in stored and not (_is_open(value) and has_keys_below(key, stored))

@@ -21,14 +21,13 @@ from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry
-from dcp_plugin.format.keys import LocalSlot
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.records import Box
 from dcp_plugin.state.adapters import ModuleAdapter, OptimizerAdapter, StateAdapter, StatefulAdapter
 from dcp_plugin.state.module import same_memory
 from dcp_plugin.state.module_load import Read
 from dcp_plugin.state.names import Parts, trained_module
-from dcp_plugin.state.optimizer import groups_of
+from dcp_plugin.state.optimizer import groups_of, split_key
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible, unwrapped_optimizer
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
@@ -83,9 +82,10 @@ class ListAdapter(StateAdapter):
         self._wants: list[Wanted] = [part.want(stored, paths) for part in self.parts]
         merged = Wanted(**{name: _merged([vars(want)[name] for want in self._wants]) for name in vars(Wanted())})
         merged.extra = {key: target for key, target in merged.extra.items() if key not in merged.targets}
-        merged.unexpected = [key for key in merged.unexpected if all(key in want.unexpected for want in self._wants)]
+        of_all = set(merged.unexpected).intersection(*(want.unexpected for want in self._wants))
+        merged.unexpected = [key for key in merged.unexpected if key in of_all]
         merged.unmatched = merged.unmatched if all(want.unmatched for want in self._wants) else []
-        if any(LocalSlot.parse(key) is None for key in merged.stored_as.values()):
+        if any(split_key(key)[1].isdecimal() for key in merged.stored_as.values()):
             merged.unfit = "has numbers instead of parameter names in the checkpoint, which only one optimizer can take"
         # An entry that no object has is for the hooks of all. The match changes the result, so the keys are kept.
         self._taken = [want.targets.keys() | (want.extra.keys() & merged.extra.keys()) for want in self._wants]
@@ -98,7 +98,8 @@ class ListAdapter(StateAdapter):
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
         report, taken = Incompatible(), set[str]()
         for part, want, keys in zip(self.parts, self._wants, self._taken, strict=True):
-            own = {key: value for key, value in filled.items() if key in keys | want.lacking.keys()}
+            mine = keys | want.lacking.keys()
+            own = {key: want.lacking.get(key, value) for key, value in filled.items() if key in mine}
             if self.kind != "module":  # which copies the values into memory of its own
                 own |= {key: copy.deepcopy(own[key]) for key in own.keys() & taken}
             taken |= own.keys()

@@ -40,6 +40,7 @@ from dcp_plugin.tensors._torch_modules import (
     overrides_load_state_dict,
     own_modules,
     own_state,
+    restore_quantization,
     takes_state_dict,
 )
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
@@ -140,6 +141,8 @@ class ModuleLoad:
         targets: dict[str, Any] = {}
         received: set[str] = set()
         absent: list[str] = []
+        self._own = own_tensors(self._module)
+        self._same = same_parameter(self._module, self._own)
         refused = self._refused_ties(stored)
         for key, value in values.items():
             names = [key] if key in stored else []
@@ -202,16 +205,34 @@ class ModuleLoad:
             report = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or silent_report
         else:
             self._walk(self._module, "", None, report)
+            report.unexpected += self._lost()
         clean = self.state.clean
         unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, so not missing
         missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
 
+    def _lost(self) -> list[str]:
+        """Return the keys of ``state_dict()`` whose loaded values the module does not have afterwards.
+
+        Such a key is no parameter or buffer, and no code of the module takes it: torch reports it as unexpected. Memory
+        that a module shows under further keys is filled, as are values that follow from loaded ones.
+        """
+        if not self._made:
+            return []
+        restore_quantization(self._module, {self.state.raw[key]: self._filled[key] for key in self._made})
+        now = ModuleState.of(self._module).values
+        return [
+            self.state.raw[key]
+            for key in self._made
+            if key not in now
+            or not (same_memory(now[key], self._filled[key]) or torch.equal(now[key], self._filled[key]))
+        ]
+
     def _tied_to_hooked(self) -> set[str]:
         """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
         if not self._below or "" in self._below:
             return set()
-        same = same_parameter(self._module)
+        same = same_parameter(self._module, own_tensors(self._module))
         hooked = {first for key, first in same.items() if _is_below(key, self._below)}
         return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
 
@@ -219,7 +240,7 @@ class ModuleLoad:
         """Return the names of tied weights that have another value in the checkpoint than their first name, with the
         reason. Names whose values are not known to be equal are read one after the other, as torch loads them."""
         refused = {}
-        for key, first in same_parameter(self._module).items():
+        for key, first in self._same.items():
             if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
                 self._apart.add(key)
                 of_key, of_first = (_checksums(stored[name]) for name in (key, first))
@@ -230,10 +251,8 @@ class ModuleLoad:
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
         """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
         name."""
-        if not absent:
-            return {}
-        same = same_parameter(self._module)
-        filled = {same[key]: key for key in targets if key in same}
+        same = self._same
+        filled = {same[key]: key for key in targets if key in same} if absent and same else {}
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def _sort_out(self) -> None:
@@ -249,7 +268,8 @@ class ModuleLoad:
         if self._fsdp1 and self._apply:  # one call loads everything
             self._keys_below[""], self._names_below[""] = list(self.state.values), list(self._filled)
             return
-        own = own_tensors(self._module)
+        own = self._own
+        self._made: list[str] = []  # keys of tensors that are no parameters or buffers, as far as they are filled
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
             if below is not None:
@@ -257,6 +277,8 @@ class ModuleLoad:
                 continue
             free = key in self._free
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
+            if key in self._filled and key not in own and not free:
+                self._made.append(key)
             got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
             apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
             if here and (apart or not same_memory(own[key], got)):

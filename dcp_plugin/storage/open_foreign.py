@@ -108,13 +108,9 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         CheckpointNotFound: The message names the first complete checkpoint, and the files; or it says that there is no
             complete one.
     """
-    found: dict[bool, Where] = {}
-    for checkpoint, is_complete in _checkpoints_below(snapshot(path), path, _DEPTH):
-        found.setdefault(is_complete, checkpoint)
-        if is_complete:
-            break
-    below = found.get(True)
-    if below is None and (weights or not found):
+    checkpoints = list(_checkpoints_below(snapshot(path), path, _DEPTH))
+    below = next((checkpoint for checkpoint, is_complete in checkpoints if is_complete), None)
+    if below is None and (weights or not checkpoints):
         return
     if below is None:
         root = path.parent if is_workspace(path.name) else path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -18,6 +19,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # the argument of post-load hooks
+from torch.nn.utils import parametrize
 
 from dcp_plugin.errors import CheckpointMismatch
 
@@ -94,6 +96,17 @@ def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
     persistent buffers."""
     buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
     return {**dict(own_parameters(module)), **buffers}
+
+
+def reparametrized(module: nn.Module) -> dict[str, str]:
+    """Return the plain name of each parameter of a module itself that torch has replaced by a function of another
+    parameter, by the name of that. Torch has no public list of the pruned names."""
+    prune: Any = sys.modules.get("torch.nn.utils.prune")  # no module is pruned before this is imported
+    hooks = module._forward_pre_hooks.values() if prune else ()
+    pruned = [hook._tensor_name for hook in hooks if isinstance(hook, prune.BasePruningMethod)]
+    parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    own = {f"parametrizations.{name}.original": name for name in parametrized}
+    return {f"{name}_orig": name for name in pruned} | own
 
 
 # The steps of ``nn.Module.load_state_dict`` for one module.
@@ -281,9 +294,29 @@ def load_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, incompatible: Incompatible
 ) -> None:
     """Load one module without its children, and run its pre-hooks. Misfits are added to ``incompatible``."""
-    module._load_from_state_dict(
-        state, prefix, metadata, True, incompatible.missing, incompatible.unexpected, incompatible.errors
-    )
+    found = incompatible.missing, incompatible.unexpected, incompatible.errors
+    try:
+        module._load_from_state_dict(state, prefix, metadata, True, *found)
+    except RuntimeError as error:
+        if not type(module).__module__.startswith("bitsandbytes."):
+            raise
+        incompatible.errors.append(
+            f"{prefix}weight is a quantized weight of bitsandbytes, which the layer takes only after it is on its "
+            f"device and before its first forward pass: load it there ({error})"
+        )
+
+
+def restore_quantization(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give the 4-bit weights of bitsandbytes their quantization state, which its layers save and do not load.
+
+    Args:
+        values: Loaded values by their key in ``state_dict()``, those of other modules included.
+    """
+    for name, parameter in module.named_parameters():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if hasattr(parameter, "quant_state") and any(key.startswith("quant_state.") for key in own):
+            made = type(parameter.quant_state).from_dict(own, parameter.device)
+            vars(parameter.quant_state).update(vars(made))  # the layer holds the same object
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:

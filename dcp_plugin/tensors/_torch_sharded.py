@@ -67,7 +67,9 @@ def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
 def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
     """Describe a tensor with DCP's protocol ``_Checkpointable``. Chunks without elements are left out."""
     chunks = []
-    for number, chunk in enumerate(value.__create_chunk_list__()):
+    with torch.device("cpu"):  # as in _box_of
+        listed = value.__create_chunk_list__()
+    for number, chunk in enumerate(listed):
         if 0 not in chunk.sizes or 0 in shape:
             shard = settled(value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number)))
             chunks.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
@@ -129,7 +131,8 @@ def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
     layout = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
     if layout not in _boxes:
         _check_placements(value)
-        chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        with torch.device("cpu"):  # torch computes with a tensor on the default device, which may be meta
+            chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         assert len(chunks) == 1, "a DTensor has one chunk per rank"
         sizes = tuple(chunks[0].sizes)
         fewer_rows_than_ranks = 0 in sizes and 0 not in value.shape

@@ -17,7 +17,7 @@ from tests.sampling import is_sampled
 
 ONE_OF = {
     "modules": 24, "optimizers": 24, "tensors": 24, "interchange": 24,
-    "programs": 6, "runs": 8, "moments": 10, "containers": 4, "ranks": 48,
+    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16, "ranks": 48,
 }  # fmt: skip
 """Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
 rest. Cases of the other corpora always run."""
@@ -78,6 +78,11 @@ def test_runs(case: Case) -> None:
     _check(case, "runs")
 
 
+@pytest.mark.parametrize("case", _parameters("hooks"))
+def test_hooks(case: Case) -> None:
+    _check(case, "hooks")
+
+
 @pytest.mark.parametrize("case", _parameters("interchange"))
 def test_interchange(case: Case) -> None:
     _check(case, "interchange")
@@ -96,6 +101,11 @@ def test_per_rank(case: Case) -> None:
 @pytest.mark.parametrize("case", _parameters("ranks"))
 def test_ranks(case: Case) -> None:
     _check(case, "ranks")
+
+
+@pytest.mark.parametrize("case", _parameters("settings"))
+def test_settings(case: Case) -> None:
+    _check(case, "settings")
 
 
 EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))

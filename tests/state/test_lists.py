@@ -234,3 +234,27 @@ def test_an_empty_list_is_a_value(tmp_path: Path) -> None:
     state = {"losses": None, "model": nn.Linear(1, 1)}
     dcp.load(state, tmp_path / "c")
     assert state["losses"] == []
+
+
+def test_numbered_state_is_not_taken_by_every_optimizer_of_a_list(tmp_path: Path) -> None:
+    first, target = _stages([[0], [1]], 1), _stages([[0], [1]], 2)
+    numbered = {name: first[name][0].state_dict() for name in ("model", "optim")}
+    torch.save(numbered, tmp_path / "numbered.pt")
+    with pytest.raises(dcp.CheckpointMismatch, match="which only one optimizer can take"):
+        dcp.load({name: target[name] for name in ("model", "optim")}, tmp_path / "numbered.pt")
+
+
+def test_moments_of_a_tied_weight_reach_both_parts(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    optimizer = torch.optim.AdamW(tied.parameters())
+    tied(torch.ones(4)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": tied, "optim": optimizer}, tmp_path / "c")
+    parts = [nn.ModuleDict({number: nn.Linear(4, 4, bias=False)}) for number in ("0", "1")]
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
+    dcp.load({"model": parts, "optim": optimizers}, tmp_path / "c")
+    right = full_state(optimizer.state[tied[0].weight])
+    for part, loaded in zip(parts, optimizers, strict=True):
+        (weight,) = part.parameters()
+        assert_same(full_state(loaded.state[weight]), right)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
-from dcp_plugin.format import exists
+from dcp_plugin.format import exists, json_object
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.loading.model_prefix import find_model_prefix
 from dcp_plugin.media import Readable, medium_of
@@ -76,10 +76,9 @@ class Beside:
         if name not in self.files:
             return {}
         try:
-            content = json.loads(self.files[name])
-        except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{name} is not JSON: {error}") from error
-        return content if isinstance(content, dict) else {}
+            return json_object(self.files[name], _MOST)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{name} is damaged: {error}") from error
 
 
 def _small_files(files: Readable) -> tuple[dict[str, bytes], dict[str, bytes]]:
