@@ -17,7 +17,7 @@ from tests.sampling import is_sampled
 
 ONE_OF = {
     "modules": 24, "optimizers": 24, "tensors": 24, "interchange": 24,
-    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16,
+    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16, "ranks": 48,
 }  # fmt: skip
 """Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
 rest. Cases of the other corpora always run."""
@@ -96,6 +96,11 @@ def test_containers(case: Case) -> None:
 @pytest.mark.parametrize("case", _parameters("per_rank"))
 def test_per_rank(case: Case) -> None:
     _check(case, "per_rank")
+
+
+@pytest.mark.parametrize("case", _parameters("ranks"))
+def test_ranks(case: Case) -> None:
+    _check(case, "ranks")
 
 
 @pytest.mark.parametrize("case", _parameters("settings"))
