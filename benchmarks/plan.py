@@ -45,7 +45,7 @@ from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
@@ -192,14 +192,21 @@ class _First(Ranks):
         return pickle.loads(first)
 
 
-def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory) -> RankPlan:
-    answer = ranks.combine("plan", lambda: exchange.claim(inventory), exchange.answer)
-    return exchange.plan("plan", ranks, inventory, answer)
+def _inventory(state: Flat) -> LocalInventory:
+    return LocalInventory.of_state(state, {}, Holdings(replicas=frozenset(state)))
+
+
+def _planned(exchange: PlanExchange, ranks: Ranks, inventory: LocalInventory, state: Flat) -> RankPlan:
+    def claim() -> bytes:
+        return exchange.claim(inventory, replicas=lambda replicas: replicas.sum(state, "run/step-1"))
+
+    return exchange.plan("plan", ranks, inventory, ranks.combine("plan", claim, exchange.answer))
 
 
 def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:
     """The plan as rank 0 makes it for ``fsdp``, and what all ranks say of what they have written."""
-    mine = LocalInventory.of_state(_state(mesh, 0, ranks, tensors), {})
+    state = _state(mesh, 0, ranks, tensors)
+    mine = _inventory(state)
     step = np.zeros_like(mine.offsets)
     step[:, 0] = 4
     others = (LocalInventory(mine.description, rank * step) for rank in range(1, ranks))
@@ -208,13 +215,14 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
 
     def claims(last: bytes) -> list[bytes]:
         return [
-            pickle.dumps(b"".join(one[:DIGEST] for one in (last, description, digest, digest))) for digest, _ in told
+            pickle.dumps(bytes(8) + b"".join(one[:DIGEST] for one in (last, description, digest, digest)))
+            for digest, _ in told
         ]
 
     exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST)), [data for _, data in told]), _First([], [])
 
     def plan(alone: _First) -> RankPlan:
-        return _planned(exchange, alone, LocalInventory(mine.description, mine.offsets))
+        return _planned(exchange, alone, LocalInventory(mine.description, mine.offsets), state)
 
     planned = figures.time("plan", lambda: plan(first))
     again.sent, again.size = claims(planned.digest), ranks
@@ -236,7 +244,7 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         exchange = PlanExchange()
 
         def plan(box: _Mailbox) -> RankPlan:
-            return _planned(exchange, _Thread(rank, box), LocalInventory.of_state(state, {}))
+            return _planned(exchange, _Thread(rank, box), _inventory(state), state)
 
         begin = time.thread_time()
         planned = plan(mailbox)

@@ -14,7 +14,7 @@ from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from dcp_plugin.paths import StoreOptions, as_local, text_of
+from dcp_plugin.paths import StoreOptions, absolute, as_local, text_of
 
 if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
@@ -220,7 +220,7 @@ class CheckpointConfig:
             object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
         if self.local_dir is not None:
             local = as_local(self.local_dir, "local_dir", "Give a directory of each node, and the URL as the path.")
-            object.__setattr__(self, "local_dir", os.path.abspath(local))
+            object.__setattr__(self, "local_dir", str(absolute(local)))
         if self.events is not None:
             local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
             object.__setattr__(self, "events", local)

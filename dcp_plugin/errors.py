@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import logging
 import re
 import warnings
@@ -67,7 +68,13 @@ def logger_of(name: str) -> logging.Logger:
     return logger
 
 
-logger_of("dcp_plugin")
+logger = logger_of("dcp_plugin")
+
+
+@functools.cache  # searches and saves meet the same again and again
+def warn_once(text: str) -> None:
+    """Log a warning, once in each process."""
+    logger.warning("%s", text)
 
 
 def warn(message: str, stacklevel: int = 2) -> None:
@@ -210,7 +217,7 @@ def damage_in(label: object) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, ImportError, NameError, SyntaxError):  # of code, also if Ctrl-C interrupts an import
         raise
     except OSError as error:
         raise unreadable(f"{label} cannot be read", error) from error

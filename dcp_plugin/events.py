@@ -129,7 +129,23 @@ class IntervalProposed:
     """Mean seconds of training between two failures."""
 
 
-Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted | IntervalProposed
+@dataclass(frozen=True)
+class ReplicasDiffer:
+    """Parameters or optimizer state that should be equal on several ranks differ, found at a save and once in a run.
+
+    From this save on, the lowest rank that holds a part of a tensor is the one whose part is saved.
+    """
+
+    path: Where
+    step: int | None
+    ranks: Mapping[str, Sequence[int]]
+    """Key -> the ranks that differ: the minority, or all that hold the key."""
+    difference: float
+    """The largest relative difference between the elements that were compared."""
+    rank: int = 0
+
+
+Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
@@ -176,8 +192,12 @@ def emit(event: Event, json_lines: str | None = None) -> None:
 
 
 def append_to(json_lines: Path, event: Event) -> None:
-    """Append the end of a save, or the interval proposed after it, to a file as one line of JSON, on rank 0."""
-    if isinstance(event, SaveFinished | SaveAborted | IntervalProposed) and getattr(event, "rank", 0) == 0:
+    """Append the end of a save, the interval proposed after it, or a difference between ranks to a file as one line of
+    JSON, on rank 0."""
+    if (
+        isinstance(event, SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer)
+        and getattr(event, "rank", 0) == 0
+    ):
         json_lines.parent.mkdir(parents=True, exist_ok=True)
         with json_lines.open("a") as file:  # one write: programs that share the file do not cut each other's lines
             file.write(json.dumps(as_json(event)) + "\n")
@@ -212,10 +232,10 @@ def is_in_subscriber() -> bool:
     return getattr(_here, "in_subscriber", False)
 
 
-_NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval"}
+_NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval", ReplicasDiffer: "differ"}
 
 
-def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, object]:
+def as_json(event: SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer) -> dict[str, object]:
     """Return the fields of an event, its name and the current time, as values of JSON."""
     values: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
     values |= {name: getattr(event, name) for item in fields(event) if (name := item.name) != "record"}

@@ -177,7 +177,20 @@ def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
     text = text_of(path)
     if is_url(text):
         return ObjectPath(text, StoreOptions(options) if options else None)
-    return Path(os.path.abspath(text))
+    return absolute(text)
+
+
+def absolute(path: PathLike) -> Path:
+    """Return the absolute form of a path of the file system.
+
+    Links stay, so that the path is the same on all nodes. But a link before ``..`` is resolved, as the kernel does:
+    ``link/../run`` is beside the directory to which ``link`` leads.
+    """
+    parts = Path(os.getcwd(), path).parts
+    if ".." not in parts:
+        return Path(os.path.abspath(path))
+    after = len(parts) - parts[::-1].index("..")
+    return Path(os.path.realpath(Path(*parts[:after])), *parts[after:])
 
 
 def is_path(value: Any) -> bool:
@@ -239,6 +252,8 @@ def _normal(scheme: str, location: str, url: str) -> str:
             f"{scheme}://…@{bucket.rpartition('@')[2]} contains credentials, which every message would show. Give "
             f"them in the environment or as storage_options."
         )
+    if control := re.search(r"[\x00-\x1f\x7f]", key):
+        raise ValueError(f"{url!r} has {control[0]!r} in it, which no key of a store may have. Leave it out.")
     key = posixpath.normpath(f"/{key}").lstrip("/") if key.strip("/") else ""
     return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
 
@@ -261,7 +276,7 @@ def as_local(path: PathLike, name: str, instead: str) -> str:
 
 def local_path(path: PathLike, name: str, instead: str) -> Path:
     """Return the absolute path with links kept. Arguments and errors are those of :func:`as_local`."""
-    return Path(os.path.abspath(as_local(path, name, instead)))
+    return absolute(as_local(path, name, instead))
 
 
 def on_file_system(path: PathLike) -> Path | None:

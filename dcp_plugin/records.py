@@ -47,7 +47,7 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
+from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,10 @@ class StateDetails:
     """Name in the state -> ``"module"`` or ``"optimizer"``, for the summary."""
     optimizers: Mapping[str, str]
     """Name in the state -> class of the optimizer, for the summary."""
+    replicas: frozenset[str]
+    """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
+    per_rank: frozenset[str]
+    """Names below which each rank has its own value."""
     shards: Shards
     metrics: dict[str, float]
     """Metrics of the checkpoint. Those of rank 0 are recorded."""
@@ -178,11 +182,6 @@ class SavePlan:
     def frozen(self) -> frozenset[str]:
         """Keys of parameters that are not trained."""
         return frozenset(key for key, value in self.state.items() if isinstance(value, ShardedValue) and value.frozen)
-
-    @property
-    def empty(self) -> list[str]:
-        """Keys of empty mappings."""
-        return [key for key, value in self.state.items() if isinstance(value, EncodedValue) and value.is_empty_mapping]
 
 
 @dataclass(frozen=True)

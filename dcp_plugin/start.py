@@ -33,6 +33,7 @@ from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
 from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
+from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
 from dcp_plugin.types import CheckpointState, as_html
 
@@ -260,7 +261,7 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the modules of a state by name, nested as in the state."""
     modules: dict[str, Any] = {}
     for name, value in state.items():
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or is_list_of(value, nn.Module):
             modules[name] = value
         elif isinstance(value, Mapping) and (inner := modules_of(value)):
             modules[name] = inner

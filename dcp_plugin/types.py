@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,12 +59,26 @@ class ShardedValue:
         return made
 
 
+class Standing(enum.IntEnum):
+    """Right of a rank's entry to be the value of its key. If ranks differ, only the entries with the lowest count."""
+
+    HOLDS = 0
+    CHANGED = 1
+    """A load gave the value to a rank that had nothing there, and the rank has changed it since."""
+    RECEIVED = 2
+    """As ``CHANGED``, but the rank still has what the load gave it: a copy that another rank may have outdated."""
+    EMPTY = 3
+    """None, or an empty sequence or set."""
+    EMPTY_MAPPING = 4
+    """Stock stores no key for it."""
+
+
 @dataclass(frozen=True)
 class EncodedValue:
     """A value that is no tensor, encoded as the bytes to store."""
 
     data: bytes
-    is_empty_mapping: bool = False
+    standing: Standing = Standing.HOLDS
 
 
 Flat = dict[str, "ShardedValue | EncodedValue"]
@@ -109,6 +124,8 @@ class Wanted:
     """Keys of per-rank state for parameters of which this rank has no part."""
     empty: bool = False
     """True if the checkpoint has no keys because the object had none. The object is then loaded from an empty state."""
+    received: set[str] = field(default_factory=set)
+    """Keys that the object gets although it has nothing there: nothing, None or an empty container."""
     refused: dict[str, str] = field(default_factory=dict)
     """Targets that must exist in the object before a load can fill them -> the reason."""
     unfit: str = ""

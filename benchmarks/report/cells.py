@@ -123,7 +123,7 @@ CELLS = (
     Cell("its memory on rank 0, messages included", "plan", r"fsdp.*16384 ranks.* 1000 t", column="extra MiB",
          peers="", at_most=2048, unit="MiB"),
     Cell("sent by a rank for a repeated save", "plan", r"fsdp.*16384 ranks.* 1000 t", column="again", peers="",
-         at_most=64, unit="B"),
+         at_most=96, unit="B"),
     Cell("open stock's `.metadata` of 10^7 chunks", "plan", "stock's .metadata", peers="", at_most=5),
     Cell("open our index of 1.6 x 10^7 chunks", "plan", r"fsdp.*16384 ranks.* 1000 t", column="read, s", peers="",
          at_most=5),

@@ -5,9 +5,9 @@ therefore gets a subclass of its class that replaces these methods; a script nee
 are the prepared models and optimizers, with numbers if there are several. :mod:`dcp_plugin.accelerate.extra_state` has
 all other state.
 
-Users' hooks run as in stock Accelerate. Save hooks run before models are saved (under FSDP stock runs them after), and
-may remove weights, which are then not saved. Load hooks run before models are loaded, under FSDP after. Hooks get the
-directory in which the checkpoint is being made, and their files are published with it. With a URL each rank has a
+Users' hooks run as in stock Accelerate, and what they leave in their lists is saved and loaded. Save hooks run before
+models are saved (under FSDP stock runs them after), load hooks before models are loaded, under FSDP after. Hooks get
+the directory in which the checkpoint is being made, and their files are published with it. With a URL each rank has a
 local directory of its own instead: the files of its save hooks are uploaded, and load hooks find all files in it.
 """
 
@@ -35,16 +35,16 @@ from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
-from dcp_plugin.integration.files import local_copy
-from dcp_plugin.integration.stored import EXTRA, keys_by_name
+from dcp_plugin.integration.files import local_copy, names_in
+from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved
+from dcp_plugin.paths import PathLike, Where, as_local, as_path, is_link, on_file_system, resolved, text_of
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Restart, StartOptions
-from dcp_plugin.state import NamesOnly
+from dcp_plugin.state.random_streams import capture, restore
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -156,9 +156,9 @@ class Attachment(BaseAttachment):
         safe_serialization: bool = True,
         metrics: Mapping[str, Any] | None = None,
         **save_model_func_kwargs: Any,
-    ) -> str:
+    ) -> Path | str:
         """Save in place of ``Accelerator.save_state``. Return the checkpoint's directory, which exists when the save is
-        complete.
+        complete; of a checkpoint at a URL, the URL.
 
         Every rank calls this method. If each rank has the complete model, rank 0 may call it alone: rank 0 first waits
         for the others, and then saves without them (:mod:`dcp_plugin.accelerate.attendance`).
@@ -182,14 +182,14 @@ class Attachment(BaseAttachment):
         alone = attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(folder)
         if alone and not accelerator.is_main_process:
             accelerator.project_configuration.iteration += 1
-            return str(path)
+            return _returned(path, project, output_dir)
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
         checkpointer = self._alone if alone else self.checkpointer
         self._announce_background_save(path)
         accelerator_step = self._accelerator_step()
-        state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
+        state: dict[str, Any] = dict(training.optimizers)
         # Stock Accelerate reads directories only, and does not recognise a copy of a checkpoint in a store.
         for_stock = bool(self.config.stock_aliases) and training.sharded and on_file_system(path) is not None
 
@@ -197,8 +197,7 @@ class Attachment(BaseAttachment):
             if attendance is not None and not alone:
                 attendance.all_have_come()
             earlier.get()  # raises an earlier failure here, so that all ranks raise it
-            for name in self._run_save_hooks(training, directory):
-                state[name] = NamesOnly(training.models[name])
+            state.update(extra_state.run_save_hooks(accelerator, training, directory) | training.shared_names)
             if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, accelerator_step)
             # After the hooks, which may draw random numbers.
@@ -212,7 +211,7 @@ class Attachment(BaseAttachment):
             delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
         accelerator.project_configuration.iteration += 1
-        return str(path)
+        return _returned(path, project, output_dir)
 
     def load_state(
         self,
@@ -263,18 +262,27 @@ class Attachment(BaseAttachment):
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
-        taken = [] if training.sharded else self._run_load_hooks(training.models, path, files)
+        if is_stock or any(key.startswith("accelerate.") for key in extra_keys):
+            extra_state.refuse_other_registered(
+                ranks, path, lambda: names_in(path) if is_stock else extra_keys, training.registered
+            )
+        models = training.models if training.sharded else self._run_load_hooks(training, path, files)
         if is_stock:
             self.last_load = None
-            models = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=models)
             accelerator.step = stock_format.load(
                 accelerator, self.checkpointer, path, remaining, strict, map_location, load_kwargs
             )
         else:
-            self._restore(path, training, taken, extra_keys, strict)
+            self._restore(path, training, models, extra_keys, strict)
         if training.sharded:
-            self._run_load_hooks({}, path, files)
+            streams = capture(accelerator.device)  # stock restores them after the hooks
+            left = self._run_load_hooks(training, path, files)
+            restore(streams, accelerator.device)
+            if not is_stock and (added := {name: left[name] for name in left if name not in training.models}):
+                # Without a rename, a single module would be filled from the single module of the checkpoint.
+                under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
+                self.checkpointer.restore(added, path, under_own_names, strict=strict)
 
     def resume_or_init(
         self,
@@ -388,16 +396,6 @@ class Attachment(BaseAttachment):
                 path,
             )
 
-    def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
-        """Run the hooks. Return the names of the models whose weights a hook has removed, to save them itself."""
-        hooks = _accelerate.save_hooks(self._accelerator)
-        models = training.models if hooks and not training.sharded else {}
-        weights = {name: self._accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
-        remaining = list(weights.values())
-        for hook in hooks:
-            hook(_accelerate.models(self._accelerator), remaining, str(directory))
-        return [name for name, value in weights.items() if all(value is not other for other in remaining)]
-
     def _accelerator_step(self) -> int:
         """Return Accelerate's count of batches at the last optimizer step, since no checkpoint has gradients."""
         accelerator = self._accelerator
@@ -414,25 +412,18 @@ class Attachment(BaseAttachment):
 
     # Load
 
-    def _run_load_hooks(self, models: dict[str, nn.Module], path: Where, files: SourceFiles | None) -> list[str]:
-        """Run the hooks. Return the names of the models that a hook has removed, to load them itself."""
-        remaining = list(models.values())
+    def _run_load_hooks(self, training: Training, path: Where, files: SourceFiles | None) -> dict[str, nn.Module]:
+        """Run the hooks. Return the models that they leave to be loaded, by name."""
+        run = functools.partial(extra_state.run_load_hooks, self._accelerator, training, local_copy(path, files=files))
+        return self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
 
-        def run() -> None:
-            if not (hooks := _accelerate.load_hooks(self._accelerator)):
-                return
-            with local_copy(path, files=files) as directory:
-                for hook in hooks:
-                    hook(remaining, str(directory))
-
-        self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
-        return [name for name, model in models.items() if all(model is not other for other in remaining)]
-
-    def _restore(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
-        """Load a checkpoint of this package, without the models ``taken`` by hooks."""
+    def _restore(
+        self, path: Where, training: Training, models: dict[str, nn.Module], extra_keys: list[str], strict: bool
+    ) -> None:
+        """Load a checkpoint of this package into ``models``, which hooks may have changed, and all other objects."""
         extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
-        named = {name: NamesOnly(training.models[name]) for name in taken}
-        state = {**training.models, **named, **training.shared_names, **training.optimizers, **extra}
+        names = {**names_for(training.models, models.values()), **training.shared_names}
+        state = {**models, **names, **training.optimizers, **extra}
         self.last_load = self.checkpointer.restore(state, path, strict=strict)
         for message in filter(None, messages if self._accelerator.is_main_process else ()):
             logger.warning("%s: %s", path, message)
@@ -464,6 +455,12 @@ class Attachment(BaseAttachment):
         if path is None:
             raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
         return as_path(path, self.config.storage_options)
+
+
+def _returned(path: Where, project: Project | None, output_dir: PathLike | None) -> Path | str:
+    """Return a path as stock does, as relative as the user's own; or a URL."""
+    own = path if project is not None or output_dir is None else Path(text_of(output_dir))
+    return str(path) if on_file_system(path) is None else Path(own)
 
 
 def _extra_keys(path: Where, files: SourceFiles | None, training: Training, strict: bool) -> list[str]:

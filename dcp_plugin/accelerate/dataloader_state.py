@@ -119,18 +119,17 @@ Position = dict[str, Any]
 class _Loop:
     """One loop over a loader, or over the loader that skips its first batches."""
 
-    loader: weakref.ref[Any]
+    loader: Callable[[], Any]
     skipped: int
-    with_gradients: bool  # True in training, False in an evaluation
+    # Weak reference to the iterator over the ``DataLoader`` inside. Accelerate's loop alone refers to the iterator,
+    # until the script has ended the loop or has left it (``break``).
+    batches: Callable[[], Iterator[Any] | None] = lambda: None
     delivered: int = 0
     exhausted: bool = False
-    running: bool = True
 
     @property
-    def over(self) -> bool:
-        """True if the epoch has ended. The loader of ``skip_first_batches`` is freed together with its loop."""
-        loader = self.loader()
-        return self.exhausted and (loader is None or loader.end_of_dataloader)
+    def in_last_batch(self) -> bool:
+        return self.exhausted and self.loader().end_of_dataloader
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,10 @@ class Tracker:
         return f"the dataloader over {type(self.loader.dataset).__name__}"
 
     @property
-    def running(self) -> bool:
-        return self._loop is not None and self._loop.running
+    def _running(self) -> _Loop | None:
+        """The loop that is running. A loop that has ended, or that the script has left, is over: the script begins its
+        next loop with a new epoch."""
+        return self._loop if self._loop is not None and self._loop.batches() is not None else None
 
     def follow(self, skipping: Any, batches: int) -> None:
         """Also track ``skipping``, which ``skip_first_batches`` has made from the loader: both have the same epoch."""
@@ -199,41 +200,47 @@ class Tracker:
 
     # Save
 
-    def position(self, others_run: bool, repeated: int) -> Position | None:
+    def position(self, repeated: int) -> Position | None:
         """Return the position of the training; None on a rank to which another rank dispatches the data.
 
         An epoch ends with its last batch.
 
         Args:
-            others_run: True if a loop over any dataloader is running.
             repeated: Number of batches to repeat after a resume, since their gradients are not saved.
         """
-        loader, loop, sampler = self.loader, self._loop, self._sampler
+        loader, loop, sampler = self.loader, self._running, self._sampler
         if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index != 0:
             return None
         if self._resumed is not None:
             return self._resumed.position
-        over = loop is None or loop.over
-        within, consumed = False, 0
-        # A training that stopped in its loop continues there. A program that has left the loop for another loader, or
-        # evaluated, begins its next loop with the first batch.
-        was_left = loop is not None and not loop.running and (others_run or not loop.with_gradients)
-        if loop is not None and not over and not was_left:
-            within, consumed = True, max(0, loop.skipped + loop.delivered - self._ahead(loop) - repeated)
-        in_last_batch = over and any(other is loader for other in loader.gradient_state.dataloader_references)
+        consumed, epoch, order = 0, loader.iteration, None if sampler is None else sampler.next_order()
+        if loop is not None and loop.in_last_batch:
+            epoch += loop.loader() is loader  # Accelerate counts an epoch after its loop
+        elif loop is not None:
+            consumed = max(0, loop.skipped + loop.delivered - self._ahead(loop) - repeated)
+            order = None if sampler is None else sampler.order
         return {
-            "epoch": loader.iteration + int(in_last_batch),  # Accelerate counts an epoch after its loop
+            "epoch": epoch,
             "batches": consumed,
             "samples": consumed * self._samples_per_batch(),
-            "order": None if sampler is None else sampler.order if within else sampler.next_order(),
+            "order": order,
             "seed": getattr(sampler, "initial_seed", None),
         }
 
     def own_state(self) -> Any:
-        """Return the state of a stateful loader over a dataset with a position of its own; None for other loaders."""
+        """Return the state of a stateful loader over a dataset with a position of its own, between two epochs the state
+        of the dataset alone. Return None for other loaders.
+
+        With the state of a loader that is at its end, torchdata makes an iterator more, which draws random numbers.
+        """
         if not self._is_stateful or self._counts:
             return None
-        return self.loader.state_dict() if self._resumed is None else self._resumed_state
+        if self._resumed is not None:
+            return self._resumed_state
+        if self._running is not None and not self._running.in_last_batch:
+            return self.loader.state_dict()
+        dataset = _stateful_dataset(self.loader)
+        return None if dataset is None else {_BETWEEN_EPOCHS: dataset.state_dict()}
 
     def _ahead(self, loop: _Loop) -> int:
         """Return the number of batches that Accelerate's loader has read but not yielded."""
@@ -246,8 +253,17 @@ class Tracker:
 
     def resume_dataset(self, state: Any) -> None:
         """Continue at the position of the dataset itself, see :meth:`own_state`, with the next loop."""
-        self.loader.load_state_dict(state)
+        if state.keys() == {_BETWEEN_EPOCHS}:
+            self._use_up_first_iterator()
+            _stateful_dataset(self.loader).load_state_dict(state[_BETWEEN_EPOCHS])
+        else:
+            self.loader.load_state_dict(state)
         self._resumed_state = state
+
+    def _use_up_first_iterator(self) -> None:
+        """Take the iterator that a ``StatefulDataLoader`` has from its construction, with an order of its own."""
+        with torch.random.fork_rng(devices=[]):
+            _untracked_iter(self.loader.base_dataloader)
 
     def resume(self, position: Position, has_own_state: bool, restore_rng: Callable[[], None]) -> str:
         """Continue at ``position`` with the next loop. Return a message for the user, if any.
@@ -256,18 +272,18 @@ class Tracker:
             has_own_state: True if :meth:`resume_dataset` is called, too.
         """
         self.loader.set_epoch(position["epoch"])
-        counts_itself = self._is_stateful and self._counts
-        if counts_itself:
-            # A StatefulDataLoader has a first iterator from its construction, with an order of its own: use it up.
-            with torch.random.fork_rng(devices=[]):
-                _untracked_iter(self.loader.base_dataloader)
+        if self._is_stateful and not has_own_state:
+            self._use_up_first_iterator()
         samples, total = position["samples"], self._samples_per_batch()
         batches, remainder = divmod(samples, total) if total else (position["batches"], 0)
-        by_itself = has_own_state or counts_itself
+        by_itself = has_own_state or (self._is_stateful and self._counts)
         if self._sampler is not None:
             if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
                 self._sampler.inside.initial_seed = position["seed"]
-            self._sampler.resume(position["order"], batches * total if by_itself else 0)
+            # Between two epochs only a generator of its own orders a sampler. Within an epoch the order may be that of
+            # the default generator, which is restored at the first batch.
+            has_order = position["batches"] or self._sampler.next_order() is not None
+            self._sampler.resume(position["order"] if has_order else None, batches * total if by_itself else 0)
         self._resumed = _Resumed(position, restore_rng if position["batches"] else None, batches, by_itself)
         if not position["batches"]:
             return ""
@@ -290,27 +306,24 @@ class Tracker:
 
     # A loop
 
-    def iterate(self, loader: PreparedLoader, skipped: int) -> Iterator[Any]:
-        """Yield the batches of the ``DataLoader`` inside of ``loader``, and count them."""
+    def iterate(self, loop: _Loop) -> Iterator[Any]:
+        """Yield the batches of the ``DataLoader`` inside of the loop's loader, and count them."""
+        loader = loop.loader()
         batches = _untracked_iter(loader.base_dataloader)
-        resumed, self._resumed = self._resumed, None
+        resumed, self._resumed, self._loop = self._resumed, None, loop
         if resumed is not None and resumed.by_itself:
-            skipped += resumed.batches
-        elif resumed is not None and resumed.batches > 0 and not skipped:
+            loop.skipped += resumed.batches
+        elif resumed is not None and resumed.batches > 0 and not loop.skipped:
             self._warn_that_none_are_skipped(resumed.batches)
-        loop = self._loop = _Loop(weakref.ref(loader), skipped, torch.is_grad_enabled())
-        try:
-            for batch in batches:
-                loop.delivered += 1
-                self._resumed = None  # a loop that began before the load continues
-                if loop.delivered == 1 and resumed is not None and resumed.restore_rng is not None:
-                    resumed.restore_rng()
-                yield batch
-            loop.exhausted = True
-            if loader is not self.loader:  # skip_first_batches counts its own epochs
-                self.loader.iteration += 1
-        finally:
-            loop.running = False  # at the end, or when the loop breaks
+        for batch in batches:
+            loop.delivered += 1
+            self._resumed = None  # a loop that began before the load continues
+            if loop.delivered == 1 and resumed is not None and resumed.restore_rng is not None:
+                resumed.restore_rng()
+            yield batch
+        loop.exhausted = True
+        if loader is not self.loader:  # skip_first_batches counts its own epochs
+            self.loader.iteration += 1
 
     def _warn_that_none_are_skipped(self, batches: int) -> None:
         if PartialState().is_main_process:
@@ -322,6 +335,15 @@ class Tracker:
                 batches,
                 batches,
             )
+
+
+_BETWEEN_EPOCHS = "between_epochs"  # key of the state of a dataset that no loop reads
+
+
+def _stateful_dataset(loader: PreparedLoader) -> Any:
+    """Return the dataset with a state, which Accelerate may have wrapped; None without one."""
+    datasets = (loader.dataset, getattr(loader.dataset, "dataset", None))
+    return next((dataset for dataset in datasets if hasattr(dataset, "state_dict")), None)
 
 
 def _untracked_iter(base: Any) -> Iterator[Any]:
@@ -343,4 +365,7 @@ class _TrackedIter:
         return functools.partial, (_untracked_iter, self._loader().base_dataloader)
 
     def __call__(self) -> Iterator[Any]:
-        return self.tracker.iterate(self._loader(), self._skipped)
+        loop = _Loop(self._loader, self._skipped)
+        batches = self.tracker.iterate(loop)
+        loop.batches = weakref.ref(batches)
+        return batches

@@ -1,4 +1,4 @@
-"""State of a training without its models and optimizers: saved, and restored on any number of processes.
+"""State of a training: its models as users' hooks leave them, and all that is no model and no optimizer.
 
 | name                        | value                                                                   |
 |-----------------------------|-------------------------------------------------------------------------|
@@ -10,16 +10,20 @@
 | ``extra.scaler``            | the gradient scaler                                                     |
 | ``extra.rng.RANK.streams``  | the random generators of each rank                                      |
 
-A checkpoint from another integration has other extra state. Objects without stored state keep their current state, and
-a message names them.
+The state is saved, and restored on any number of processes. A checkpoint from another integration has other extra
+state. Objects without stored state keep their current state, and a message names them.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +37,20 @@ from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, RandomStreams, numbered
-from dcp_plugin.state import NamesOnly, contains_fsdp1, groups_of, loose_module
+from dcp_plugin.integration.stored import (
+    EXTRA,
+    MODEL,
+    OPTIM,
+    RNG,
+    Callbacks,
+    RandomStreams,
+    holds_sharded,
+    names_for,
+    numbered,
+)
+from dcp_plugin.paths import Where
+from dcp_plugin.ranks import Ranks, by_text, name_of
+from dcp_plugin.state import CleanNames, NamesOnly, contains_fsdp1, groups_of, loose_module
 from dcp_plugin.tensors._torch import DTensor
 
 
@@ -47,6 +63,7 @@ class Training:
     registered: list[Any]
     """Objects of ``register_for_checkpointing`` that are neither a model nor an optimizer of the training."""
     sharded: bool  # True if Accelerate itself shards the models (FSDP); stock then saves them in formats of its own
+    of_hooks: dict[str, nn.Module]  # the models in the lists of users' hooks
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:
@@ -60,11 +77,14 @@ class Training:
         prepared = {id(model) for model in models}
         models += [value for value in registered if id(value) not in prepared and _has_any(value, trained)]
         live = {id(value) for value in (*models, *optimizers)}
+        named = dict(zip(numbered(MODEL, len(models)), models, strict=True))
+        sharded = accelerator.distributed_type == DistributedType.FSDP
         return cls(
-            dict(zip(numbered(MODEL, len(models)), models, strict=True)),
+            named,
             dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)),
             [value for value in registered if id(value) not in live],
-            accelerator.distributed_type == DistributedType.FSDP,
+            sharded,
+            {name: model for name, model in named.items() if id(model) in prepared and not sharded},
         )
 
     @property
@@ -86,6 +106,68 @@ class Training:
         return names
 
 
+def run_save_hooks(accelerator: Accelerator, training: Training, directory: Path) -> dict[str, Any]:
+    """Run the save hooks. Return the models to save by name, and modules that only name parameters.
+
+    Stock saves the list of state dicts that the hooks leave. Here a state dict that has the values of its model is
+    saved from the model, so its tensors may be copied later. Any other is saved as it stands, and a model without a
+    state dict is not saved. Where each rank has the complete models, stock saves those of the main process, whose hooks
+    alone may have changed the list; so the other ranks save no model.
+    """
+    hooks, models = _accelerate.save_hooks(accelerator), training.of_hooks
+    if not hooks:
+        return dict(training.models)
+    weights = {name: accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
+    # With the values, whose identities no other object gets while they exist.
+    before = {name: ({key: id(v) for key, v in state.items()}, [*state.values()]) for name, state in weights.items()}
+    left = list(weights.values())
+    for hook in hooks:
+        hook(_accelerate.models(accelerator), left, str(directory))
+    chosen: dict[str, Any] = {name: model for name, model in training.models.items() if name not in models}
+    for name, state in _named(weights, left, len(training.models)).items():
+        identities = {key: id(value) for key, value in state.items()}
+        origin = next((other for other, (own, _) in before.items() if own == identities), None)
+        if origin is not None:
+            chosen |= {name: models[origin]} if accelerator.is_main_process or not training.is_replicated else {}
+        elif own := {key: v for key, v in state.items() if accelerator.is_main_process or holds_sharded(v)}:
+            clean = CleanNames(models[name]) if name in models else str
+            chosen[name] = Callbacks(partial(dict, {clean(key): value for key, value in own.items()}))
+    return chosen | names_for(training.models, chosen.values())
+
+
+def run_load_hooks(
+    accelerator: Accelerator, training: Training, checkpoint: AbstractContextManager[Path]
+) -> dict[str, nn.Module]:
+    """Run the load hooks. Return the models to load by name: those in the list of the hooks, in its order, and those
+    that hooks do not see.
+
+    Args:
+        checkpoint: Gives a local directory with the checkpoint; entered only if there are hooks.
+    """
+    left = list(training.of_hooks.values())
+    if hooks := _accelerate.load_hooks(accelerator):
+        with checkpoint as directory:
+            for hook in hooks:
+                hook(left, str(directory))
+    return _named(training.of_hooks, left, len(training.models)) | {
+        name: model for name, model in training.models.items() if name not in training.of_hooks
+    }
+
+
+def _named(before: Mapping[str, Any], left: list[Any], models: int) -> dict[str, Any]:
+    """Return the items that hooks have left in a list by name. An item that was there keeps its name; others take the
+    names that are free then, and further names.
+
+    Args:
+        models: Number of names that the models of the training have.
+    """
+    own = {id(item): name for name, item in before.items() if any(item is other for other in left)}
+    free = chain(
+        [name for name in before if name not in own.values()], (f"{MODEL}_{number}" for number in count(models))
+    )
+    return {own.pop(id(item), "") or next(free): item for item in left}
+
+
 def _has_any(value: Any, parameters: set[int]) -> bool:
     return isinstance(value, nn.Module) and any(id(parameter) in parameters for parameter in value.parameters())
 
@@ -103,9 +185,8 @@ def gather(
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         steps = stride(scheduler, accelerator.num_processes)
         extra[f"schedulers.{number}"] = {"state": scheduler.state_dict(), "stride": steps}
-    training_goes_on = any(tracker.running for tracker in trackers)
     for number, tracker in enumerate(trackers):
-        if (position := tracker.position(training_goes_on, accelerator.step - step)) is not None:
+        if (position := tracker.position(accelerator.step - step)) is not None:
             extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own
@@ -126,15 +207,9 @@ def to_restore(
 
     Args:
         stored: The keys of the checkpoint, without the leading ``extra.``.
-
-    Raises:
-        CheckpointMismatch: The checkpoint has another number of registered objects.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     names = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
-    if "accelerate" in names:
-        count = sum(name.startswith("registered.") and name.count(".") == 1 for name in names)
-        refuse_other_registered("the checkpoint", count, registered)
     targets, absent = _datasets_to_restore(trackers, names, rank, ranks)
     messages: list[str] = []
     streams = SavedStreams.among(names, rank, ranks, accelerator.device)
@@ -184,13 +259,35 @@ def _datasets_to_restore(
     return targets, absent
 
 
-def refuse_other_registered(checkpoint: str, count: int, registered: list[Any]) -> None:
-    """Refuse a checkpoint with another number of objects than this run has registered."""
-    if count != len(registered):
-        raise CheckpointMismatch(
-            f"{checkpoint} has {count} objects given to register_for_checkpointing, this run has {len(registered)}: "
-            "register the same ones, in the same order"
-        )
+# Start of the keys of a registered object, or its file in a checkpoint of stock Accelerate.
+_REGISTERED = re.compile(r"registered\.\d+|custom_checkpoint_\d+\.pkl$")
+
+
+def refuse_other_registered(
+    ranks: Ranks, path: Where, stored: Callable[[], Iterable[str]], registered: list[Any]
+) -> None:
+    """Refuse a checkpoint with another number of objects than a rank of this run has registered. Collective.
+
+    Args:
+        stored: Returns the keys of the checkpoint, without the leading ``extra.``, or the files of stock Accelerate;
+            called on rank 0.
+
+    Raises:
+        CheckpointMismatch: The numbers differ; the message has what each rank has registered.
+    """
+
+    def compare(registered_on: list[list[str]]) -> None:
+        saved = len({match[0] for name in stored() if (match := _REGISTERED.match(name))})
+        if any(len(kinds) != saved for kinds in registered_on):
+            described = {rank: [", ".join(kinds) or "none"] for rank, kinds in enumerate(registered_on)}
+            registered_here = "; ".join(f"{kinds} on {name_of(on)}" for kinds, on in by_text(described).items())
+            raise CheckpointMismatch(
+                f"{path} has {saved} objects given to register_for_checkpointing, and this run has {registered_here}: "
+                "register the same ones, in the same order, on every rank"
+            )
+
+    kinds = [type(value).__name__ for value in registered]
+    ranks.combine(f"compare the registered objects with {path}", lambda: kinds, compare)
 
 
 def _set_counters(accelerator: Accelerator, saved: dict[str, Any]) -> None:

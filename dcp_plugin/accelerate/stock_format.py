@@ -22,7 +22,7 @@ from accelerate.utils import ProjectConfiguration, load_fsdp_model, load_fsdp_op
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
-from dcp_plugin.accelerate.extra_state import Training, refuse_other_registered
+from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
 from dcp_plugin.events import SaveFinished
@@ -43,7 +43,6 @@ _MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _PREFIX = "checkpoint_"
 _NUMBERED = re.compile(rf"{_PREFIX}(\d+)")
-_CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -94,7 +93,7 @@ def load(
     Shards are read in place from an object store; each rank first fetches the files that only Accelerate reads.
 
     Raises:
-        CheckpointMismatch: The checkpoint does not fit, or another number of objects was registered.
+        CheckpointMismatch: The checkpoint does not fit.
         UnsafeCheckpoint: A registered object was stored as code.
     """
     ranks = checkpointer.ranks
@@ -149,8 +148,6 @@ def _load_full_state(
 
 
 def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
-    count = sum(_CUSTOM.fullmatch(file.name) is not None for file in local.iterdir())
-    refuse_other_registered(str(path), count, registered)
     for number, value in enumerate(registered):
         name = f"custom_checkpoint_{number}.pkl"
         with damage_in(path / name):

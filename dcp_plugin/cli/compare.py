@@ -91,6 +91,10 @@ def _print_verified(document: dict[str, Any], status: int) -> None:
             f"{len(unverified)} have no checksum: they can be read, and whether they are what was saved nobody can "
             f"tell ({', '.join(unverified[:3])}{', …' if len(unverified) > 3 else ''})"
         )
+    if differing := document["differing"]:
+        from dcp_plugin.ranks import name_of
+
+        lines += [f"{key} differed on {name_of(ranks)} when it was saved" for key, ranks in differing.items()]
     for line in lines[:_MAX_LISTED]:
         echo(f"  {line}")
     if len(lines) > _MAX_LISTED:

@@ -6,10 +6,12 @@
 | optimizers                           | ``optim.…``, or ``optim_0.…``, ``optim_1.…``                     |
 | dataloaders that know their position | ``extra.<name>.<data rank>.…``, one per data-parallel rank       |
 | everything else                      | ``extra.<name>``                                                 |
+| a state of tensors alone             | ``model.<name>``: it is the state dict of a module               |
 | (random streams of every rank)       | ``extra.rng.<rank>.streams``                                     |
-| (the user's names of all these)      | ``extra.fabric_names``                                           |
+| (the user's names that differ)       | ``extra.fabric_names``                                           |
 
-A plain value, or an object with ``state_dict`` that is not a dataloader, is saved with rank 0's value.
+A name in ``extra`` that has dots, is no text, or is one of ours is changed. A plain value, or an object with
+``state_dict`` that is not a dataloader, is saved with rank 0's value.
 
 Creating an iterator over a dataloader draws from the random generators, and the user's loop does so after the load.
 Therefore the load creates the iterator: ``StatefulDataLoader.state_dict()`` makes the iterator that the next ``for
@@ -27,7 +29,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -49,6 +51,7 @@ from dcp_plugin.integration.stored import (
     RandomStreams,
     among,
     keys_by_name,
+    names_for,
     numbered,
     optimizer_from_stored,
     plain,
@@ -58,7 +61,6 @@ from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
     BESIDE,
     GROUPS,
-    NamesOnly,
     OwnLayout,
     PerRank,
     flatten_optimizer,
@@ -71,7 +73,7 @@ from dcp_plugin.state import (
     mark_slots,
     trained_module,
 )
-from dcp_plugin.tensors._torch import DTensor, ShardedTensor
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.tools.contents import info_of
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_plugin")
 
-NAMES = "fabric_names"
+NAMES, _STREAMS = "fabric_names", f"{EXTRA}.{RNG}"
 OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
 
@@ -96,20 +98,17 @@ def inside_ddp_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
-    """Return the state under the names of the table above.
-
-    Raises:
-        CheckpointMismatch: The state uses a name that this package reserves.
-    """
+    """Return the state under the names of the table above."""
+    extra: dict[str, Any] = {}
+    if adapter.attachment.config.rng:
+        rank, device = adapter.rank, adapter.strategy.root_device
+        extra[RNG] = {str(rank): RandomStreams(lambda: of_rank(rank, device)[str(rank)])}
+    are_tensors = bool(state) and all(isinstance(name, str) and is_tensor(value) for name, value in state.items())
+    # In the state dict of a module no name is below another.
+    if are_tensors and not any(name[:at] in state for name in state for at in range(len(name)) if name[at] == "."):
+        return {MODEL: _StateDict(state), EXTRA: {**extra, NAMES: {MODEL: ""}}}
     state = inside_ddp_of(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
-    with_rng = adapter.attachment.config.rng
-    taken = sorted(state.keys() & {NAMES, *([RNG] if with_rng else [])})
-    if taken:
-        raise CheckpointMismatch(
-            f"the state has the name {taken[0]!r}, under which dcp_plugin keeps its own. Rename it"
-            + (", or take attach(fabric, rng=False)." if taken[0] == RNG else ".")
-        )
     users = [*modules, *optimizers]
     ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
     trained = trained_modules(adapter, state)
@@ -117,13 +116,23 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
         name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
         for user, name in zip(users, ours, strict=True)
     }
-    named.update(names_for(trained, list(of_kind(nn.Module, named).values())))
-    extra = {user: _extra(adapter, value, filters.get(user)) for user, value in state.items() if user not in users}
-    extra[NAMES] = dict(zip(ours, users, strict=True))
-    if with_rng:
-        rank, device = adapter.rank, adapter.strategy.root_device
-        extra[RNG] = {str(rank): RandomStreams(lambda: of_rank(rank, device)[str(rank)])}
-    return {**named, EXTRA: extra}
+    named.update(names_for(trained, of_kind(nn.Module, named).values()))
+    stored = {user: _stored_name(user) for user in state if user not in users}
+    extra |= {name: _extra(adapter, state[user], filters.get(user)) for user, name in stored.items()}
+    changed = {f"{EXTRA}.{name}": user for user, name in stored.items() if user != name}
+    return {**named, EXTRA: {**extra, NAMES: {**dict(zip(ours, users, strict=True)), **changed}}}
+
+
+class _StateDict(dict[str, Any]):
+    """State dict of a module, whose buffers may differ between ranks."""
+
+    _metadata: ClassVar[dict[str, Any]] = {}
+
+
+def _stored_name(user: Any) -> str:
+    """Return the name in ``extra`` of one of the user's names; a changed name has a ``%``."""
+    name = str(user).replace("%", "%25").replace(".", "%2E")
+    return name if isinstance(user, str) and user not in (RNG, NAMES) else f"%{name}"
 
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
@@ -153,11 +162,6 @@ def _trained(
         if adapter.keeps_shards or not loose:
             raise
         return loose_module(optimizer)
-
-
-def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
-    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
-    return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
 
 
 def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
@@ -263,10 +267,10 @@ class Contents:
     """The ones among :attr:`optimizers` whose parameters are in no module."""
     sharded: list[str]
     """The first segments with tensors."""
-    keys: dict[str, str]
+    keys: dict[Any, str]
     """The key of each value, by the user's name."""
     ranks: dict[str, set[int]]
-    """The ranks that have state of their own below a name in ``extra``."""
+    """The ranks that have state of their own below a key in ``extra``."""
     made_by_fabric: bool
     """True if Fabric saved the checkpoint without this package."""
 
@@ -286,13 +290,17 @@ class Contents:
         for key in keys.pop(EXTRA, []):
             for name in [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]:
                 rank = key[len(name) + 1 :].partition(".")[0]
-                below = ranks.setdefault(name, set())
+                below = ranks.setdefault(f"{EXTRA}.{name}", set())
                 if rank.isdecimal():
                     below.add(int(rank))
         names: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
-        if ranks.pop(NAMES, None) is not None:
+        if ranks.pop(f"{EXTRA}.{NAMES}", None) is not None:
             Checkpointer(solo=True).restore(names, path, files=files)
         users = names[f"{EXTRA}.{NAMES}"]
+        places = [*keys, *(place for place, of_ranks in ranks.items() if place != _STREAMS or not of_ranks)]
+        of_users = {users.get(place, place.removeprefix(f"{EXTRA}.")): place for place in places}
+        if "" in of_users:  # the state dict of a module is the state
+            of_users |= {key: f"{MODEL}.{key}" for key in keys[of_users.pop("")]}
         optimizers = [
             top
             for top, below in keys.items()
@@ -304,7 +312,7 @@ class Contents:
             optimizers=optimizers,
             of_no_module=[top for top in optimizers if is_of_no_module(keys[top])],
             sharded=[top for top in keys if top in with_tensors],
-            keys={str(users.get(top, top)): top for top in keys} | {name: f"{EXTRA}.{name}" for name in ranks},
+            keys=of_users,
             ranks=ranks,
             made_by_fabric=files is None and is_of_stock_lightning(path),
         )
@@ -333,6 +341,14 @@ def load(
     ranks = adapter.checkpointer.ranks
     if isinstance(state, (nn.Module, Optimizer)):
         contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, []))
+        if not contents.tops and not adapter.keeps_shards:
+            saved = load(adapter, path, files, None, strict, weights_only)
+            if isinstance(state, Optimizer) and GROUPS in saved:
+                state.load_state_dict(saved)
+                return {}
+            if isinstance(state, nn.Module) and not saved.keys().isdisjoint(adapter.stock.get_module_state_dict(state)):
+                adapter.stock.load_module_state_dict(module=state, state_dict=saved, strict=strict)
+                return {}
         _load_raw(adapter, contents, state, strict)
         return {}
     state = {} if state is None else state
@@ -343,12 +359,12 @@ def load(
         )
     objects = inside_ddp_of(state)
     modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
-    data = [name for name in state if name not in modules and name not in optimizers]
+    data = [str(name) for name in state if name not in modules and name not in optimizers]
     contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, data))
     if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
     places = _places(state, contents, strict)
-    target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), list(modules.values()))}
+    target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), modules.values())}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))
     remainder = _remainder(adapter, contents, places.values())
@@ -356,13 +372,16 @@ def load(
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, contents))
     adapter.checkpointer.restore(target, path, strict=strict)
+
+    def value_at(place: str) -> Any:
+        return optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
+
     for name, place in places.items():
         if _is_replaced(state[name]):
-            state[name] = target[place]
-    return {
-        name: optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
-        for name, place in remainder.items()
-    }
+            state[name] = value_at(place)
+        elif isinstance(objects[name], Optimizer) and target[place] is not objects[name]:
+            objects[name].load_state_dict(target[place])
+    return {name: value_at(place) for name, place in remainder.items()}
 
 
 def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str, str]:
@@ -385,7 +404,7 @@ def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str
             places.update(dict.fromkeys(unplaced, kind))
     missing = [name for name in state if name not in places]
     if strict and missing:
-        present = ", ".join(name for name in contents.keys if name != RNG)
+        present = ", ".join(map(str, contents.keys))
         raise NotInCheckpoint(
             f"{contents.path} has no {', '.join(map(repr, missing))}; it has {present}. strict=False loads what fits."
         )
@@ -395,9 +414,11 @@ def _places(state: dict[str, Any], contents: Contents, strict: bool) -> dict[str
 def _target(adapter: FabricAdapter, name: str, value: Any, place: str, contents: Contents) -> dict[str, Any]:
     """Return the targets of the core for an item of the state, by key."""
     if not has_position(value):
-        return {place: None if _is_replaced(value) else value}
+        # A state dict of an optimizer, which the state had in place of the optimizer, has numbers for parameters.
+        is_value = _is_replaced(value) or (isinstance(value, Optimizer) and place.startswith(f"{EXTRA}."))
+        return {place: None if is_value else value}
     rank, ranks = data_rank(adapter.strategy)
-    saved_on = contents.ranks.get(name, set())
+    saved_on = contents.ranks.get(place, set())
     warn = partial(_warn, adapter, contents)
     if len(saved_on) == ranks:
         return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, warn))}
@@ -425,13 +446,15 @@ def _is_replaced(value: Any) -> bool:
 
 def _remainder(adapter: FabricAdapter, contents: Contents, taken: Collection[str]) -> dict[str, str]:
     """Return the keys of the remaining values in the checkpoint, by the names that the user gets."""
-    left_out = {*taken, f"{EXTRA}.{RNG}", *(contents.sharded if adapter.keeps_shards else ())}
-    return {name: key for name, key in contents.keys.items() if key not in left_out}
+    sharded = contents.sharded if adapter.keeps_shards else ()
+    return {
+        name: key for name, key in contents.keys.items() if key not in taken and key.partition(".")[0] not in sharded
+    }
 
 
 def _streams(adapter: FabricAdapter, contents: Contents) -> dict[str, Any]:
     """Return the target of the random streams that this rank continues, by key."""
-    saved_on = frozenset(contents.ranks.get(RNG, set()))
+    saved_on = frozenset(contents.ranks.get(_STREAMS, set()))
     streams = SavedStreams(saved_on, adapter.rank, adapter.attachment.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
         _warn(adapter, contents, f"it has {streams.about_new_ranks}")

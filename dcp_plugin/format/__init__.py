@@ -10,12 +10,14 @@ A checkpoint is committed if, and only if, it has ``.metadata``. A checkpoint of
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import BinaryIO, Protocol
+from itertools import accumulate
+from typing import Any, BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt, unreadable
 
@@ -31,6 +33,13 @@ PACKED = "dcp_plugin-"
 
 MOST_TABLE = 1 << 32
 """Largest size in bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
+
+MOST_JSON = 1 << 20
+"""Largest size in bytes of a small JSON file."""
+MOST_NESTED = 64
+"""Largest number of lists and objects in each other in a JSON file."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+"""Pattern of the brackets in a JSON text, and of the texts in it, whose brackets do not count."""
 
 _OF_OTHER_TOOLS = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.distcp", METADATA, "global_step*"),
@@ -113,6 +122,27 @@ def read(files: Files, name: str, most: int | None = None) -> bytes:
         return file.read(-1 if most is None else most)
 
 
+def json_object(data: bytes, most: int = MOST_JSON) -> dict[str, Any]:
+    """Return the object in a small JSON file, which any user may have written.
+
+    Args:
+        most: Largest size in bytes.
+
+    Raises:
+        ValueError: The file is larger, is no JSON, has another value than an object, or is nested deeper than
+            :data:`MOST_NESTED`.
+    """
+    if len(data) > most:
+        raise ValueError(f"it has {len(data)} bytes, and the limit is {most}")
+    depths = accumulate((token in b"[{") - (token in b"]}") for token in _BRACKETS.findall(data))
+    if max(depths, default=0) > MOST_NESTED:
+        raise ValueError(f"it has more than {MOST_NESTED} lists and objects in each other")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it has a {type(value).__name__}, not an object")
+    return value
+
+
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
     """Announce the ranges of a file that will be read in small pieces.
 
@@ -148,7 +178,13 @@ def uncommitted_reason(names: Collection[str]) -> str:
                 "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
                 "ranks. Save with use_collectives=True"
             )
-        return "its save was never committed (no .metadata)" if has_traces(names) else "it has no .metadata"
+        return "it has no .metadata" + (
+            ": its save was never committed, or a copy has lost the hidden file (as cp DIR/* does)"
+            if has_traces(names)
+            else ""
+        )
     if (SUMMARY in names) != (INDEX in names):
-        return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
+        return "incomplete: {} is missing. Without {} as well, it is a checkpoint of stock DCP, unverified".format(
+            *((SUMMARY, INDEX) if INDEX in names else (INDEX, SUMMARY))
+        )
     return ""

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, some
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format.columns import (
     NO_TENSOR,
     ROWS_IN_CACHE,
@@ -122,6 +122,12 @@ class StoredValue:
 Entry = StoredTensor | StoredValue
 
 
+def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
+    """Return file and offset of each item of an entry. Tied weights have the same."""
+    locations = [chunk.location for chunk in entry.chunks] if isinstance(entry, StoredTensor) else [entry.location]
+    return tuple((location.file, location.offset) for location in locations)
+
+
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
@@ -217,7 +223,12 @@ class CheckpointIndex(Mapping[str, Entry]):
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
         """Return the index of a table whose chunks are at these places, in the same order."""
-        keys = list(map(str.encode, table.keys))
+        try:
+            keys = list(map(str.encode, table.keys))
+        except UnicodeEncodeError as error:
+            raise CheckpointMismatch(
+                f"the key {error.object!r} has half of a surrogate pair, which no file holds as text. Rename the key."
+            ) from error
         file_ids = {name: number for number, name in enumerate(files)}
         renumbered = np.array([file_ids[name] for name in places.files], np.int32)
         columns = {

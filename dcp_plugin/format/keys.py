@@ -112,15 +112,20 @@ def with_types_of(current: Any, tree: Any) -> Any:
     if isinstance(current, Mapping) and isinstance(tree, dict):
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
         like = current if type(tree) is dict else tree
-        if type(like) is dict or not isinstance(like, dict):
-            return children
-        copied = copy.copy(like)
-        copied.clear()
-        copied.update(children)
-        return copied
+        return of_class_of(like, children) if isinstance(like, dict) else children
     if type(current) is type(tree) and type(tree) in (list, tuple) and len(current) == len(tree):
         return type(tree)(map(with_types_of, current, tree))
     return tree
+
+
+def of_class_of(like: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the class of ``like`` with other items."""
+    if type(like) is dict:
+        return children
+    copied = copy.copy(like)
+    copied.clear()
+    copied.update(children)
+    return copied
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
@@ -134,7 +139,9 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
-        own_part if isinstance(own_part, tuple) and own_part[0] != "t" and part == str(own_part[1]) else part
+        own_part
+        if isinstance(own_part, tuple) and own_part[0] != "t" and (part == str(own_part[1]) or not _fits_path(own_part))
+        else part
         for own_part, part in zip(current, path, strict=True)
     )
 
@@ -235,11 +242,52 @@ def holds_sharded(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
 
 
+def as_stored(key: str, path: KeyPath) -> KeyPath:
+    """Return a path as a checkpoint holds it: with the text of the steps that a file cannot hold.
+
+    Raises:
+        CheckpointMismatch: The text of a step is another one in the next process.
+    """
+    if all(map(_fits_path, path)):
+        return path
+    for step in map(step_of, path):
+        if hex(id(step)) in str(step) or (isinstance(step, frozenset) and len(step) > 1):
+            raise CheckpointMismatch(
+                f"{key} is under a key of type {type(step).__name__}, by which no later process would find it again. "
+                f"Use text or a number as the key."
+            )
+    return tuple(
+        part if _fits_path(part) else str(part[1]) if part[0] == "k" else (part[0], str(part[1])) for part in path
+    )
+
+
+def too_deep(name: str, tree: Any) -> CheckpointMismatch:
+    """Return the error for containers that Python cannot walk. It names the key of a container that contains itself.
+
+    Args:
+        name: The key of ``tree``.
+    """
+    reason = _cycle(name, tree, {}) or f"{name or 'the state'} has too many containers in each other, or one in itself"
+    return CheckpointMismatch(f"{reason}: it cannot be saved. Leave it out of the state.")
+
+
+def _cycle(key: str, node: Any, above: dict[int, str]) -> str:
+    """Return the keys of a container and of itself in it; empty if there is none near the root."""
+    if id(node) in above:
+        return f"{key} is {above[id(node)] or 'the state'}, which contains it"
+    if not isinstance(node, (Mapping, list, tuple)) or len(above) > _MOST_WALKED:
+        return ""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node)
+    found = (_cycle(f"{key}.{step}".removeprefix("."), child, {**above, id(node): key}) for step, child in children)
+    return next(filter(None, found), "")
+
+
+_MOST_WALKED = 50
+
+
 def _as_step(key: Any) -> Any:
-    """Return the key of a mapping as a path has it: its text, if a path cannot hold the key."""
-    if isinstance(key, np.integer):
-        return int(key)
-    return key if _fits_path(key) else str(key)
+    """Return the key of a mapping as the path of a state has it."""
+    return int(key) if isinstance(key, np.integer) else key
 
 
 _STEPS = (str, int, float, np.integer, type(None))

@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed, damage_in
-from dcp_plugin.format import INDEX, SUMMARY
+from dcp_plugin.format import INDEX, MOST_JSON, SUMMARY, json_object
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.types import VERSION
 
@@ -27,7 +27,7 @@ INDEX_VERSION = 2
 """Format version of the index file."""
 _LAST_WITHOUT_HASH = 2
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
-MAX_SIZE = 1 << 20
+MAX_SIZE = MOST_JSON
 """Largest size in bytes. A reader needs at most one byte more to detect a larger file."""
 _MOST_NUMBER = 1 << 63
 MOST_METRICS, _LONGEST_METRIC = 1000, 256
@@ -83,6 +83,9 @@ class Base:
         return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}
 
 
+MOST_DIFFERING = 20
+
+
 @dataclass(frozen=True)
 class Summary:
     """Content of ``dcp_plugin.json``.
@@ -96,7 +99,8 @@ class Summary:
     linked from the checkpoint ``from`` instead of written. ``metrics`` are numbers that belong to the checkpoint, such
     as its validation loss; not all are finite. ``launch`` names the launch (torchrun's, SLURM's) and the rank that
     published the checkpoint. ``training`` has the ``seconds`` of training and the ``failures`` of the run until
-    this save, if its loop calls ``due``.
+    this save, if its loop calls ``due``. ``differing`` has the first :data:`MOST_DIFFERING` keys of parameters
+    or optimizer state that differed between ranks at this save or at an earlier one of the run, with the ranks.
     """
 
     step: int | None
@@ -119,6 +123,7 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     launch: dict[str, Any] = field(default_factory=dict)
     training: dict[str, float] = field(default_factory=dict)
+    differing: dict[str, list[int]] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 
@@ -142,7 +147,7 @@ class Summary:
             NewerFormat: The file is a summary of a later version.
         """
         try:
-            entries = json.loads(data)
+            entries = json_object(data)
             _check_hash(data, entries, cls.__dataclass_fields__)
             if entries["format"] == "dcp_plugin" and entries["format_version"] > FORMAT_VERSION:
                 saved_by = entries.get("versions", {}).get("dcp_plugin")
@@ -161,11 +166,13 @@ class Summary:
             numbers += [summary.training[name] for name in ("seconds", "failures") if summary.training]
             if not all(type(number) in (int, float) and abs(number) < _MOST_NUMBER for number in numbers):
                 raise ValueError("times, steps and counts must be numbers")
+            if not all(type(rank) is int for ranks in summary.differing.values() for rank in ranks):
+                raise ValueError("differing must have numbers of ranks")
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
                 raise ValueError("exclude must be a list of text, and base an object")
-            if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:
+            if summary.format != "dcp_plugin":
                 raise ValueError("not a summary of dcp_plugin")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
         return summary
 

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.errors import UnsafeCheckpoint, some
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.keys import flatten
+from dcp_plugin.format.keys import flatten, of_class_of
 from dcp_plugin.format.keys import holds_sharded as holds_sharded
+from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
 from dcp_plugin.format.values import encode as encode
 from dcp_plugin.format.values import is_storable as is_storable
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state import GROUPS, CalledLast, unflatten_optimizer
+from dcp_plugin.state import GROUPS, CalledLast, NamesOnly, unflatten_optimizer
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.tools.contents import CheckpointInfo, info_of
@@ -56,6 +60,11 @@ def among(name: str, names: Iterable[str]) -> list[str]:
     """Return the names of a kind that occur in ``names``, in the order of the objects."""
     of_kind = [other for other in names if other == name or other.removeprefix(f"{name}_").isdecimal()]
     return sorted(of_kind, key=lambda other: int(other.removeprefix(name).removeprefix("_") or 0))
+
+
+def names_for(modules: Mapping[str, nn.Module], present: Collection[Any]) -> dict[str, NamesOnly]:
+    """Return the modules that name the parameters of optimizers, without those ``present`` in the state."""
+    return {f"names_for_{name}": NamesOnly(module) for name, module in modules.items() if module not in present}
 
 
 def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | None = None) -> dict[str, list[str]]:
@@ -99,6 +108,17 @@ _PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
 }
 
 
+def like(mapping: Mapping[Any, Any], items: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping with these items, of the class of ``mapping`` if a checkpoint stores that, else a ``dict``."""
+    kind = mapping_class(mapping)
+    if isinstance(mapping, defaultdict) and not kind:
+        keys = some(list(map(str, mapping)), 3)
+        warnings.warn(f"the defaultdict with {keys} comes back as a dict, since its factory is code", stacklevel=2)
+    made = MAPPING_CLASSES.get(kind, dict)()
+    made.update(items)
+    return made
+
+
 def plain(value: Any) -> Any:
     """Return settings as plain values, unless they can be stored unchanged."""
     omegaconf = sys.modules.get("omegaconf")
@@ -112,7 +132,9 @@ def plain(value: Any) -> Any:
     if form is not None:
         return value if is_storable(value) else plain(form(value))
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        items = {key: plain(item) for key, item in value.items()}
+        # The state dict of a module has _metadata.
+        return of_class_of(value, items) if hasattr(value, "_metadata") else like(value, items)
     return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value
 
 

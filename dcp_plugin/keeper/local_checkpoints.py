@@ -9,17 +9,16 @@ A folder without a record is an incomplete save. No load reads it, and the next 
 cannot be read stays: another version of this package may read it.
 
 Other users may write to ``local_dir``, and replace a directory by a link at any time. So ``<key>`` is opened once
-without following links, its owner and mode are checked, and everything below is reached through its descriptor.
+without following links, its owner is checked (:class:`~dcp_plugin.media.disk.posix.OwnFolder`), and everything below is
+reached through its descriptor.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
-import shutil
 import socket
 import stat
 import uuid
@@ -28,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from dcp_plugin.format import json_object
 from dcp_plugin.format.summary import with_hash
 from dcp_plugin.media import WORKSPACE, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
@@ -42,7 +42,7 @@ _MOST_RECORD = 64 << 20
 _DAMAGED = "dcp_plugin.node-damaged"
 _GARBAGE = ".left"
 """Suffix of a folder that is being deleted, and of a file that is being written."""
-_opened: dict[Path, posix.Folder] = {}
+_opened: dict[Path, posix.OwnFolder] = {}
 """Each directory ``<key>`` that this process has opened, by name. None is closed, since threads use its path."""
 
 
@@ -76,7 +76,7 @@ class Record:
     def decode(cls, data: bytes) -> Record:
         """Return the record in a file. Raises ValueError, with the reason, for other data or another version."""
         try:
-            fields = json.loads(data)
+            fields = json_object(data, _MOST_RECORD)
             version = fields["format"]
             if version != FORMAT_VERSION:
                 raise ValueError(f"another version of dcp_plugin has written it (format {version})")
@@ -88,7 +88,7 @@ class Record:
             has_types = has_types and all(type(size) is int for size in record.files.values())
             if with_hash(fields) != data or not has_types:
                 raise TypeError("a field has been changed")
-        except (LookupError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError("its record is damaged") from error
         if not all(is_inside(name) for name in record.files):
             raise ValueError("its record names files that are not below it")
@@ -221,8 +221,7 @@ def saves_in(folder: Path) -> tuple[list[LocalCheckpoint], list[str]]:
         if entry.name.endswith(_GARBAGE):
             continue
         try:
-            if reason := _why_unreliable(entry.stat(follow_symlinks=False)):
-                raise ValueError(reason)
+            _refuse_unreliable(Path(entry.path))
             record = Record.decode(_read_bounded(Path(entry.path, NODE)))
             if record.token != entry.name:
                 raise ValueError("its record is of another save")
@@ -230,7 +229,7 @@ def saves_in(folder: Path) -> tuple[list[LocalCheckpoint], list[str]]:
         except FileNotFoundError:  # it has no record yet, or was deleted just now
             continue
         except (OSError, ValueError) as error:
-            problems.append(shown(f"{entry.path}: {error}"))
+            problems.append(shown(f"{entry.path}: {getattr(error, 'strerror', None) or error}"))
     return sorted(checkpoints, key=_order), problems
 
 
@@ -299,22 +298,23 @@ class LocalCheckpoints:
             needed: Returns the tokens of saves under way. Called after the folders are listed, since one may begin.
         """
         with suppress(OSError):
-            entries = list(os.scandir(_reached(self.folder)))
+            folder = _own(self.folder)
+            names = folder.names()
             under_way = needed()
-            for entry in entries:
-                is_garbage = entry.name not in under_way and not os.path.lexists(Path(entry.path, NODE))
-                if is_garbage and not _why_unreliable(entry.stat(follow_symlinks=False)):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+            for name in names:
+                with suppress(OSError):
+                    _refuse_unreliable(self.folder_of(name))
+                    if name not in under_way and not os.path.lexists(self.folder_of(name) / NODE):
+                        folder.delete(name)
 
     def remove(self, token: str) -> None:
         """Delete this node's part of a save. No load that begins after the call has begun reads it."""
         with suppress(FileNotFoundError):
-            folder = self.folder_of(token)
-            garbage = folder.with_name(f"{token}{_GARBAGE}")
-            os.rename(folder, garbage)
-            shutil.rmtree(garbage, ignore_errors=True)
+            folder, garbage = _own(self.folder), f"{token}{_GARBAGE}"
+            folder.rename(token, garbage)
+            folder.delete(garbage)
         with suppress(OSError):
-            self.folder.rmdir()  # if it was the last
+            _own(self.folder).remove()  # if it was the last
 
     def forget(self, path: Where) -> None:
         """Delete the node's parts of the saves to one path. The target of a link is another path."""
@@ -323,8 +323,7 @@ class LocalCheckpoints:
 
     def is_in_memory(self) -> bool:
         """Return whether the parts are in memory (tmpfs). Raises OSError if the node has none."""
-        _reached(self.folder)
-        return posix.is_in_memory(_opened[self.folder].descriptor)
+        return posix.is_in_memory(_own(self.folder).descriptor)
 
 
 def checkpoints_below(local_dir: Path, root: Where) -> tuple[list[LocalCheckpoint], list[str]]:
@@ -370,29 +369,28 @@ def _has_key(checkpoint: LocalCheckpoint, key: str) -> bool:
     return key_of(as_path(parent or "/")) == key
 
 
-def _why_unreliable(status: os.stat_result) -> str:
-    """Return why a directory beside those of other users is not read; empty if only this user can change it."""
-    if status.st_uid != os.geteuid():
-        return f"belongs to another user (uid {status.st_uid})"
-    if status.st_mode & stat.S_IWOTH:
-        return "can be written by other users"
-    return ""
+def _refuse_unreliable(path: Path) -> None:
+    """Raise OSError for a folder of a save that another user has made or could have changed."""
+    with posix.Folder(path) as folder:
+        if posix.refuse_other_user(folder.descriptor, path).st_mode & stat.S_IWOTH:
+            raise PermissionError(errno.EPERM, "it can be written by other users", str(path))
 
 
-def _reached(folder: Path) -> Path:
-    """Return a path to a directory that leads through a descriptor, and stays valid as long as this process.
+def _own(folder: Path) -> posix.OwnFolder:
+    """Return a directory that stays open as long as this process.
 
     Raises:
         OSError: The directory is a link, belongs to another user, or does not exist.
     """
     opened = _opened.get(folder)
     if opened is None or not os.path.samestat(os.fstat(opened.descriptor), os.lstat(folder)):
-        opened = posix.Folder(folder)
-        if reason := _why_unreliable(os.fstat(opened.descriptor)):
-            opened.close()
-            raise PermissionError(errno.EPERM, reason, str(folder))
-        _opened[folder] = opened
-    return Path(f"/proc/self/fd/{opened.descriptor}")
+        opened = _opened[folder] = posix.OwnFolder(folder)
+    return opened
+
+
+def _reached(folder: Path) -> Path:
+    """Return a path to a directory that leads through its descriptor. Raises the errors of :func:`_own`."""
+    return Path(f"/proc/self/fd/{_own(folder).descriptor}")
 
 
 def shown(text: str) -> str:
@@ -402,9 +400,6 @@ def shown(text: str) -> str:
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return the bytes of the record of a save. Raises OSError, and ValueError for a file that is too large."""
+    """Return the bytes of the record of a save, and not many more if it is too large. Raises OSError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-        data = file.read(_MOST_RECORD + 1)
-    if len(data) > _MOST_RECORD:
-        raise ValueError("its record is too large")
-    return data
+        return file.read(_MOST_RECORD + 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import threading
@@ -32,6 +31,7 @@ from dcp_plugin.keeper.records import End, Peer
 from dcp_plugin.keeper.server import Server
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import NO_ADDRESS, Address, Channel, connect, own_address
+from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Attempt
 
@@ -105,8 +105,9 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_soon)
         logger.info("keeper %d of %s", os.getpid(), self.spool.folder)
-        for gone in self.spool.folder.parent.glob(".*.gone"):  # of one that was killed while it deleted them
-            shutil.rmtree(gone, ignore_errors=True)
+        with suppress(OSError), posix.OwnFolder(self.spool.folder.parent) as base:
+            for gone in base.path.glob(".*.gone"):  # of a keeper that was killed while it deleted them
+                base.delete(gone.name)
         self._listen_as_before()
         server = Server(self.spool.socket, (), self._calls, self._streams)
         while not self._is_over():
@@ -117,7 +118,8 @@ class Keeper:
         if self._is_gone:
             if not self._has_crashed:
                 self.node.free_memory()
-            shutil.rmtree(self.spool.folder, ignore_errors=True)
+            with suppress(OSError), posix.OwnFolder(self.spool.folder.parent) as base:
+                base.delete(self.spool.folder.name)
         logging.shutdown()
         return 0
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -35,8 +34,9 @@ from pathlib import Path
 import torch
 
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
-from dcp_plugin.keeper.local_checkpoints import key_of
+from dcp_plugin.keeper.local_checkpoints import key_of, put_file
 from dcp_plugin.keeper.locks import KEEPER, exclusive, lock, locked_by
+from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where
 from dcp_plugin.types import VERSION
 
@@ -71,10 +71,11 @@ def base_directory() -> Path:
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        status = os.lstat(path)
+        with posix.Folder(path) as folder:
+            mode = posix.refuse_other_user(folder.descriptor, path).st_mode
     except OSError as error:
-        raise NoSharedMemory(f"{path} cannot be made: {error}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or path.is_symlink():
+        raise NoSharedMemory(f"{path} cannot be used: {error}") from error
+    if mode & 0o077:
         raise NoSharedMemory(f"{path} is not this user's alone: remove it, or make it so (chmod 700)")
     return path
 
@@ -200,8 +201,8 @@ class Spool:
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
                 return False
             gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
-            with suppress(FileNotFoundError):
-                os.rename(self.folder, gone)
+            with suppress(FileNotFoundError), posix.OwnFolder(self.folder.parent) as base:
+                base.rename(self.folder.name, gone.name)
             self.folder = gone
         return True
 
@@ -225,16 +226,7 @@ class Spool:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all. Raises OSError."""
-        half = self.folder / f".{uuid.uuid4().hex}"
-        try:
-            with open(half, "xb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                file.write(data)
-            os.rename(half, self.folder / name)
-        except BaseException:
-            with suppress(OSError):
-                half.unlink()
-            raise
+        put_file(self.folder, name, data)
 
     def get(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -242,13 +234,9 @@ class Spool:
         return None
 
     def drop(self, *names: str) -> None:
-        for name in names:
-            path = self.folder / name
-            with suppress(FileNotFoundError):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
+        with suppress(FileNotFoundError), posix.OwnFolder(self.folder) as folder:
+            for name in names:
+                folder.delete(name)
 
     def names(self, suffix: str) -> list[str]:
         """Return the names of files with this ending, sorted: oldest save first."""

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -184,24 +182,37 @@ def complete_epoch(state: FitLoopState) -> None:
 
 
 def plateau_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Return the metrics for stepping the schedules on a metric (``ReduceLROnPlateau``) if the epoch ended now, by the
-    schedule's number."""
+    """Return the metrics for stepping the schedules on a metric (``ReduceLROnPlateau``), by the schedule's number: of
+    those that step for the present batch after the hooks, and of those that would step if the epoch ended now."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    batch: Any = epoch_loop.batch_progress.current
+    in_hooks = batch.completed < batch.processed or trainer.validating
+    done = {"epoch": trainer.current_epoch + 1}
+    if in_hooks and not epoch_loop._should_accumulate():
+        done["step"] = epoch_loop.batch_idx + 1
     return {
         str(number): trainer.callback_metrics[config.monitor]
         for number, config in enumerate(trainer.lr_scheduler_configs)
         if config.reduce_on_plateau
-        and config.interval == "epoch"
-        and (trainer.current_epoch + 1) % config.frequency == 0
+        and config.interval in done
+        and done[config.interval] % config.frequency == 0
         and config.monitor in trainer.callback_metrics
     }
 
 
-def step_plateau_schedules(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """Step the schedules on a metric as the interrupted epoch would have. Lightning does not save their metrics and
-    omits these steps."""
+def step_plateau_schedules(trainer: Trainer, metrics: dict[str, Any], intervals: set[str]) -> None:
+    """Restore the metrics of the schedules on a metric, and step these schedules as the interrupted batch or epoch
+    would have. Lightning saves no metrics. It makes the steps after a validation itself, and omits all others."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if epoch_loop.restarted_on_last or epoch_loop.val_loop.restarted_mid_evaluation:
+        intervals = intervals - {"step"}
     for number, metric in metrics.items():
+        config = trainer.lr_scheduler_configs[int(number)]
+        trainer.callback_metrics[str(config.monitor)] = metric
+        if config.interval not in intervals:
+            continue
         trainer.fit_loop.epoch_loop.scheduler_progress.increment_ready()
-        trainer.lightning_module.lr_scheduler_step(trainer.lr_scheduler_configs[int(number)].scheduler, metric)
+        trainer.lightning_module.lr_scheduler_step(config.scheduler, metric)
         trainer.fit_loop.epoch_loop.scheduler_progress.increment_completed()
 
 
@@ -401,32 +412,38 @@ def unfreeze_restored_groups(trainer: Any, groups_made: list[int]) -> None:
                 callback.make_trainable([m for m in modules if unfrozen & set(map(id, m._parameters.values()))])
 
 
-def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Make an object as ``cls.load_from_checkpoint`` does after it has read the file; no public function does this."""
-    return package.module("core.saving")._load_state(cls, checkpoint, **options)
+def load_from_checkpoint(package: Package, cls: type, path: Any, **options: Any) -> Any:
+    """Call Lightning's function behind ``cls.load_from_checkpoint``, which users may override."""
+    return package.module("core.saving")._load_from_checkpoint(cls, path, **options)
 
 
-def add_notes_to_reading(package: Package, note: Callable[[Any, Exception], str]) -> None:
-    """Add the text of ``note``, if any, to errors of ``load_from_checkpoint`` of modules and datamodules.
+def replace_reading(
+    package: Package, find: Callable[[Any], Any], read: Callable[[Package, Any, Any, Any, Any], dict[str, Any]]
+) -> None:
+    """Have ``load_from_checkpoint`` of modules and datamodules open what Lightning cannot open.
 
-    Both methods open a path through ``pl_load`` of their module; Lightning has no public hook. Their behaviour and the
-    errors that they raise stay the same. Do nothing if the package is not imported, or adds notes already.
+    Both methods open a path through ``pl_load`` of their module; Lightning has no public hook. The function is not told
+    the class, which only the frame of its caller has. Do nothing if the package is not imported, or has it replaced.
+
+    Args:
+        find: Function that returns what ``read`` can read at a path, or None: Lightning's error is raised.
+        read: Function of the package, the class, that result, ``map_location`` and ``weights_only``.
     """
     saving: Any = sys.modules.get(f"{package.name}.core.saving")
-    read = getattr(saving, "pl_load", None)
-    if read is None or hasattr(read, "adds_notes"):
+    original = getattr(saving, "pl_load", None)
+    if original is None or hasattr(original, "opens_directories"):
         return
 
-    @functools.wraps(read)
-    def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         try:
-            return read(path_or_url, *args, **kwargs)
-        except (OSError, EOFError) as error:
-            if text := note(path_or_url, error):
-                error.add_note(text)
-            raise
+            return original(path, map_location=map_location, weights_only=weights_only)
+        except (AttributeError, OSError, EOFError):
+            if (found := find(path)) is None:
+                raise
+        return read(package, sys._getframe(1).f_locals["cls"], found, map_location, weights_only)
 
-    pl_load.adds_notes = True  # type: ignore[attr-defined]
+    pl_load.opens_directories = True  # type: ignore[attr-defined]
     saving.pl_load = pl_load
 
 
@@ -447,12 +464,6 @@ def hyper_parameters_of(package: Package, cls: Any, checkpoint: Mapping[str, Any
     return (value for value in values if isinstance(value, Mapping))
 
 
-def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
-    """Return a checkpoint in the format of the installed Lightning, which migrates every checkpoint that it reads."""
-    migration = package.module("utilities.migration.utils")
-    return cast(dict[str, Any], migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path))
-
-
 def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
     """Return the root of an OmegaConf configuration, and the keys that lead from the root to ``config``. OmegaConf
     resolves interpolations from the root, which has no public name."""
@@ -461,13 +472,3 @@ def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
         keys.insert(0, config._key())
         config = parent
     return config, keys
-
-
-def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:
-    """Return the hyper-parameters in the file of ``load_from_checkpoint(hparams_file=...)``. Lightning does not
-    document its functions for these files."""
-    suffix, saving = Path(path).suffix.lower(), package.module("core.saving")
-    if suffix not in (".csv", ".yml", ".yaml"):
-        raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got {os.fspath(path)}")
-    read = saving.load_hparams_from_tags_csv if suffix == ".csv" else saving.load_hparams_from_yaml
-    return dict(read(path))

@@ -22,7 +22,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.loading import name_ours_in_errors
+from dcp_plugin.lightning.loading import open_directories
 from dcp_plugin.lightning.model_checkpoint import (
     WHERE_IT_SAVES,
     plugin_of,
@@ -83,7 +83,7 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     """Return the callbacks that the entry point of the package ``name`` adds to a Trainer under construction."""
     if not in_existence:
         return []
-    name_ours_in_errors()  # Fabric alone may have been imported when the plugin was made
+    open_directories()  # Fabric alone may have been imported when the plugin was made
     callback_class = dcp_callback_class(next(package for package in PACKAGES if package.name == name))
     if (trainer := _lightning.trainer_under_construction()) is not None:
         if plugin_of(trainer) is None:

@@ -43,7 +43,7 @@ from dcp_plugin.integration.files import is_regular_file, summary_if_readable
 from dcp_plugin.integration.stored import MODEL
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint, ForStock
-from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
+from dcp_plugin.lightning.loading import open_directories, read_full
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
@@ -471,7 +471,7 @@ def _register_as_plugin() -> None:
     imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
     for package in imported or lightning_packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)
-    name_ours_in_errors()
+    open_directories()
 
 
 if any(package.fabric_imported for package in lightning_packages.PACKAGES):  # LightningCLI asks before it makes one

@@ -39,7 +39,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,6 +62,7 @@ from dcp_plugin.integration.stored import (
     entries_of,
     holds_sharded,
     is_storable,
+    like,
     numbered,
     optimizer_from_stored,
     plain,
@@ -69,25 +70,31 @@ from dcp_plugin.integration.stored import (
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.paths import Where
 from dcp_plugin.state import (
-    EXTRA_STATE,
     GROUPS,
     Nested,
     OwnLayout,
+    OwnNames,
     contains_fsdp1,
-    extras_of,
     flatten_optimizer,
     flatten_tree,
     gather_module,
     group_list,
     group_names,
     load_into,
+    loose_module,
     mark_parameters,
     mark_slots,
     parameter_names,
+    parameters_by_name,
+    pruned_names,
+    trained_module,
     unwrapped_optimizer,
+    with_names,
+    with_numbers,
     without_sampler,
+    without_wrappers,
 )
-from dcp_plugin.tensors._torch import is_tensor, sharded_value
+from dcp_plugin.tensors._torch import DTensor, is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 
 ForStock = tuple[dict[str, tuple[str, KeyPath]], Callable[[Path], None]]
@@ -103,7 +110,11 @@ TYPES = "hyper_parameter_types"
 DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
 PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
 """Keys of our own state in Lightning's dictionary; ``OF_HOOKS`` has the values that hooks had put under our keys."""
-_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
+OWN_NAMES, FULL, OPTIMIZERS = "own_names", "full_tensors", "number_of_optimizers"
+"""Keys for what a load must know of the save: the items of :attr:`OwnNames.inside` for hooks' names; the paths of
+full tensors that have the name and shape of a sharded parameter; and the number of optimizers, if a hook has changed
+the list of their states."""
+_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OWN_NAMES, FULL, OPTIMIZERS, OF_HOOKS)
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
 """Name under which each of the sharded strategies stores the model."""
 OPTIMIZER = "optimizer"
@@ -129,6 +140,61 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> dict[str,
     return {**state, EXTRA: extra}
 
 
+def with_stored_names(
+    checkpoint: Checkpoint, names: OwnNames, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Checkpoint:
+    """Return a checkpoint with clean FQNs in place of the names that hooks see, and a record of these.
+
+    In an optimizer's state, a parameter that the ``state_dict`` has under the plain name of a pruned or parametrized
+    one gets that name too: the module that resumes has it so.
+
+    Args:
+        names: The names in ``state_dict()`` of the module.
+
+    Raises:
+        CheckpointMismatch: Two keys of the ``state_dict`` would become one.
+    """
+    weights: Mapping[str, Any] = {}
+    if isinstance(checkpoint.get("state_dict"), Mapping):
+        weights = names.clean(checkpoint["state_dict"])
+        checkpoint = {**checkpoint, "state_dict": weights}
+    if names.inside:
+        checkpoint[OWN_NAMES] = [list(prefixes) for prefixes in names.inside.items()]
+    states = checkpoint.get("optimizer_states")
+    if isinstance(states, list) and len(states) == len(optimizers):
+        pairs = zip(states, optimizers, strict=True)
+        checkpoint["optimizer_states"] = [_with_stored_names(model, *pair, weights) for pair in pairs]
+    elif states is not None:
+        checkpoint[OPTIMIZERS] = len(optimizers)
+    return checkpoint
+
+
+def _with_stored_names(model: nn.Module, state: Any, optimizer: Optimizer, weights: Mapping[str, Any]) -> Any:
+    if isinstance(state, OwnLayout):
+        return state
+    names = dict.fromkeys(name for group in group_names(owner_of(model, optimizer), optimizer) for name in group)
+    plain_names = pruned_names(model) if weights and not names.keys() <= weights.keys() else {}
+    pruned = {own: name for own, name in plain_names.items() if name in weights and own not in weights}
+    is_numbered = not is_keyed_by_name(state)
+    try:
+        if is_numbered or pruned:
+            numbered = state if is_numbered else with_numbers(state)
+            return with_names(numbered, [pruned.get(name, name) for name in names])
+    except (LookupError, TypeError, AttributeError):  # stored as it is: a hook has put something else in its place
+        pass
+    return state
+
+
+def owner_of(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return the module that names the parameters of an optimizer: the model, also with parameters of no module."""
+    try:
+        return trained_module(OPTIM, optimizer, {MODEL: model}, {})
+    except CheckpointMismatch:
+        if contains_fsdp1(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise  # an optimizer that was made before the model was sharded
+        return loose_module(optimizer)
+
+
 def kinds_of(state: dict[str, Any]) -> dict[str, str]:
     """Return the kind, ``"module"`` or ``"optimizer"``, of each name in ``state`` that has such a state."""
     return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
@@ -140,7 +206,7 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
     names = among(OPTIM, state)
     if len(names) == len(optimizers):  # else a hook has changed the list, and the owners are unknown
         marked |= {
-            name: mark_slots(model, optimizer, state[name])
+            name: mark_slots(owner_of(model, optimizer), optimizer, state[name])
             for name, optimizer in zip(names, optimizers, strict=True)
             if not isinstance(state[name], OwnLayout)
         }
@@ -236,7 +302,7 @@ def _with_classes(value: Any, classes: dict[str, Any]) -> Any:
     if "is" not in classes:
         inside = classes["in"]
         items = {key: _with_classes(item, inside[key]) if key in inside else item for key, item in _items(value)}
-        return items if isinstance(value, dict) else type(value)(items.values())
+        return like(value, items) if isinstance(value, dict) else type(value)(items.values())
     omegaconf = importlib.import_module("omegaconf")
     source = value if classes["root"] is None else classes["root"]
     if classes["is"] not in ("DictConfig", "ListConfig") or not isinstance(source, (dict, list, type(None))):
@@ -265,7 +331,7 @@ def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str
             kept[key] = _storable_part(inside, item, allowed, left_out)
         else:
             left_out.append(inside)
-    return kept
+    return like(value, kept)
 
 
 def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
@@ -293,6 +359,21 @@ def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
     return {**remaining, OF_HOOKS: of_hooks} if of_hooks else remaining
 
 
+def full_tensors(checkpoint: Checkpoint, model: nn.Module) -> list[list[str]]:
+    """Return the paths of full tensors, in mappings of hooks, with the name and the shape of a sharded parameter."""
+    sharded = {name: p.shape for name, p in parameters_by_name(model).items() if isinstance(p, DTensor)}
+    of_hooks = {key: item for key, item in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    leaves, paths = flatten_tree(of_hooks if sharded else {})
+    return [
+        list(path)
+        for key, path in paths.items()
+        if all(isinstance(step, str) for step in path)
+        and is_tensor(leaves[key])
+        and not isinstance(leaves[key], DTensor)
+        and sharded.get(without_wrappers(path[-1])) == leaves[key].shape
+    ]
+
+
 def put_back(checkpoint: Checkpoint) -> Checkpoint:
     """Restore in place the values of hooks that :func:`beside_ours` had moved. Our values must have been removed."""
     of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
@@ -302,6 +383,8 @@ def put_back(checkpoint: Checkpoint) -> Checkpoint:
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """Remove our state in place, and return the checkpoint as Lightning itself would have made it on rank 0."""
+    if "state_dict" in checkpoint:
+        checkpoint["state_dict"] = OwnNames(dict(checkpoint.get(OWN_NAMES, ()))).own(checkpoint["state_dict"])
     if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:
@@ -341,6 +424,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     if not isinstance(state, dict) or GROUPS not in state:
         optimizer.load_state_dict(state)
         return
+    model = owner_of(model, optimizer)
     nested = _keyed_by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = load_into(model, optimizer, entries_of(flat))
@@ -377,16 +461,14 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
             f"{max(numbers)}; this {'optimizer' if of_optimizer else 'model'} has {len(names)}. Make it with the "
             "parameters that it was saved with."
         )
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    slots = {names[number]: slots for number, slots in state["state"].items()}
-    extras = extras_of(state)
-    return {"state": slots, GROUPS: groups} | ({EXTRA_STATE: extras} if extras else {})
+    return with_names(state, names)
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters in the order of an optimizer of the unwrapped model. For a flat parameter of
     FSDP1 these are the names of its unit; the names of such a group are assumed to be in the model's order."""
-    order = {name: number for number, name in enumerate(gather_module(model))}
+    in_model = gather_module(model) if contains_fsdp1(model) else ()
+    order = {name: number for number, name in enumerate(in_model)}
     names = []
     for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
         flat = len(of_group) != len(group["params"])

@@ -12,41 +12,58 @@ after that hook.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
+import operator
+import os
 from collections.abc import Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.overrides import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin import ShardedReader
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
-from dcp_plugin.integration.files import META, is_of_stock_lightning, is_regular_file
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.integration.files import META, is_of_stock_lightning, is_regular_file, kind_of
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, among, keys_by_name, optimizer_from_stored
 from dcp_plugin.lightning import _lightning, layout
-from dcp_plugin.lightning.layout import Checkpoint, restore_configurations
+from dcp_plugin.lightning.layout import (
+    FULL,
+    OPTIMIZERS,
+    OWN_NAMES,
+    Checkpoint,
+    is_keyed_by_name,
+    owner_of,
+    restore_configurations,
+)
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import LoadReport
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state import (
+    GROUPS,
+    NamesOnly,
     OwnLayout,
+    OwnNames,
     Unapplied,
     apply_module,
     flatten_optimizer,
     flatten_tree,
     gather_module,
     gather_optimizer,
-    load_into,
+    gather_with_names,
     unwrapped_optimizer,
+    with_names,
+    with_numbers,
     without_wrappers,
 )
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
@@ -66,10 +83,18 @@ class Loaded:
     """The dictionary for Lightning and the hooks."""
     model: dict[str, Any] | None
     """The loaded values of the model, to detect replacements by hooks; None before the model is loaded."""
+    names: OwnNames = field(default_factory=OwnNames)
+    """The names in ``state_dict()`` of the model, which hooks may use."""
     optimizer_names: list[str] = field(default_factory=list)
     """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     """The flat state of each optimizer; empty before the optimizers are loaded."""
+    numbers: list[list[str]] = field(default_factory=list)
+    """The names of the parameters of each optimizer, if hooks see their numbers."""
+    count: int = 0
+    """Number of optimizers with state in the dictionary, before hooks have seen it."""
+    saved_with: int | None = None
+    """Number of optimizers of the save, if a hook has changed the list of their states then."""
     report: LoadReport | None = None
     """The report of the load without the optimizers; None for a file of Lightning's."""
     of_lightning: bool = False
@@ -92,6 +117,7 @@ def load(
     hooked: bool,
     weights_only: bool | None,
     files: SourceFiles | None,
+    clean_names: bool,
 ) -> Loaded:
     """Read the model's state into ``model``, and all other values except the optimizers' into the result. Collective.
 
@@ -101,6 +127,7 @@ def load(
         strict: Raise an error for keys that do not fit; with ``hooked``, :func:`apply_model` raises it later.
         hooked: Read the model's state into separate tensors, since the LightningModule's own hook runs before they are
             applied.
+        clean_names: Give hooks clean FQNs, as sharded strategies do, and not the names in ``state_dict()``.
 
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model.
@@ -119,35 +146,48 @@ def load(
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
     report = checkpointer.restore(state, path, strict=strict and not hooked)
     restore_configurations(checkpoint)
-    loaded = None
-    if not hooked:
-        missing = set(report.missing)
-        loaded = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
-    checkpoint["state_dict"] = unapplied.state_dict if loaded is None else dict(loaded)
-    return Loaded(path, checkpoint, loaded, among(OPTIM, keys), report=report, of_lightning=of_lightning)
+    for *steps, name in checkpoint.pop(FULL, ()):  # distributed by _allocate_like_parameters
+        holder: Any = functools.reduce(operator.getitem, steps, checkpoint)
+        if isinstance(holder[name], DTensor):
+            holder[name] = holder[name].full_tensor()
+    checkpoint.pop(OWN_NAMES, None)
+    values, names = gather_with_names(model)
+    missing = set(report.missing)
+    loaded = None if hooked else {key: value for key, value in values.items() if f"{MODEL}.{key}" not in missing}
+    weights = unapplied.state_dict if loaded is None else loaded
+    checkpoint["state_dict"] = dict(weights if clean_names else names.own(weights))
+    of_optimizers, saved_with = among(OPTIM, keys), checkpoint.pop(OPTIMIZERS, None)
+    return Loaded(
+        path, checkpoint, loaded, names, of_optimizers, saved_with=saved_with, report=report, of_lightning=of_lightning
+    )
 
 
 def load_optimizers(
-    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: list[Optimizer], strict: bool
-) -> None:
-    """Read the optimizers' state of the same checkpoint, if the checkpoint has any. Collective.
+    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
+) -> list[Any]:
+    """Read the state of these optimizers, and return their states. Collective.
 
     Raises:
         CheckpointMismatch: The checkpoint does not fit the optimizers.
     """
-    path, names = loaded.path, loaded.optimizer_names
-    _refuse_other_number(path, names, optimizers)
-    # The model gives the names of the parameters, also if the checkpoint's names have a prefix.
-    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
+    named = dict(zip(loaded.optimizer_names, optimizers, strict=False))
+    if not named:
+        return []
+    # The owners give the names of the parameters, also if the checkpoint's names have a prefix.
+    owners = {name: owner_of(model, unwrapped_optimizer(optimizer)) for name, optimizer in named.items()}
+    names = {f"names_for_{name}": NamesOnly(owner) for name, owner in owners.items() if owner is not model}
+    state: dict[str, Any] = {MODEL: model, **names, **named}
     # An optimizer whose own state dict is empty has one key, its name.
-    only = PartialLoad(include=tuple(f"{name}*" for name in names), cast=True)
-    report = checkpointer.restore(state, path, partial=only, strict=False)
+    only = PartialLoad(include=tuple(f"{name}*" for name in named), cast=True)
+    report = checkpointer.restore(state, loaded.path, partial=only, strict=False)
     # Parameters without state are no error: another part of the model may be frozen now. The core logs them.
-    if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
-        raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
-    states = [gather_optimizer(model, optimizer) for optimizer in optimizers]
-    loaded.checkpoint["optimizer_states"] = states
+    if strict and not named.keys() <= {key.partition(".")[0] for key in report.loaded}:
+        raise CheckpointMismatch(
+            f"{loaded.path} does not fit the optimizers: {report}. strict_loading=False loads what fits."
+        )
+    states = [gather_optimizer(owner, named[name]) for name, owner in owners.items()]
     loaded.optimizers = [flatten_optimizer(state) for state in states]
+    return states
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
@@ -156,6 +196,18 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
     state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
     checkpointer.restore(state, loaded.path)
     return [optimizer_from_stored(tree) for tree in state.values()]
+
+
+def numbered(states: list[Any]) -> tuple[list[Any], list[list[str]]]:
+    """Return the states of optimizers with numbers for parameters, as Lightning gives them to hooks, and the names of
+    the parameters in the order of the numbers; no names for a layout of an optimizer's own."""
+    names = [
+        list(dict.fromkeys(name for group in state[GROUPS] for name in group["params"]))
+        if is_keyed_by_name(state)
+        else []
+        for state in states
+    ]
+    return [with_numbers(state) if of_one else state for state, of_one in zip(states, names, strict=True)], names
 
 
 def _allocate_like_parameters(
@@ -173,7 +225,8 @@ def _allocate_like_parameters(
     for key in keys:
         entry: Any = index[f"{EXTRA}.{key}"]
         steps = index.path_of(f"{EXTRA}.{key}")[1:]
-        like = parameters.get(steps[-1]) if steps and all(isinstance(step, str) for step in steps) else None
+        is_named = bool(steps) and all(isinstance(step, str) for step in steps)
+        like = parameters.get(without_wrappers(steps[-1])) if is_named else None
         if like is None or getattr(entry, "shape", None) != tuple(like.shape):  # only tensors have a shape
             continue
         holder = checkpoint
@@ -188,7 +241,7 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
     Raises:
         CheckpointMismatch: Keys are missing or unexpected, if ``strict``, or a shape differs.
     """
-    applied = loaded.model
+    applied, state_dict = loaded.model, loaded.names.clean(state_dict)
     if applied is not None and all(state_dict.get(key) is value for key, value in applied.items()):
         return
     live = gather_module(model)
@@ -212,38 +265,27 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
 
 
 def apply_optimizers(
-    model: nn.Module, optimizers: list[Optimizer], loaded: Loaded, states: list[dict[str, Any]], strict: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], loaded: Loaded, states: list[Any], strict: bool
 ) -> None:
     """Apply the ``states`` to the optimizers after the hooks."""
-    _refuse_other_number(loaded.path, states, optimizers)
-    for optimizer, state, applied in zip_longest(optimizers, states, loaded.optimizers):
-        if not state:  # Lightning's state of a module without optimizer
+    for optimizer, state, applied, numbers in zip_longest(optimizers, states, loaded.optimizers, loaded.numbers):
+        if optimizer is None or not state:  # Lightning's state of a module without optimizer
             continue
+        inner, named = unwrapped_optimizer(optimizer), with_names(state, numbers) if numbers else state
         if isinstance(applied, OwnLayout):
             if isinstance(state, OwnLayout) and not _same(flatten_tree(state)[0], flatten_tree(applied)[0]):
-                unwrapped_optimizer(optimizer).load_state_dict(state)  # type: ignore[arg-type]
-            continue
-        if applied is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
-            layout.load_optimizer(model, optimizer, state, strict=strict)
-            continue
-        flat = {key: _in_place_of(applied.get(key), value) for key, value in flatten_optimizer(state).items()}
-        if not _same(flat, applied):
-            load_into(model, unwrapped_optimizer(optimizer), {}).commit(flat)
+                inner.load_state_dict(state)  # type: ignore[arg-type]
+        elif applied is None or not _same(flatten_optimizer(named), applied):
+            inner.state.clear()  # a hook may have removed some of it
+            layout.load_optimizer(model, inner, named, strict=strict and applied is None)
 
 
-def _refuse_other_number(path: Where, saved: Sized, optimizers: Sized) -> None:
-    if len(saved) != len(optimizers):
+def refuse_other_number(path: Where, saved: int, optimizers: Sized) -> None:
+    if saved != len(optimizers):
         raise CheckpointMismatch(
-            f"{path} has the state of {len(saved)} optimizer(s), this training has {len(optimizers)}. Resume with the "
+            f"{path} has the state of {saved} optimizer(s), this training has {len(optimizers)}. Resume with the "
             "optimizers that the checkpoint was made with."
         )
-
-
-def _in_place_of(live: Any, value: Any) -> Any:
-    """Copy a plain tensor into the optimizer's own tensor, which keeps its device and dtype. Return any other value
-    unchanged."""
-    plain = all(isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) for tensor in (live, value))
-    return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -266,8 +308,8 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
 
-    ``LightningModule.load_from_checkpoint`` cannot open a directory. Only reading differs here: Lightning's code
-    applies the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``).
+    ``LightningModule.load_from_checkpoint`` does the same where this package is imported. This function also takes the
+    options of a store.
 
     Args:
         cls: The class of the new object.
@@ -300,19 +342,21 @@ def load_from_checkpoint(
         2
     """
     checkpoint_path, loadable, package = as_path(path, storage_options), cast(Any, cls), _package_of(cls)
+    options = {"hparams_file": hparams_file, "weights_only": weights_only, **kwargs}
+    if is_module := issubclass(cls, package.pytorch.LightningModule):
+        options["strict"] = strict
     if is_regular_file(checkpoint_path):
-        options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
-        return cast(Loadable, loadable.load_from_checkpoint(checkpoint_path, weights_only=weights_only, **options))
-    is_module = issubclass(cls, package.pytorch.LightningModule)
-    checkpoint = _read(checkpoint_path, package, loadable if is_module else None, weights_only)
-    _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
-    _refuse_unknown_instantiator(checkpoint_path, checkpoint, loadable, package)
-    if is_module and "state_dict" not in checkpoint:
-        raise CheckpointMismatch(
-            f"{checkpoint_path} has no model; it has {', '.join(sorted(keys_by_name(checkpoint_path)))}."
-        )
-    loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
+        return cast(Loadable, loadable.load_from_checkpoint(checkpoint_path, map_location=map_location, **options))
+    open_directories()  # the package may have been imported after this module
+    loaded = _lightning.load_from_checkpoint(package, cls, _Directory(checkpoint_path), **options)
     return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
+
+
+@dataclass(frozen=True)
+class _Directory:
+    """Path from our own :func:`load_from_checkpoint`. Lightning passes it on to :func:`_read_directory`."""
+
+    path: Where
 
 
 def _package_of(cls: Any) -> Package:
@@ -327,18 +371,40 @@ def _package_of(cls: Any) -> Package:
     return package
 
 
-def _read(path: Where, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
-    """Return Lightning's dictionary: without the model if no module is to be made, without the optimizers' state if no
-    hook can use it."""
+def _read_directory(
+    package: Package, cls: Any, path: Where, map_location: Any, weights_only: bool | None
+) -> Checkpoint:
+    """Return Lightning's dictionary of a directory for ``load_from_checkpoint`` of a class: without the model if no
+    module is to be made, without the optimizers' state if no hook can use it."""
     left_out = list(among(OPTIM, keys_by_name(path)))
-    if module_class is None:
+    is_module = issubclass(cls, package.pytorch.LightningModule)
+    if not is_module:
         left_out.append(MODEL)
-    elif is_overridden("on_load_checkpoint", module_class, package.pytorch.LightningModule):
+    elif is_overridden("on_load_checkpoint", cls, package.pytorch.LightningModule):
         left_out.clear()
     allow_pickle = ("*",) if weights_only is False else ()
     checkpoint = read_full(path, Checkpointer(solo=True, allow_pickle=allow_pickle), weights_only, left_out)
     checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if not saved by a Trainer
-    return _lightning.migrated(package, checkpoint, path)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"], _ = numbered(checkpoint["optimizer_states"])
+    _restore_class_of_hyper_parameters(checkpoint, cls)
+    _refuse_unknown_instantiator(path, checkpoint, cls, package)
+    if is_module and "state_dict" not in checkpoint:
+        raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
+    if (device := _device(map_location)).type != "cpu":
+        moved = {key: value for key, value in checkpoint.items() if key not in layout.KEYS}
+        checkpoint |= apply_to_collection(moved, torch.Tensor, lambda tensor: tensor.to(device))
+    return checkpoint
+
+
+def _directory_at(opened: Any) -> Where | None:
+    """Return the path that Lightning could not open as a file, if it is a directory."""
+    if isinstance(opened, _Directory):
+        return opened.path
+    with suppress(OSError, ValueError, CheckpointError):  # Lightning's own error is raised
+        if isinstance(opened, (str, os.PathLike)) and kind_of(path := as_path(opened)) == "folder":
+            return path
+    return None
 
 
 def read_full(
@@ -371,54 +437,31 @@ def _refuse_unknown_instantiator(path: Where, checkpoint: Checkpoint, cls: Any, 
             )
 
 
-def _take_hyper_parameters(
-    checkpoint: Checkpoint, cls: Any, package: Package, hparams_file: PathLike | None, arguments: dict[str, Any]
-) -> None:
+def _restore_class_of_hyper_parameters(checkpoint: Checkpoint, cls: Any) -> None:
+    """Replace a configuration by its items, to which Lightning adds arguments, and a function that makes it again."""
     key, kind = cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.CHECKPOINT_HYPER_PARAMS_TYPE
-    if hparams_file is not None:
-        checkpoint[key] = _lightning.hyper_parameters_in(package, hparams_file)
-    saved = checkpoint.get(key, {})
-    if unresolved := layout.unresolved(saved):  # reading its items would resolve them
-        saved, with_items = unresolved
+    if unresolved := layout.unresolved(checkpoint.get(key)):  # reading its items would resolve them
+        checkpoint[key], with_items = unresolved
         is_argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
         checkpoint[kind] = with_items if is_argument else None
-    checkpoint[key] = {**saved, **arguments}
-    if str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
+    elif str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
         checkpoint[kind] = importlib.import_module("omegaconf").OmegaConf.create
 
 
 def _device(map_location: Any) -> torch.device:
+    """Return the device for tensors of a directory, which count as saved on ``"cpu"``."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if callable(map_location):
-        rank_zero_warn("a checkpoint directory has no use for a map_location function: the model is on the CPU.")
-        map_location = None
+        storage = map_location(torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage(), "cpu")
+        map_location = None if storage is None else storage.device
     return torch.device(map_location or "cpu")
 
 
-def name_ours_in_errors() -> None:
-    """Have Lightning's own ``load_from_checkpoint``, in each imported package, name ours when it cannot open a
-    directory."""
+def open_directories() -> None:
+    """Have Lightning's own ``load_from_checkpoint``, in each imported package, open directories."""
     for package in PACKAGES:
-        _lightning.add_notes_to_reading(package, _note_for)
+        _lightning.replace_reading(package, _directory_at, _read_directory)
 
 
-def _note_for(path: Any, error: Exception) -> str:
-    """Return a note for an error of Lightning's own method; an empty string for an error with another cause.
-
-    For a URL the note is general, since a message is not worth a request. For a directory some file systems of fsspec
-    report no object, and s3fs opens an empty object.
-    """
-    if isinstance(error, IsADirectoryError):
-        reason = "This is a directory"
-    elif isinstance(error, (FileNotFoundError, EOFError)) and "://" in str(path):
-        reason = "There is no single object with a checkpoint in it"
-    else:
-        return ""
-    return (
-        f"{reason}, and Lightning's own load_from_checkpoint opens nothing but single files. What is in a checkpoint "
-        "directory is loaded with dcp_plugin.lightning.load_from_checkpoint(Model, path)."
-    )
-
-
-name_ours_in_errors()
+open_directories()

@@ -19,6 +19,8 @@ data (tensor parallelism) share the state.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,9 +35,15 @@ from dcp_plugin.integration.stored import EXTRA, RNG, refuse_unstorable
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import DATALOADERS, MADE_BY, MADE_IN, PLATEAU, Checkpoint
+from dcp_plugin.state import without_sampler
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+def has_fit_loop(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has the counters of a training."""
+    return "fit_loop" in checkpoint.get("loops", ())
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
@@ -65,6 +73,8 @@ class Resume:
     saved_on: int
     """Number of data-parallel ranks when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
+    counters: dict[str, Any]
+    """The counters of the checkpoint, from which the moment follows."""
     plateau_metrics: dict[str, Any]
     made_in: float | None
     """The epoch in which the loaders were made, with ``reload_dataloaders_every_n_epochs``."""
@@ -79,9 +89,6 @@ class Resume:
         rng_states: dict[str, Any] = checkpoint.pop(RNG, {})
         loader_states: dict[str, Any] = checkpoint.pop(DATALOADERS, {})
         fit_loop = checkpoint["loops"]["fit_loop"]
-        moment = _lightning.moment_of(fit_loop)
-        if moment.between_epochs:
-            _lightning.complete_epoch(fit_loop)
         rank, data_ranks = data_rank(trainer)
         positions = loader_states.get(str(rank), []) if len(loader_states) == data_ranks else []
         names, device = [f"{RNG}.{saved}" for saved in rng_states], trainer.strategy.root_device
@@ -93,10 +100,29 @@ class Resume:
             streams=streams,
             positions=list(zip(positions, checkpoint.pop(MADE_BY, [None] * len(positions)), strict=False)),
             saved_on=len(loader_states),
-            moment=moment,
+            moment=_lightning.moment_of(fit_loop),
+            counters=copy.deepcopy(_counters_in(fit_loop)),
             plateau_metrics=checkpoint.pop(PLATEAU, {}),
             made_in=checkpoint.pop(MADE_IN, None),
         )
+
+    def continues(self, checkpoint: Checkpoint, trainer: Trainer) -> bool:
+        """Return whether the training continues at the moment of the checkpoint, after hooks have seen the checkpoint.
+
+        If a hook has changed the counters or removed them, the loops go on as Lightning restores them. The positions of
+        the dataloaders are then those that Lightning itself would have saved. Otherwise complete an epoch that was
+        interrupted at its end.
+        """
+        fit_loop = copy.deepcopy(checkpoint.get("loops", {}).get("fit_loop", {}))
+        continues = _counters_in(fit_loop) == self.counters
+        if continues and self.moment.between_epochs:
+            _lightning.complete_epoch(fit_loop)
+        elif fit_loop and not continues and self.positions:
+            _lightning.put_dataloader_states(fit_loop, without_sampler([position for position, _ in self.positions]))
+        else:
+            return continues
+        trainer.fit_loop.load_state_dict(fit_loop)
+        return continues
 
     def prepare(self, trainer: Trainer, dataloader: Any) -> None:
         """Give a train dataloader its epoch and position, before anything iterates over it."""
@@ -129,8 +155,8 @@ class Resume:
         self._restore_streams(trainer)
         if moment.before_validation:
             _lightning.skip_due_validation(trainer)
-        if moment.before_plateau_schedules:
-            _lightning.step_plateau_schedules(trainer, self.plateau_metrics)
+        intervals = {"step", "epoch"} if moment.before_plateau_schedules else {"step"}
+        _lightning.step_plateau_schedules(trainer, self.plateau_metrics, intervals)
         if self.made_in is not None:
             _lightning.count_loaders_from(trainer, self.made_in)
         if moment.between_epochs:
@@ -178,6 +204,10 @@ class Resume:
                 "one batch late: each rank misses one batch; all else is exact. To continue exactly, give the dataset "
                 "a __len__ or the Trainer an integer limit_train_batches."
             )
+
+
+def _counters_in(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: fit_loop.get(key) for key in ("epoch_progress", "epoch_loop.batch_progress")}
 
 
 def _take_position(loader: Any, position: dict[str, Any]) -> None:

@@ -30,7 +30,16 @@ from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.start import Restart
-from dcp_plugin.state import gather_module, gather_optimizer, inside_ddp, unwrapped_optimizer
+from dcp_plugin.state import (
+    OwnLayout,
+    OwnNames,
+    gather_optimizer,
+    gather_with_names,
+    inside_ddp,
+    module_cache,
+    unwrapped_optimizer,
+    with_numbers,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -55,6 +64,8 @@ class LightningAdapter(StrategyAdapter):
         """The state to restore when the training starts."""
         self._all_came: bool | None = None
         self._set_up = False
+        self._names = OwnNames()
+        """The names in ``state_dict()`` of the module, in the checkpoint that is being made."""
         self._groups_made: list[int] = []
         """Number of groups of each optimizer when it was made."""
 
@@ -125,11 +136,15 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_module(self.model)
+        state, self._names = gather_with_names(self.model)
+        return dict(state if self.keeps_shards else self._names.own(state))  # stock's sharded strategies clean names
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        return gather_optimizer(self.model, optimizer)
+        inner = unwrapped_optimizer(optimizer)
+        state = gather_optimizer(layout.owner_of(self.model, inner), inner)
+        # Hooks see the keys that stock gives them. with_stored_names puts the names back.
+        return state if self.keeps_shards or isinstance(state, OwnLayout) else with_numbers(state)
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
@@ -137,11 +152,15 @@ class LightningAdapter(StrategyAdapter):
         strategy, io = self.strategy, self.io
         path = io.where(strategy.broadcast(filepath))
         checkpoint = layout.beside_ours(checkpoint)
-        if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not of weights alone: a training can resume from it
+        if "optimizer_states" in checkpoint and resume.has_fit_loop(checkpoint):  # a training can resume from it
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
         optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
-        state = layout.to_state(checkpoint, io.config.allow_pickle)
-        state = layout.shared_by_ranks(state, strategy.model, optimizers)
+        with module_cache():
+            checkpoint = layout.with_stored_names(checkpoint, self._names, self.model, optimizers)
+            if self.keeps_shards and (full := layout.full_tensors(checkpoint, self.model)):
+                checkpoint[layout.FULL] = full
+            state = layout.to_state(checkpoint, io.config.allow_pickle)
+            state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = layout.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
         owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
         io.save(state, path, checkpoint.get("global_step"), owners, added, metrics)
@@ -179,6 +198,8 @@ class LightningAdapter(StrategyAdapter):
                 _lightning.restore_groups(self.trainer, checkpoint)
         else:  # the stock strategy reads Lightning's own format
             checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
+        if self._loaded is not None:
+            self._loaded.count = len(checkpoint.get("optimizer_states", ()))
         if self.fitting:
             report = None if self._loaded is None else self._loaded.report
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), report)
@@ -196,6 +217,7 @@ class LightningAdapter(StrategyAdapter):
             hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
             weights_only=weights_only,
             files=files,
+            clean_names=self.keeps_shards,
         )
         checkpoint = loaded.checkpoint
         if self.fitting:
@@ -203,7 +225,7 @@ class LightningAdapter(StrategyAdapter):
         checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
         if loaded.of_lightning:  # Lightning continues the loops in its own way
             return checkpoint
-        if self.fitting and "loops" in checkpoint:
+        if self.fitting and resume.has_fit_loop(checkpoint):
             self._resume = Resume.from_checkpoint(checkpoint, self.trainer)
         elif self.fitting and "optimizer_states" in checkpoint:
             checkpoint.setdefault("lr_schedulers", [])
@@ -215,19 +237,18 @@ class LightningAdapter(StrategyAdapter):
 
     def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
         """Load the optimizers if they exist; otherwise give Lightning their state, or placeholders for it."""
-        if not loaded.optimizer_names:
+        names, optimizers = loaded.optimizer_names, self.strategy.optimizers
+        if not names:
             return
+        states: list[Any] = [_UNREAD] * len(names)
         if self._set_up:
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
-            self._load_optimizers(loaded)
+            loading.refuse_other_number(loaded.path, len(names), optimizers)
+            strict = self.module.strict_loading
+            states = loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
         elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
-            loaded.checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, self.checkpointer)
-        else:
-            loaded.checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
-
-    def _load_optimizers(self, loaded: Loaded) -> None:
-        optimizers, strict = self.strategy.optimizers, self.module.strict_loading
-        loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+            states = loading.peek_at_optimizers(loaded, self.checkpointer)
+        loaded.checkpoint["optimizer_states"], loaded.numbers = loading.numbered(states)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -239,15 +260,28 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         loaded, self._loaded = self._loaded, None
-        optimizers, states = self.strategy.optimizers, checkpoint["optimizer_states"]
+        states, strict = checkpoint["optimizer_states"], self.module.strict_loading
+        if self._resume is not None and not self._resume.continues(checkpoint, self.trainer):
+            self._resume = None
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
             return
-        if loaded.optimizer_names and not loaded.optimizers:
-            self._load_optimizers(loaded)
+        if len(states) == loaded.count:  # else a hook has changed the list, and gives no state to some optimizers
+            loading.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
+        optimizers = self.strategy.optimizers[: len(states)]
+        if not loaded.optimizers:
+            loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            loading.apply_optimizers(self.model, optimizers, loaded, states, self.module.strict_loading)
+            loading.apply_optimizers(self.model, optimizers, loaded, states, strict)
+
+    @property
+    def restores_optimizers(self) -> bool:
+        """Value of ``lightning_restore_optimizer``. FSDP and ModelParallel return False: they load optimizers with the
+        model, before hooks have seen the state. Then a hook may remove the state, too."""
+        if self._loaded is not None and self._loaded.optimizers:
+            self._loaded.checkpoint.setdefault("optimizer_states", [])
+        return True
 
     # The start of a fit.
 
@@ -345,6 +379,5 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         LightningAdapter,
         __module__=__name__ if home is None else home.classes,  # where pickle finds the class
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks.",
-        # FSDP and ModelParallel return False: they load optimizers with the model, before hooks have seen the state.
-        lightning_restore_optimizer=property(lambda strategy: True),
+        lightning_restore_optimizer=property(lambda strategy: strategy.dcp_adapter.restores_optimizers),
     )

@@ -2,7 +2,7 @@
 
 A load imports this module if there are such keys, a partial load has a pattern that matches nothing, or other ranks ask
 about their keys. Ranks may hold different keys, as pipeline stages do: a key that only the checkpoint has is unexpected
-if no rank takes it (:mod:`~dcp_plugin.loading.union`).
+if no rank takes it (:mod:`~dcp_plugin.state.across_ranks`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
-from dcp_plugin.loading.union import Answer, Union
 from dcp_plugin.partial import PartialLoad, Policy
+from dcp_plugin.state.across_ranks import Answer, Union
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 from dcp_plugin.types import Wanted

@@ -21,21 +21,23 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, first, printable, some, warn
 from dcp_plugin.format.keys import join
+from dcp_plugin.format.values import encode, is_plain
 from dcp_plugin.loading.matching import LoadMode, Matching
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.state.adapters import ModuleAdapter, Place, StateAdapter, adapters_of
+from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
+from dcp_plugin.types import EncodedValue, ShardedValue
 
 if TYPE_CHECKING:
-    from dcp_plugin.loading.union import Answer, Union
     from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.state.across_ranks import Answer, Union
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -55,6 +57,8 @@ class _Request:
     many_hosts: int
     """:attr:`~dcp_plugin.media.ReadCost.hosts` of the files."""
     host: str
+    objects: dict[str, str]
+    """Name -> kind of each module and optimizer."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class _Begun:
     """The partial load, with the position of its submodule in the state; None for a load of everything."""
     least_hosts: float
     """Number of hosts that must want the same bytes before ranks share the reading."""
+    objects: dict[str, str]
+    """Name -> kind of the modules and optimizers of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -165,15 +171,16 @@ class Loading:
             nonlocal adapters, selection
             adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
             selection = self._located(adapters)
-            return self._open(selection)
+            return self._open(selection, _objects_in(adapters))
 
-        def compare(requests: list[_Request]) -> tuple[str, float]:
-            return self._difference(requests), self._least_hosts(requests)
+        def compare(requests: list[_Request]) -> tuple[str, float, dict[str, str]]:
+            objects = {name: kind for request in reversed(requests) for name, kind in request.objects.items()}
+            return self._difference(requests), self._least_hosts(requests), objects
 
-        difference, least = self._ranks.combine(f"open {self._path}", open_here, compare)
-        return _Begun(adapters, selection, least), difference
+        difference, least, objects = self._ranks.combine(f"open {self._path}", open_here, compare)
+        return _Begun(adapters, selection, least, objects), difference
 
-    def _open(self, selection: PartialLoad | None) -> _Request:
+    def _open(self, selection: PartialLoad | None, objects: dict[str, str]) -> _Request:
         """Open the checkpoint on this rank, and return the rank's request."""
         many_hosts = self._reader.opened.files.cost.hosts  # ``opened`` opens the checkpoint
         return _Request(
@@ -183,6 +190,7 @@ class Loading:
             repr(selection),
             many_hosts,
             socket.gethostname(),
+            objects,
         )
 
     def _located(self, adapters: list[StateAdapter]) -> PartialLoad | None:
@@ -198,7 +206,8 @@ class Loading:
         adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         selection = self._located(adapters)
         with self._reader:
-            matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode)
+            objects = _objects_in(adapters)
+            matching = Matching(self._path, self.opened, selection, self._strict, True, self._mode, objects)
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: matching.run(adapters), lambda asked: matching.differences.answer(asked))
         matching.judge(union)
@@ -245,11 +254,12 @@ class Loading:
             allocated: Keys of modules that were on the meta device. Keys that get memory in this call are added.
         """
         step = f"compare {self._path} with the state"
-        matching = Matching(self._path, self._reader.opened, context.selection, self._strict, False, self._mode)
+        opened, selection, objects = self._reader.opened, context.selection, context.objects
+        matching = Matching(self._path, opened, selection, self._strict, False, self._mode, objects)
 
         def match() -> list[str] | None:
             for adapter in context.adapters:
-                if isinstance(adapter, ModuleAdapter):
+                if adapter.kind == "module" and adapter.module is not None:
                     allocated.extend(join(adapter.name, key) for key in materialise(adapter.module))
             return matching.run(context.adapters)
 
@@ -276,7 +286,7 @@ class Loading:
         packed = self._ranks.combine(step, lambda: _packed(work()), _joined)
         if packed is None:
             return None
-        from dcp_plugin.loading.union import Union  # most loads find equal keys
+        from dcp_plugin.state.across_ranks import Union  # most loads find equal keys
 
         asked = unpack(packed)
         return self._ranks.combine(step, lambda: answer(asked), lambda answers: Union.of(asked, answers))
@@ -377,11 +387,13 @@ class Loading:
         incompatible: dict[str, Incompatible] = {}
 
         def take() -> list[str] | None:
+            if self._ranks.size > 1:
+                self._note_received(context, fitted)
             incompatible.update(self._take(context, fitted))
             return _unexpected(incompatible) if incompatible else None
 
         def answer(asked: list[str]) -> Answer:
-            from dcp_plugin.loading.union import Answer  # as in _ask_all
+            from dcp_plugin.state.across_ranks import Answer  # as in _ask_all
 
             return Answer.of(asked, match.stored.keys() - set(_unexpected(incompatible)), (), frozenset())
 
@@ -394,6 +406,20 @@ class Loading:
             bytes_read=self._reader.bytes_read,
             unchecked_bytes=self._reader.unchecked_bytes,
         )
+
+    def _note_received(self, context: _Begun, fitted: _Fitted) -> None:
+        """Remember the values that this rank got although it had nothing there. Another rank may hold them."""
+        from dcp_plugin.state.across_ranks import note_received  # a process alone shares nothing with others
+
+        for adapter in context.adapters:
+            want = fitted.match.wanted[adapter.name]
+            for key in want.targets if adapter.entry is None else ():
+                full = join(adapter.name, key)
+                value, is_new = fitted.targets.get(full), key in want.received
+                if isinstance(value, ShardedValue):
+                    note_received(full, value if is_new else None)
+                elif value is None or is_plain(value):
+                    note_received(full, EncodedValue(encode(value)) if is_new else None)
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
         """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by
@@ -451,6 +477,10 @@ class Loading:
                     match.warnings.append(f"{self._path}: {line}.")
         if problems:
             raise CheckpointMismatch(misfit(self._path, problems))
+
+
+def _objects_in(adapters: list[StateAdapter]) -> dict[str, str]:
+    return {adapter.name: adapter.kind for adapter in adapters if adapter.kind in ("module", "optimizer")}
 
 
 def _packed(asked: list[str] | None) -> bytes | None:

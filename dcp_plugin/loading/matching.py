@@ -33,8 +33,9 @@ from dcp_plugin.types import KeyPath, LocalChunk, ShardedValue, Wanted
 if TYPE_CHECKING:
     from dcp_plugin.loading.differences import Differences
     from dcp_plugin.loading.renames import Renames
-    from dcp_plugin.loading.union import Union
     from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.state.across_ranks import Union
+    from dcp_plugin.state.per_rank import RankEntry
 
 
 class LoadMode(Enum):
@@ -128,6 +129,7 @@ class Matching:
         strict: If true, missing and unexpected keys are errors, unless ``partial`` sets another policy.
         dry_run: If true, nothing will be read, so targets on the meta device need no memory.
         mode: Rule for tensors of data and Stateful objects.
+        objects: Name -> kind of the modules and optimizers of all ranks.
 
     The attributes are what :class:`~dcp_plugin.loading.differences.Differences` needs to know of the match.
     """
@@ -140,7 +142,9 @@ class Matching:
         strict: bool,
         dry_run: bool,
         mode: LoadMode,
+        objects: Mapping[str, str],
     ) -> None:
+        self._objects = objects
         self.path, self.partial, self.strict, self.mode = path, partial, strict, mode
         self._dry_run = dry_run
         self.index, self.summary, self._kinds = opened.index, opened.summary, opened.kinds
@@ -165,8 +169,8 @@ class Matching:
 
         Returns:
             Questions for all ranks: stored keys that only count as unexpected if no other rank takes them. An empty
-            list means that other findings of this rank depend on the keys of other ranks; None means that no finding
-            does.
+            list means that other findings of this rank depend on the keys of other ranks, or that it has warnings; None
+            means neither.
         """
         self.adapters, self.names_here = adapters, [adapter.name for adapter in adapters]
         overlapping = _overlapping(adapters)
@@ -185,7 +189,8 @@ class Matching:
                 self.key_maps[adapter.name] = key_map
         wants = self.match.wanted.values()
         differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
-        if not differs and not self.absent and (self.partial is None or not self.differences.idle()):
+        has_notes = self.absent or self.match.warnings
+        if not differs and not has_notes and (self.partial is None or not self.differences.idle()):
             return None
         return self.differences.questions()
 
@@ -231,24 +236,50 @@ class Matching:
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """Yield each object with its name in the checkpoint: its own name, or that of the only object of its kind.
-        Per-rank values that stay as they are get no name and are left out."""
-        for adapter in adapters:
-            name, here = adapter.name, self.names_here
-            if adapter.entry is not None and not self._is_about(adapter):
-                from dcp_plugin.loading.per_rank import name_on_rank  # few states have values of their own on each rank
+        Per-rank values that stay as they are get no name and are left out.
 
-                if (of_rank := name_on_rank(self, adapter.entry)) is not None:
+        An object is the only one of its kind if no rank has another, and the checkpoint has nothing under its name.
+        """
+        for adapter in adapters:
+            name = adapter.name
+            if name in self._objects and adapter.kind not in ("module", "optimizer"):
+                self.match.wanted[name] = Wanted()  # None or {} in place of an object that another rank has
+                continue
+            if adapter.entry is not None and not self._is_about(adapter):
+                if (of_rank := self._name_on_rank(adapter.entry)) is not None:
                     yield adapter, of_rank
                 continue
-            named = adapter.kind in ("module", "optimizer") and name not in self._kinds
-            if named and not self._is_about(adapter):
-                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in here]
-                if len(alike) == 1 and sum(other.kind == adapter.kind for other in adapters) == 1:
+            is_absent = name not in self._kinds and name not in self.index and not self.index.under(f"{name}.")
+            if is_absent and adapter.kind in ("module", "optimizer") and not self._is_about(adapter):
+                others = {*self._objects, *self.names_here}
+                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in others]
+                if len(alike) == 1 and list(self._objects.values()).count(adapter.kind) == 1:
                     name = alike[0]
                     self.warn(f"{self.path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
                 elif adapter.kind == "optimizer":
                     self.optimizers[name] = alike
             yield adapter, name
+
+    def _name_on_rank(self, entry: RankEntry) -> str | None:
+        """Return the name in the checkpoint for a value of which each rank has its own; None if the value stays as it
+        is."""
+        from dcp_plugin.state.across_ranks import name_on_rank  # few states have such values
+
+        place = name_on_rank(entry, self.index, self.summary.world_size if self.summary else None)
+        if place.note:
+            self.warn(f"{self.path}{place.note}.")
+        self.keys += place.keys
+        if place.about and (self.partial is None or any(map(self.partial.selects, place.keys))):
+            if self.mode is LoadMode.RESTORE:
+                self.warn(f"{self.path}: {place.about}. To continue exactly, resume on {place.saved_by} ranks.")
+            else:
+                way_out = f"with strict=False, or in a resume_or_init. Else load on {place.saved_by} ranks"
+                self.absent.append(f"{place.about} {way_out}")
+            self.match.report.missing.extend([place.name] if place.is_kept else [])
+        if place.is_kept:
+            self.match.wanted[place.name] = Wanted()
+            return None
+        return place.name
 
     def _want(self, adapter: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
         key_map = KeyMap(adapter.kind, name) if self.renames is None else self.renames.of(adapter, name)
@@ -278,7 +309,7 @@ class Matching:
         """Warn if the state is that of another optimizer class. If this optimizer cannot use it, nothing is loaded."""
         recorded = self.summary.optimizers.get(name, "") if self.summary else ""
         current = class_name(type(adapter.optimizer))
-        if recorded == current:
+        if current in recorded.split(", "):  # ranks may have optimizers of different classes under one name
             return
         lacking = adapter.lacks(recorded)
         if not lacking:

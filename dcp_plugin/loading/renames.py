@@ -25,7 +25,7 @@ from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.format.keys import join
 from dcp_plugin.loading.matching import KeyMap, path_below
 from dcp_plugin.partial import PATTERN, PartialLoad
-from dcp_plugin.state.adapters import ModuleAdapter, StateAdapter
+from dcp_plugin.state.adapters import StateAdapter
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath
 
@@ -320,17 +320,17 @@ def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
         raise TypeError(f"partial must be a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
-    modules = [adapter for adapter in adapters if isinstance(adapter, ModuleAdapter)]
+    of_modules = (adapter for adapter in adapters if adapter.kind == "module")
+    modules = {adapter.name: adapter.module for adapter in of_modules if adapter.module is not None}
     for candidate in unwrapped(partial.of.module):
-        for adapter in modules:
-            for name, child in adapter.module.named_modules(remove_duplicate=False):
+        for prefix, module in modules.items():
+            for name, child in module.named_modules(remove_duplicate=False):
                 if child is candidate:
-                    inner = CleanNames(adapter.module)(name)
-                    return partial.located(f"{adapter.name}.{inner}." if inner else f"{adapter.name}.")
+                    inner = CleanNames(module)(name)
+                    return partial.located(f"{prefix}.{inner}." if inner else f"{prefix}.")
     kind = type(unwrapped(partial.of.module)[-1]).__name__
     labels = [
-        f"{adapter.name!r}, a {type(unwrapped(adapter.module)[-1]).__name__}{_inside(adapter.module)}"
-        for adapter in modules
+        f"{prefix!r}, a {type(unwrapped(module)[-1]).__name__}{_inside(module)}" for prefix, module in modules.items()
     ]
     raise CheckpointMismatch(
         f"PartialLoad.submodule: this {kind} is in no module of the state, which has "

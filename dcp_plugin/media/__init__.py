@@ -30,7 +30,7 @@ P = TypeVar("P", Path, ObjectPath)
 
 WORKSPACE = ".dcp_plugin"
 """The directory in a folder of checkpoints that has the saves in flight, or their records. If it belongs to another
-user and cannot be written, the workspace of this user has the number of the user at the end of its name."""
+user, the workspace of this user has the number of the user at the end of its name."""
 _OF_A_USER = re.compile(rf"{re.escape(WORKSPACE)}(-\d+)?")
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 
@@ -59,10 +59,11 @@ def is_workspace(name: str) -> bool:
 def workspace_in(folder: Where) -> Where:
     """Return the workspace of this user in a folder of checkpoints, whether it exists or not."""
     usual = folder / WORKSPACE
-    if isinstance(usual, Path) and hasattr(os, "geteuid"):
+    if isinstance(usual, Path):
+        from dcp_plugin.media.disk import posix
+
         with suppress(OSError):
-            user = os.geteuid()
-            if os.lstat(usual).st_uid != user and not os.access(usual, os.W_OK | os.X_OK, effective_ids=True):
+            if os.lstat(usual).st_uid != (user := posix.user_in(usual.parent)):
                 return folder / f"{WORKSPACE}-{user}"
     return usual
 
@@ -74,6 +75,15 @@ def workspaces_in(folder: Where) -> list[Where]:
         with suppress(OSError):
             names = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
     return [folder / name for name in (WORKSPACE, *names)]
+
+
+def refuse_workspace(final: Where) -> None:
+    """Raise SaveFailed for a path that is a workspace or is in one: no search would find a checkpoint there."""
+    if is_workspace(final.name) or is_workspace(final.parent.name):
+        raise SaveFailed(
+            f"cannot save to {final}: a directory called {WORKSPACE} or {WORKSPACE}-<number> is for saves in flight, "
+            f"and no search looks for checkpoints in it. Save to another name."
+        )
 
 
 def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
@@ -359,6 +369,8 @@ class InFlight(NamedTuple):
     """The record of the launch that saves (:func:`dcp_plugin.launcher.launch_record`), if another process does."""
     is_at_target: bool = False
     """True if the files are below the path of the checkpoint, as in a store."""
+    user: int | None = None
+    """The other user to whom it belongs, and who alone can collect it as garbage; None: this user."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +382,8 @@ class Leftover(Generic[P]):
     """Description for people."""
     nbytes: int | None
     """Bytes that its deletion frees; None if they are unknown, 0 for a checkpoint that gets its name back."""
+    stays: bool = False
+    """True if it belongs to another user, so that no call of this user changes it."""
 
 
 def ignore(count: int) -> None:

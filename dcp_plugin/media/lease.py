@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from dcp_plugin.errors import warn_once
+from dcp_plugin.format import json_object
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import InFlight, is_target
 from dcp_plugin.media.disk import posix
@@ -34,6 +36,22 @@ def maker(time: float) -> dict[str, Any]:
         "time": time,
         "launch": launch_record(),
     }
+
+
+def contents(data: bytes, record: object) -> dict[str, Any]:
+    """Return the contents of a record in lines of JSON, without a line torn by a crash; nothing if it cannot be read.
+
+    Args:
+        record: The name of the record, for a warning.
+    """
+    noted: dict[str, Any] = {}
+    try:
+        for line in data.splitlines():
+            noted.update(json_object(line))
+    except ValueError as error:
+        if not noted:
+            warn_once(f"{record} cannot be read: {error}. It is garbage once its process has ended")
+    return noted
 
 
 def target_in(noted: Mapping[str, Any]) -> str | None:

@@ -6,10 +6,9 @@ saves to the same path are hidden.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 
-from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists
+from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists, json_object
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
 from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, scatter
 from dcp_plugin.media.view import View
@@ -131,9 +130,9 @@ class PackedFiles(View):
 def _attached(summary: bytes) -> frozenset[str]:
     """Return the extra files of a summary; none of a damaged one, whose decoder raises CheckpointCorrupt."""
     try:
-        names = json.loads(summary)["attached"]
+        names = json_object(summary)["attached"]
         return frozenset(name for name in names if isinstance(name, str) and "/" not in name and name.strip("."))
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return frozenset()
 
 

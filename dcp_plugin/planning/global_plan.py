@@ -1,13 +1,19 @@
 """The global plan: the boxes of the checkpoint, made from the inventories of all ranks, and the writer of each box.
 
+Ranks may hold different things under a key. The entries with the best :class:`~dcp_plugin.types.Standing` count, and no
+rank writes the others. So a value counts where other ranks have None, and so do the keys below a mapping that is empty
+on other ranks.
+
 A row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank. Rows for the same box
 are therefore neighbours, and every later step is one pass of numpy over that order. The sort is the main cost.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -29,7 +35,7 @@ from dcp_plugin.format.columns import (
 from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.ranks import pack, unpack
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Standing
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,21 @@ class Share:
     """Positions in ``chunk``."""
     offsets: Column
     sizes: Column
+    replica: Column
+    """Chunks of the inventory that other ranks hold as well."""
+    weight: Column
+    """Factor of each of these chunks (:func:`~dcp_plugin.planning.replicas.weights_of`)."""
 
     def encode(self) -> bytes:
         # A rank mostly writes consecutive chunks, so the differences are mostly 1 and compress to almost nothing.
-        steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()
-        return pack((steps, self.part, self.offsets, self.sizes), level=6)
+        return pack(
+            (_steps(self.chunk), self.part, self.offsets, self.sizes, _steps(self.replica), self.weight), level=6
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Share:
-        steps, part, offsets, sizes = unpack(data)
-        return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
+        steps, part, offsets, sizes, replica, weight = unpack(data)
+        return cls(_from_steps(steps), part, offsets, sizes, _from_steps(replica), weight)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
         """Return the offsets and sizes of all boxes that this rank writes."""
@@ -73,6 +84,12 @@ class GlobalPlan:
     """True where the source chunk is written as a single box."""
     offsets: Column
     sizes: Column
+    empty: list[str]
+    """Keys of empty mappings."""
+    objects: dict[str, tuple[str, str]]
+    """Name -> kind of the module or optimizer, and the classes of the optimizer on all ranks, separated by ``", "``."""
+    replicas: Sequence[tuple[Column, Column]]
+    """:attr:`Share.replica` and :attr:`Share.weight` of each rank."""
 
     @functools.cached_property
     def order(self) -> Column:
@@ -82,11 +99,11 @@ class GlobalPlan:
     def shares(self, world_size: int) -> list[Share]:
         order = self.order
         shares = []
-        for share_rows in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
-            part = np.flatnonzero(~self.uncut[share_rows])
-            shares.append(
-                Share(self.chunk[share_rows], part, self.offsets[share_rows[part]], self.sizes[share_rows[part]])
-            )
+        written = np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size)))
+        for rows, replicas in zip(written, self.replicas, strict=True):
+            part = np.flatnonzero(~self.uncut[rows])
+            offsets, sizes = self.offsets[rows[part]], self.sizes[rows[part]]
+            shares.append(Share(self.chunk[rows], part, offsets, sizes, *replicas))
         return shares
 
 
@@ -104,9 +121,12 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     first = np.flatnonzero(rows.new)
     boxes = rows.take(first, rows.new[first])
     if len(inventories) == 1 and (product(boxes.sizes) * keys.itemsize[boxes.key] <= MAX_PAYLOAD).all():
-        table = keys.table(boxes.key, boxes.offsets, boxes.sizes)
-        return GlobalPlan(table, boxes.rank, boxes.chunk, np.full(len(first), True), boxes.offsets, boxes.sizes)
+        table, uncut = keys.table(boxes.key, boxes.offsets, boxes.sizes), np.full(len(first), True)
+        no_replicas = [(np.empty(0, np.int32), np.empty(0, np.uint64))]
+        in_place = boxes.rank, boxes.chunk, uncut, boxes.offsets, boxes.sizes
+        return GlobalPlan(table, *in_place, keys.empty, keys.objects, no_replicas)
     from dcp_plugin.planning.load_balance import HeldBoxes, assign  # needed if a box has several possible writers
+    from dcp_plugin.planning.replicas import weights_of
 
     holders = np.diff(first, append=len(rows.new))
     held = HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, holders, rows.rank)
@@ -115,7 +135,9 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     offsets = written.offsets + parts.offsets
     uncut = in_all(parts.sizes == written.sizes)
     table = keys.table(written.key, offsets, parts.sizes)
-    return GlobalPlan(table, written.rank, written.chunk, uncut, offsets, parts.sizes)
+    of_rows = everything.rank, everything.chunk, everything.new, everything.is_replica
+    placed = written.rank, written.chunk, uncut, offsets, parts.sizes
+    return GlobalPlan(table, *placed, keys.empty, keys.objects, weights_of(*of_rows, len(inventories)))
 
 
 class _Keys:
@@ -133,6 +155,7 @@ class _Keys:
         self.width = max(description.shape.shape[1] for description in self._described)
         self.number_in = [self._add(description) for description in self._described]
         count = len(self.numbers)
+        self.standing = self._best_standing(count)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
         stored_whole = np.zeros(count, bool)
@@ -142,12 +165,47 @@ class _Keys:
             self._take(description, numbers, np.full(len(numbers), True))
         # A rank that has a part of a tensor overrides ranks without one, whose shape and dtype may be placeholders.
         for description, numbers in reversed_descriptions:
-            self._take(description, numbers, _has_chunks(description))
+            self._take(description, numbers, self._counts(description, numbers))
         for description, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
             self._check(description, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
         sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # with size 0, balance_load never cuts the box
+        self.empty = [key for key, number in self.numbers.items() if self.standing[number] == Standing.EMPTY_MAPPING]
+        self.objects = self._objects()
+
+    def _best_standing(self, count: int) -> Column:
+        """Return the standing of the entries that count, for each key; :data:`_HIDDEN` for an empty entry of which
+        other ranks have keys below."""
+        standing = np.full(count, _HIDDEN, np.uint8)
+        for description, numbers in zip(self._described, self.number_in, strict=True):
+            of_parts = np.where(_has_chunks(description), description.standing, _PARTLESS)
+            standing[numbers] = np.minimum(standing[numbers], of_parts)
+        standing[standing == _PARTLESS] = Standing.HOLDS  # a misfit, which the check of boxes reports
+        if len(self._described) > 1:  # on one rank, no key is below another
+            held_by = sum(np.bincount(numbers, minlength=count) for numbers in self.number_in)
+            doubtful = (standing >= Standing.EMPTY) & (held_by < len(self._described))
+            keys = [key for key, number in self.numbers.items() if doubtful[number]]
+            per_rank = {name for description in self._described for name in description.per_rank}
+            standing[[self.numbers[key] for key in above_others(keys, self.numbers, per_rank)]] = _HIDDEN
+        return standing
+
+    def _counts(self, described: Description, numbers: Column) -> Column:
+        """Return a mask of the keys of which a rank has a part that counts."""
+        return _has_chunks(described) & self.rows_of(described, numbers)
+
+    def rows_of(self, described: Description, numbers: Column) -> Column:
+        """Return a mask of the keys whose entry on a rank counts."""
+        return np.asarray(described.standing == self.standing[numbers])
+
+    def _objects(self) -> dict[str, tuple[str, str]]:
+        objects: dict[str, tuple[str, list[str]]] = {}
+        for description in self._described:
+            for name, (kind, kind_of_optimizer) in description.objects.items():
+                classes = objects.setdefault(name, (kind, []))[1]
+                if kind_of_optimizer and kind_of_optimizer not in classes:
+                    classes.append(kind_of_optimizer)
+        return {name: (kind, ", ".join(classes)) for name, (kind, classes) in objects.items()}
 
     def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
         """Copy the dtypes and shapes of the chosen keys from a description."""
@@ -169,7 +227,7 @@ class _Keys:
     def _check(self, described: Description, numbers: Column, rank: int) -> None:
         differs = (self.dtype[numbers] != self._dtypes_of(described)) | (self.ndim[numbers] != described.ndim)
         differs |= (self.shape[numbers] != _widened(described.shape, self.width, 1)).any(axis=1)
-        differs &= _has_chunks(described)
+        differs &= self._counts(described, numbers)
         if differs.any():
             at = int(np.argmax(differs))
             key, number = described.keys[at], int(numbers[at])
@@ -186,15 +244,19 @@ class _Keys:
 
     def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
         """Return the table with these boxes, which are sorted by key."""
+        keys, paths, stored = list(self.numbers), self._paths, self.standing < _HIDDEN
+        if not stored.all():
+            keys = [key for key, number in self.numbers.items() if stored[number]]
+            paths = {key: path for key, path in paths.items() if stored[self.numbers[key]]}
         columns = {
-            "dtype": self.dtype,
-            "ndim": self.ndim,
-            "shape": ragged([self.shape], self.ndim),
-            "chunk_ends": np.cumsum(np.bincount(key, minlength=len(self.numbers))),
+            "dtype": self.dtype[stored],
+            "ndim": self.ndim[stored],
+            "shape": ragged([self.shape[stored]], self.ndim[stored]),
+            "chunk_ends": np.cumsum(np.bincount(key, minlength=len(self.numbers))[stored]),
             "box": ragged([offsets, sizes], self.ndim[key]),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
-        return KeyColumns(list(self.numbers), dtypes, self._paths, columns)
+        return KeyColumns(keys, dtypes, paths, columns)
 
 
 @dataclass(frozen=True)
@@ -207,6 +269,7 @@ class _Rows:
     offsets: Column
     sizes: Column
     any_rank: Column
+    is_replica: Column
     tie: Column
     new: Column
 
@@ -218,23 +281,19 @@ class _Rows:
             numbers = numbers.astype(np.int32)
             # A tie of -1 (none) selects the -1 that is appended at the end.
             tie = np.append(numbers, np.int32(-1))[description.tie]
-            described = (
-                _widened(description.sizes, keys.width, 1),
-                numbers[description.key],
-                np.arange(len(description.key), dtype=np.int32),
-            )
-            repeated = [
-                np.repeat(column, len(ranks), axis=0) for column in (*described, description.any_rank[description.key])
-            ]
-            repeated.append(np.repeat(tie[description.key], len(ranks)))
+            chunk = np.flatnonzero(keys.rows_of(description, numbers)[description.key]).astype(np.int32)
+            key = description.key[chunk]
+            of_key = (column[key] for column in (description.any_rank, description.is_replica, tie))
+            described = (_widened(description.sizes, keys.width, 1)[chunk], numbers[key], chunk, *of_key)
+            repeated = [np.repeat(column, len(ranks), axis=0) for column in described]
             # Chunk by chunk: already the sorted order if all ranks hold the same keys in the same order.
-            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks], axis=1)
-            of_rank = np.tile(np.array(ranks, np.int32), len(description.key))
+            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0)[chunk] for rank in ranks], axis=1)
+            of_rank = np.tile(np.array(ranks, np.int32), len(chunk))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
-        rank, offsets, sizes, key, chunk, any_rank, tie = joined
+        rank, offsets, sizes, key, chunk, any_rank, is_replica, tie = joined
         start = flat_start(offsets, keys.shape, key)
-        rows = cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0))
+        rows = cls(key, rank, chunk, offsets, sizes, any_rank, is_replica, tie, np.empty(0))
         if not _sorted(key, start, rank):
             order = order_of(key, start, rank)
             rows, start = rows.take(order, rows.new), start[order]
@@ -302,10 +361,38 @@ def _sorted(*columns: Column) -> bool:
     return bool(rising.all())
 
 
+_HIDDEN, _PARTLESS = 255, 254
+"""In place of a standing: no rank writes anything under the key; no rank has a part of the tensor."""
+
+
 def _has_chunks(described: Description) -> Column:
     """Return a mask of the keys of which the rank has a part. A LocalShardsWrapper without shards knows neither shape
     nor dtype."""
     return np.bincount(described.key, minlength=len(described.keys)) > 0
+
+
+def above_others(keys: Collection[str], others: Iterable[str], per_rank: Collection[str]) -> list[str]:
+    """Return those of ``keys`` that have others below them. The entries of the ranks in a value of which each rank has
+    its own (``per_rank``) do not count."""
+    ordered = sorted(others) if keys else []
+    return [key for key in keys if _has_below(f"{key}.", ordered, key in per_rank)]
+
+
+def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
+    for other in itertools.islice(ordered, bisect.bisect(ordered, front), None):
+        if not other.startswith(front):
+            return False
+        if not (is_per_rank and other.removeprefix(front).partition(".")[0].isdecimal()):
+            return True
+    return False
+
+
+def _steps(numbers: Column) -> bytes:
+    return np.diff(numbers.astype(np.int32), prepend=np.int32(0)).tobytes()
+
+
+def _from_steps(steps: bytes) -> Column:
+    return np.cumsum(np.frombuffer(steps, np.int32))
 
 
 def _widened(rows: Column, width: int, fill: int) -> Column:

@@ -13,16 +13,17 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
+from dcp_plugin.format.columns import NO_TENSOR, Column, filled_rows, unusual_paths
+from dcp_plugin.format.keys import as_stored
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
-from dcp_plugin.types import Flat, KeyPath, LocalChunk, Shape, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, Standing
 
 OfKey = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
 """A rank's entry under a key: dtype (None if it is no tensor), shape, ``any_rank`` (true if every holder may write it),
@@ -32,32 +33,54 @@ no dataclass, because a state has thousands of entries."""
 VALUE: OfKey = (None, (), False, False, (((), ()),))
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """Properties of a rank's keys that matter where ranks hold different things."""
+
+    objects: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    per_rank: Collection[str] = ()
+    standing: Mapping[str, Standing] = field(default_factory=dict)
+    """Standing of the keys that this rank does not hold itself."""
+    replicas: Collection[str] = ()
+    """Keys whose bytes should be equal on all ranks that hold them: parameters, and the state of optimizers."""
+    drifted: bool = False
+    """True if replicas have differed: then the lowest rank that holds a box writes it, so that weights and moments come
+    from one rank."""
+
+
 @dataclass(frozen=True, eq=False)
 class Description:
     """A rank's inventory without the offsets.
 
     Columns with a row per key: ``dtype``, ``ndim``, ``shape`` (padded with 1), ``any_rank``, ``stored_whole``, ``tie``
-    (the number of an earlier key with the same memory, or -1). Columns with a row per chunk: ``key`` (the key's number)
-    and ``sizes``.
+    (the number of an earlier key with the same memory, or -1), ``standing`` (:class:`~dcp_plugin.types.Standing`),
+    ``is_replica`` (true if ranks with the same chunk should hold the same bytes).
+    Columns with a row per chunk: ``key`` (the key's number) and ``sizes``.
     """
 
     keys: list[str]
     paths: dict[str, KeyPath]
     dtypes: list[torch.dtype]
+    objects: dict[str, tuple[str, str]]
+    """Name -> kind of the module or optimizer, and class of the optimizer."""
+    per_rank: list[str]
+    """Names below which each rank has its own value, under its number."""
     dtype: Column
     ndim: Column
     shape: Column
     any_rank: Column
     stored_whole: Column
     tie: Column
+    standing: Column
+    is_replica: Column
     key: Column
     sizes: Column
 
     @functools.cached_property
     def digest(self) -> bytes:
-        names = [self.keys, self.paths, list(map(str, self.dtypes))]
+        names = [self.keys, self.paths, list(map(str, self.dtypes)), self.objects, self.per_rank]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        for column in (getattr(self, field.name) for field in fields(self)[3:]):
+        for column in (getattr(self, of.name) for of in fields(self)[5:]):
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 
@@ -84,19 +107,29 @@ class LocalInventory:
         return cls(description, times * np.maximum(sizes, 1) + remainders)
 
     @classmethod
-    def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
+    def of_state(cls, state: Flat, paths: dict[str, KeyPath], holds: Holdings | None = None) -> LocalInventory:
         items: list[OfKey] = [
             (value.dtype, value.shape, value.any_rank, value.stored_whole, value.chunks)
             if isinstance(value, ShardedValue)
             else VALUE
             for value in state.values()
         ]
-        return cls.of_items(list(state), items, paths, ties_of(state))
+        holds = holds or Holdings()
+        values = ((key, value) for key, value in state.items() if isinstance(value, EncodedValue))
+        empty = {key: value.standing for key, value in values if value.standing}
+        holds = replace(holds, standing={**empty, **holds.standing})
+        return cls.of_items(list(state), items, paths, ties_of(state), holds)
 
     @classmethod
     def of_items(
-        cls, keys: list[str], items: list[OfKey], paths: dict[str, KeyPath], ties: dict[str, str]
+        cls,
+        keys: list[str],
+        items: list[OfKey],
+        paths: dict[str, KeyPath],
+        ties: dict[str, str],
+        holds: Holdings | None = None,
     ) -> LocalInventory:
+        holds = holds or Holdings()
         item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 5
         numbers = dict(zip(keys, range(len(keys)), strict=True))
         dtypes = [dtype for dtype in dict.fromkeys(item_dtypes) if dtype is not None]
@@ -113,16 +146,22 @@ class LocalInventory:
         for key, first in ties.items():
             if key in numbers:
                 tie[numbers[key]] = numbers.get(first, -1)
+        dtype = np.array([number_of[dtype] for dtype in item_dtypes], np.uint8)
+        replicas = () if holds.drifted else holds.replicas
         description = Description(
             keys,
-            {key: path for key, path in paths.items() if key in numbers and path != default_path(key)},
+            unusual_paths({key: as_stored(key, path) for key, path in paths.items() if key in numbers}),
             dtypes,
-            np.array([number_of[dtype] for dtype in item_dtypes], np.uint8),
+            dict(holds.objects),
+            sorted(holds.per_rank),
+            dtype,
             np.array(list(map(len, shapes)), np.uint8),
             filled_rows(shapes, width, 1),
-            np.array(any_rank, bool),
+            np.array(any_rank, bool) & (not holds.drifted),
             np.array(stored_whole, bool),
             tie,
+            np.array([holds.standing.get(key, Standing.HOLDS) for key in keys], np.uint8),
+            np.array([key in replicas for key in keys], bool) & (dtype != NO_TENSOR),
             np.array(chunk_keys, np.int64),
             filled_rows(sizes, width, 1),
         )

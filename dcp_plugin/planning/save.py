@@ -4,11 +4,12 @@ The ranks make it with a :class:`PlanExchange`, which exchanges a few digests pe
 little more otherwise:
 
 1. Each rank sends four digests: of the plan that it remembers, of its description, of its inventory, and of the values
-   that should be equal on all ranks (:class:`~dcp_plugin.planning.rank_local.RankLocal`). If the last digests
-   differ, the ranks compare the values key by key and start again. The digest of the new plan follows from the
-   inventories of all ranks. If every rank remembers that plan, the exchange ends here.
+   that should be equal on all ranks (:class:`~dcp_plugin.state.across_ranks.RankLocal`). If the last digests
+   differ, the ranks compare the values key by key and start again. With the digests it sends a number with which rank 0
+   compares replicas (:mod:`~dcp_plugin.planning.replicas`). The digest of the new plan follows from the inventories of
+   all ranks. If every rank remembers that plan, the exchange ends here.
 2. Otherwise rank 0 chooses one rank for each description. The chosen ranks send their description, and all ranks send
-   their offsets. Rank 0 returns to each rank its share of the writing.
+   their offsets. Rank 0 returns to each rank its share of the writing, and the ranks compare their replicas.
 
 The digests cover everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties.
 They do not cover the bytes of values, whose lengths may change from save to save.
@@ -16,11 +17,12 @@ They do not cover the bytes of values, whose lengths may change from save to sav
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,7 +38,10 @@ from dcp_plugin.ranks import Ranks, pack, unpack
 from dcp_plugin.records import NewItem
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole, narrowed
-from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue, Standing
+
+if TYPE_CHECKING:
+    from dcp_plugin.planning.replicas import LocalReplicas
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
@@ -58,7 +63,12 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
         elif type(leaf) in values.SIZED and (reason := values.why_too_large(leaf)):
             misfits.append(f"{key} is {reason}")
         elif type(leaf) not in EXACTLY_TENSORS and values.is_plain(leaf):  # a class is compared faster than a value
-            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
+            try:
+                flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf), _standing(leaf))
+            except ValueError as error:
+                raise CheckpointMismatch(
+                    f"{key} cannot be saved: {error}. Save the number as text, hex(number)."
+                ) from error
         elif is_tensor(leaf):
             try:
                 flat[key] = sharded_value(leaf)
@@ -75,7 +85,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             notes: list[str] = []
             try:
                 encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle), notes)
-                flat[key] = EncodedValue(encoded, is_empty_mapping(leaf))
+                flat[key] = EncodedValue(encoded, _standing(leaf))
                 changed += [f"{key} ({note})" for note in notes]
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
@@ -91,6 +101,13 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     if changed:
         warn(f"stored as another type: {some(changed, 10, '; ')}.")
     return flat
+
+
+def _standing(leaf: Any) -> Standing:
+    if is_empty_mapping(leaf):
+        return Standing.EMPTY_MAPPING
+    is_empty = leaf is None or (isinstance(leaf, (list, tuple, set, frozenset)) and not leaf)
+    return Standing.EMPTY if is_empty else Standing.HOLDS
 
 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
@@ -122,7 +139,8 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     return narrowed(chunk.tensor, cut) if stored_whole else cut(chunk.tensor)
 
 
-DIGEST = 12  # bytes: four of these, pickled, stay below 64
+DIGEST = 12  # bytes: four of these and the sum, pickled, stay below 96
+_SUM = 8
 
 
 class _Digests(NamedTuple):
@@ -133,10 +151,18 @@ class _Digests(NamedTuple):
     inventory: bytes
     doubtful: bytes
     """Digest of the values that should be equal on all ranks that have them; empty if there are none."""
+    replicas: int
+    """The sum of :meth:`~dcp_plugin.planning.replicas.LocalReplicas.sum`."""
+
+    def encode(self) -> bytes:
+        return self.replicas.to_bytes(_SUM, "big") + b"".join(digest[:DIGEST] for digest in self[:4])
 
     @classmethod
     def decode(cls, data: bytes) -> _Digests:
-        return cls(*(data[at : at + DIGEST] for at in range(0, 4 * DIGEST, DIGEST)))
+        plan, description, inventory, doubtful = (
+            data[at : at + DIGEST] for at in range(_SUM, _SUM + 4 * DIGEST, DIGEST)
+        )
+        return cls(plan, description, inventory, doubtful, int.from_bytes(data[:_SUM], "big"))
 
 
 @dataclass(frozen=True)
@@ -147,6 +173,12 @@ class RankPlan:
     inventory: LocalInventory
     share: Share
     global_plan: GlobalPlan | None
+
+    @functools.cached_property
+    def replicas(self) -> LocalReplicas:
+        from dcp_plugin.planning.replicas import LocalReplicas  # a process alone has none
+
+        return LocalReplicas(self.inventory, self.share.replica, self.share.weight)
 
     def items(self, state: Flat) -> list[NewItem]:
         """Return the items that this rank writes.
@@ -190,6 +222,14 @@ class PlanAnswer:
     """Ranks that have to send their description; None if every rank remembers the plan."""
     differ: bool
     """True if state that should be equal on all ranks differs."""
+    drifted: bool
+    """True if replicas of the remembered plan differ."""
+
+
+def differ(sums: Sequence[int]) -> bool:
+    """Return whether any replicas differ, given the number of each rank
+    (:meth:`~dcp_plugin.planning.replicas.LocalReplicas.sum`)."""
+    return sum(sums) % (1 << 8 * _SUM) != 0
 
 
 class PlanExchange:
@@ -212,26 +252,32 @@ class PlanExchange:
         self.repeated = False
         """True if the last call reused the remembered plan."""
 
-    def claim(self, inventory: LocalInventory, doubtful: bytes = b"") -> bytes:
+    def claim(
+        self, inventory: LocalInventory, doubtful: bytes = b"", replicas: Callable[[LocalReplicas], int] | None = None
+    ) -> bytes:
         """Return the digests that this rank sends to rank 0.
 
         Args:
             doubtful: Digest of the state that should be equal on all ranks that have it.
+            replicas: Returns the sum of the replicas of the remembered plan.
         """
-        last = self._last.digest if self._last else bytes(DIGEST)
-        digests = _Digests(last, inventory.description.digest, inventory.digest, doubtful)
-        return b"".join(digest[:DIGEST] for digest in digests)
+        last, total = self._last, 0
+        if replicas is not None and last is not None and last.inventory.digest == inventory.digest:
+            total = replicas(last.replicas)
+        digest = last.digest if last else bytes(DIGEST)
+        return _Digests(digest, inventory.description.digest, inventory.digest, doubtful, total).encode()
 
     def answer(self, claims: list[bytes]) -> PlanAnswer:
         """Return the answer to the claims of all ranks. Called on rank 0."""
         decoded = list(map(_Digests.decode, claims))
-        differ = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
+        have_doubts = len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in decoded), digest_size=DIGEST).digest()
         first: dict[bytes, int] = {}
         # For each rank, the first rank with the same description, which sends it.
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(decoded)]
         is_remembered = self._last is not None and all(claim.plan == digest for claim in decoded)
-        return PlanAnswer(digest, None if is_remembered else list(first.values()), differ)
+        drifted = is_remembered and differ([claim.replicas for claim in decoded])
+        return PlanAnswer(digest, None if is_remembered else list(first.values()), have_doubts, drifted)
 
     def plan(self, step: str, ranks: Ranks, inventory: LocalInventory, answer: PlanAnswer) -> RankPlan:
         """Return the plan that all ranks remember, or make it. Collective in the latter case."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin import events
+from dcp_plugin.format import json_object
 from dcp_plugin.media import Readable, medium_of, workspace_in, workspace_of, workspaces_in
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, on_file_system, place_of
@@ -112,7 +113,7 @@ def _append(workspace: Path, line: bytes) -> None:
         data = _read(workspace).get(NAME, b"")
         _lines[file] = data.count(b"\n")
         line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died during a write
-    with posix.Folder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
+    with posix.OwnFolder(workspace) as folder, open(folder.open(NAME, _AT_END), "ab") as end:
         end.write(line)  # a single write: lines of other processes do not mix with it
         nbytes = end.tell()
     _lines[file] += 1
@@ -158,9 +159,8 @@ def read(*folders: Where) -> list[dict[str, Any]]:
 def _parsed(contents: Iterable[bytes]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line in b"\n".join(contents).splitlines():
-        with suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            lines += [values] if isinstance(values, dict) else []
+        with suppress(ValueError):
+            lines.append(json_object(line, _MOST_BYTES))
     lines.sort(key=lambda values: time if isinstance(time := values.get("time"), int | float) else 0.0)
     by_save: dict[object, dict[str, Any]] = {}
     for number, values in enumerate(lines):

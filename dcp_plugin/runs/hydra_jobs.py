@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_plugin.errors import CheckpointMismatch, some, unreadable
+from dcp_plugin.format import json_object
 from dcp_plugin.media import medium_of, workspace_in, workspaces_in
 from dcp_plugin.paths import PathLike, Where, as_path, resolved
 
@@ -97,7 +98,7 @@ def compare(root: Where, resume: str | PathLike, chosen: Where | None) -> None:
     medium, workspace = medium_of(root), workspace_in(root)
     earlier: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
-        earlier = json.loads(file.read(_MOST_OF_CONFIGURATION))
+        earlier = json_object(file.read(_MOST_OF_CONFIGURATION + 1), _MOST_OF_CONFIGURATION)
     # Before the start that wrote the note has saved, the newest checkpoint is that of an earlier start.
     saved = earlier.get("of_checkpoint" if earlier.get("resumed") == str(chosen) else "settings")
     changed = [] if saved is None or chosen is None else _differences(saved, settings)

@@ -7,6 +7,7 @@ checkpoint that could not be loaded without it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed, warn_once
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.summary import Base, Summary
 from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason, unpacked
@@ -48,7 +49,16 @@ def prune(newest: Where, policy: Retention) -> None:
         summaries = {path: summary_if_readable(path) for path in (newest, *(state.path for state in doomed))}
         steps = {path: summary.step for path, summary in summaries.items() if summary is not None}
         doomed = policy.select([replace(state, step=steps.get(state.path, state.step)) for state in states])
-    remove_all((state.path for state in doomed if not (in_folder_of_step and state.step is None)), remove)
+    medium = medium_of(newest)
+
+    def remove_unchanged(path: Where) -> None:
+        time = time_from_names(path, medium) if by_names else None
+        if time is None and (summary := summary_if_readable(path)) is not None:
+            time = summary.time
+        if time == siblings[path][0].time:  # not saved again, or deleted, meanwhile
+            remove(path)
+
+    remove_all((state.path for state in doomed if not (in_folder_of_step and state.step is None)), remove_unchanged)
 
 
 def rotate(oldest_first: Iterable[Where], keep: int, remove_one: Callable[[Where], None]) -> None:
@@ -80,9 +90,9 @@ def remove(path: PathLike) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}. It is unchanged.") from error
     if completed is not None:
-        _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
+        warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
     elif unreadable:
-        _warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
+        warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
     else:
         delete(path)
 
@@ -123,6 +133,8 @@ def _is_other_thing(path: Where) -> bool:
             is_ours = has_traces(names) or is_workspace(path.parent.name)
             return not (is_ours or is_checkpoint_folder(medium.open(path), path.name))
         return bool(kind) and Saved(medium.open(path.parent), path.name, 0.0).examined() is None
+    except FileNotFoundError:  # another process has deleted it
+        return False
     except OSError as error:
         raise cannot_read(path, error) from error
 
@@ -142,11 +154,6 @@ def link(path: PathLike, target: PathLike) -> None:
             )
         refuse_to_replace_a_base(where)
     medium_of(where).link(where, as_path(target))
-
-
-@functools.cache  # a policy is applied after every save
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sibling], dict[Where, Exception]]:
@@ -170,7 +177,7 @@ def _siblings_in(folder: Where, by_names: bool = True) -> tuple[dict[Where, _Sib
         except FileNotFoundError:  # another process deleted the entry
             return None
         except (CheckpointUnreadable, OSError) as error:
-            return error
+            return None if getattr(error, "errno", 0) == errno.ELOOP else error  # at a link to itself there is nothing
         except (CheckpointCorrupt, ValueError):
             return None
 

@@ -13,6 +13,7 @@ error at the root is raised, and the entries below it that cannot be read are in
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,7 +230,7 @@ class Scan:
     def links(self) -> dict[Path, Path]:
         """Return the symbolic links in the scanned directories, and their targets."""
         entries = [path for listed in self._listed.values() for path, _ in listed]
-        return {path: path.resolve() for path in entries if is_link(path)}
+        return {path: Path(os.path.realpath(path)) for path in entries if is_link(path)}
 
     def _once(self, key: object, read: Callable[[], T]) -> T:
         """Return the result of ``read``, called once for each key in all rounds."""
@@ -327,24 +328,26 @@ class Scan:
         reads_records = self._reads_records or self.medium.open(workspace).cost.gap <= _LITTLE
         for entry in entries:
             try:
-                if entry.path.suffix == ".aside":
-                    self._add_replaced(entry)
-                elif reads_records:
+                is_replaced = entry.path.suffix == ".aside" and self._add_replaced(entry)
+                if reads_records and not is_replaced:
                     self._add_in_flight(entry)
             except CheckpointUnreadable as error:
                 self._note_unreadable(entry.path, error)
 
-    def _add_replaced(self, entry: Listed[Any]) -> None:
+    def _add_replaced(self, entry: Listed[Any]) -> bool:
+        """Record the checkpoint that is being replaced; return False for another entry."""
         state = self._once((entry.path, entry.number), lambda: state_of(entry.path, self._patience))
         if state is not None:
             self.states[entry.path] = state
+        return state is not None
 
     def _add_in_flight(self, entry: Listed[Any]) -> None:
-        save = self._once((entry.path, entry.number), entry.in_flight)
+        save = self._once((entry.path, entry.number, "in flight"), entry.in_flight)
         if save is None:
             return
         at_target = self.states.get(entry.path.parent.parent / save.target)
         if save.is_at_target and at_target is not None and not at_target.committed:  # the scan has seen it there
             return
-        reason = f"a save of {save.target} that is in flight or was interrupted"
+        user = "" if save.user is None else f" by another user (uid {save.user})"
+        reason = f"a save of {save.target}{user} that is in flight or was interrupted"
         self.states[entry.path] = CheckpointState(entry.path, False, reason, None, save.time)

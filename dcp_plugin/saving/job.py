@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,8 +25,8 @@ from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path
-from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.save import PlanAnswer, PlanExchange, encode_state, in_table_order
+from dcp_plugin.planning.local_inventory import Holdings, LocalInventory
+from dcp_plugin.planning.save import PlanAnswer, PlanExchange, RankPlan, differ, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.records import (
     GatheredState,
@@ -43,21 +43,24 @@ from dcp_plugin.records import (
 from dcp_plugin.runs import figures
 from dcp_plugin.state.adapters import (
     Place,
+    StateAdapter,
     adapters_of,
     gather_state,
     layouts_of,
     optimizers_in,
+    replica_keys,
     shared_keys,
 )
 from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication
 from dcp_plugin.tensors._torch import is_tensor
-from dcp_plugin.types import Flat, ShardedValue
+from dcp_plugin.types import Flat, ShardedValue, Standing
 
 if TYPE_CHECKING:
-    from dcp_plugin.planning.rank_local import RankLocal
+    from dcp_plugin.planning.replicas import Drift, Samples
     from dcp_plugin.saving.base import KeySelection
+    from dcp_plugin.state.across_ranks import RankLocal
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -82,6 +85,10 @@ class SavePipeline:
         """Detector of state that differs between ranks; None for a process alone."""
         self.is_lazy = config.staging == "lazy"
         self._has_compared = False  # whether the first save has compared data between ranks
+        self._module_keys: tuple[Collection[str], frozenset[str]] = (), frozenset()
+        """The keys of the last state, and those of parameters and optimizer state among them."""
+        self._drift: Drift | None = None
+        """Replicas that have differed at an earlier save; None if none have."""
         self.newest_time = 0.0
         """The greatest recorded time of the saves that rank 0 knows, in seconds since the epoch."""
         self.reuse = Reuse() if config.reuse else None
@@ -119,7 +126,9 @@ class SavePipeline:
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
         if ranks.size > 1 and self._local is None:
-            from dcp_plugin.planning.rank_local import RankLocal  # a process alone has nothing to compare
+            # A process alone has nothing to compare. Imported here, since the thread of a save imports nothing.
+            from dcp_plugin.planning import replicas  # noqa: F401
+            from dcp_plugin.state.across_ranks import RankLocal
 
             self._local = RankLocal()
         place = Place(ranks.rank, ranks.size)
@@ -132,8 +141,26 @@ class SavePipeline:
         classes = {name: class_name(type(adapter.optimizer)) for name, adapter in optimizers.items()}
         compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
         shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
-        metrics = plain_metrics(live.metrics)
-        return GatheredState(kept, StateDetails(paths, {**live.kinds, **kinds}, classes, shards, metrics, shared))
+        details = StateDetails(
+            paths,
+            {**live.kinds, **kinds},
+            classes,
+            self._replicas(kept, live, parts) if ranks.size > 1 else frozenset(),
+            frozenset(part.entry.above for part in parts if part.entry is not None),
+            shards,
+            plain_metrics(live.metrics),
+            shared,
+        )
+        return GatheredState(kept, details)
+
+    def _replicas(self, leaves: Mapping[str, Any], live: LiveState, parts: list[StateAdapter]) -> frozenset[str]:
+        """Return the keys of parameters and of optimizer state. They follow from the keys of all leaves, so the modules
+        are walked only if these have changed."""
+        keys, replicas = self._module_keys
+        if leaves.keys() != keys:
+            replicas = replica_keys(leaves, parts, live.kinds, live.owners)
+            self._module_keys = frozenset(leaves), replicas
+        return replicas
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
         """Return tensors as the chunks on this rank, and other values as bytes."""
@@ -226,14 +253,19 @@ class SavePipeline:
 
         def describe() -> tuple[Flat, LocalInventory]:
             state, details = staged.get().state, staged.get().details
-            paths = dict(details.paths)
+            paths, standing = dict(details.paths), dict[str, Standing]()
             if self._local is not None:
-                state = self._local.with_rank_keys(state, paths, details.shards, ranks.rank, details.shared)
-            return state, LocalInventory.of_state(state, paths)
+                state, standing = self._local.with_rank_keys(state, paths, details, ranks.rank)
+            objects = {name: (kind, details.optimizers.get(name, "")) for name, kind in details.kinds.items()}
+            holds = Holdings(objects, details.per_rank, standing, details.replicas, self._drift is not None)
+            return state, LocalInventory.of_state(state, paths, holds)
 
         def claim() -> bytes:
-            _, inventory = described.get()
-            return self.exchange.claim(inventory, b"" if self._local is None else self._local.digest(ranks.rank))
+            state, inventory = described.get()
+            if self._local is None:
+                return self.exchange.claim(inventory)
+            doubtful = self._local.digest(ranks.rank)
+            return self.exchange.claim(inventory, doubtful, lambda replicas: replicas.sum(state, request.path))
 
         def answer(claims: list[bytes]) -> tuple[PlanAnswer, Where]:
             return self.exchange.answer(claims), reserve()
@@ -247,7 +279,36 @@ class SavePipeline:
             answered, directory = ranks.combine(step, claim, answer)
         self._has_compared = True
         state, inventory = described.get()
-        return SavePlan(ranks.rank, directory, state, self.exchange.plan(step, ranks, inventory, answered))
+        plan = self.exchange.plan(step, ranks, inventory, answered)
+        if ranks.size > 1 and self._has_drifted(step, request, plan, state, answered, ranks):
+            described = Attempt.of(describe)  # in which the lowest holder of a box writes it
+            answered, directory = ranks.combine(step, claim, answer)
+            state, inventory = described.get()
+            plan = self.exchange.plan(step, ranks, inventory, answered)
+        return SavePlan(ranks.rank, directory, state, plan)
+
+    def _has_drifted(
+        self, step: str, request: SaveRequest, plan: RankPlan, state: Flat, answered: PlanAnswer, ranks: Ranks
+    ) -> bool:
+        """Return whether replicas differ, and remember them. Rank 0 warns of them. They are not compared again.
+        Collective, unless the ranks have remembered the plan and their replicas are equal."""
+        from dcp_plugin.planning import replicas  # a process alone has nothing to compare
+
+        def report(of_ranks: list[Samples]) -> Drift:
+            assert plan.global_plan is not None, "rank 0 has made it"
+            return replicas.report(of_ranks, plan.global_plan.table.keys, plan.global_plan.objects)
+
+        has_drifted = answered.drifted
+        if answered.describers is not None:  # the ranks have made this plan just now
+            has_drifted = ranks.combine(step, lambda: plan.replicas.sum(state, request.path), differ)
+        if has_drifted:
+            self._drift = ranks.combine(step, lambda: plan.replicas.samples(state, request.path), report)
+            if self._drift.ranks:
+                event = events.ReplicasDiffer(
+                    request.path, request.step, self._drift.ranks, self._drift.difference, ranks.rank
+                )
+                self.emit(event)
+        return has_drifted
 
     def _write(
         self, publication: Publication, request: SaveRequest, plan: SavePlan, staging_seconds: float
@@ -276,12 +337,13 @@ class SavePipeline:
         published: list[WrittenPart] = []
 
         def publish(parts: list[WrittenPart]) -> None:
-            assert plan.rank_plan.global_plan is not None, "rank 0 has made it"
-            places = Places.joined([part.places for part in parts]).take(in_table_order(plan.rank_plan.global_plan))
-            index = CheckpointIndex.of(plan.rank_plan.global_plan.table, places, publication.file_sizes())
+            global_plan = plan.rank_plan.global_plan
+            assert global_plan is not None, "rank 0 has made it"
+            places = Places.joined([part.places for part in parts]).take(in_table_order(global_plan))
+            index = CheckpointIndex.of(global_plan.table, places, publication.file_sizes())
             index.left_out = dict(staged.left_out)
-            index.empty = [key for key in plan.empty if key in index]
-            facts = self.facts(request, staged, len(parts))
+            index.empty = [key for key in global_plan.empty if key in index]
+            facts = self.facts(request, staged, len(parts), global_plan.objects)
             summary = publication.publish(index, replace(facts, reused=self._reused(parts)), self.newest_time)
             self.newest_time = max(self.newest_time, summary.time)
             published.extend(parts)
@@ -297,20 +359,27 @@ class SavePipeline:
             except (OSError, CheckpointError) as error:  # the new checkpoint is published all the same
                 logger.warning("could not delete older checkpoints after the save of %s: %s", path, error)
 
-    def facts(self, request: SaveRequest, staged: StagedState, world_size: int) -> Facts:
-        """Return the facts that the checkpoint records about itself. Rank 0 alone calls it."""
+    def facts(
+        self, request: SaveRequest, staged: StagedState, world_size: int, objects: Mapping[str, tuple[str, str]]
+    ) -> Facts:
+        """Return the facts that the checkpoint records about itself. Rank 0 alone calls it.
+
+        Args:
+            objects: The modules and optimizers of all ranks, see :class:`~dcp_plugin.planning.global_plan.GlobalPlan`.
+        """
         return Facts(
             step=request.step,
             world_size=world_size,
             views=request.views,
             aliases=request.aliases,
-            kinds=staged.details.kinds,
-            optimizers=staged.details.optimizers,
+            kinds={name: kind for name, (kind, _) in objects.items()},
+            optimizers={name: classes for name, (_, classes) in objects.items() if classes},
             layouts=staged.layouts,
             exclude=self._config.exclude,
             base=staged.base,
             metrics=staged.details.metrics,
             training=request.training,
+            differing=self._drift.ranks if self._drift is not None else {},
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:
@@ -339,8 +408,8 @@ class SavePipeline:
         self.emit(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)
 
-    def emit(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
-        """Emit the event that a save has ended."""
+    def emit(self, event: events.Event) -> None:
+        """Emit an event of a save."""
         events.emit(event, self._config.events)
 
 

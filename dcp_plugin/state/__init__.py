@@ -7,13 +7,17 @@ unwrapped module, whatever wraps it.
 
 from dcp_plugin.state.adapters import CalledLast, NamesOnly, Unapplied
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
-from dcp_plugin.state.module import apply_module, gather_module, inside_ddp, materialise
+from dcp_plugin.state.module import apply_module, gather_module, gather_with_names, inside_ddp, materialise
 from dcp_plugin.state.names import (
+    CleanNames,
+    OwnNames,
     contains_fsdp1,
     is_of_no_module,
     loose_module,
+    module_cache,
     parameter_names,
     parameters_by_name,
+    pruned_names,
     trained_module,
     without_wrappers,
 )
@@ -31,6 +35,8 @@ from dcp_plugin.state.optimizer import (
     group_names,
     groups_of,
     unflatten_optimizer,
+    with_names,
+    with_numbers,
 )
 from dcp_plugin.state.optimizer_load import load_into
 from dcp_plugin.state.per_rank import PerRank, without_sampler
@@ -41,9 +47,11 @@ __all__ = [
     "EXTRA_STATE",
     "GROUPS",
     "CalledLast",
+    "CleanNames",
     "NamesOnly",
     "Nested",
     "OwnLayout",
+    "OwnNames",
     "PerRank",
     "Unapplied",
     "apply_module",
@@ -53,6 +61,7 @@ __all__ = [
     "flatten_tree",
     "gather_module",
     "gather_optimizer",
+    "gather_with_names",
     "group_list",
     "group_names",
     "groups_of",
@@ -63,11 +72,15 @@ __all__ = [
     "mark_parameters",
     "mark_slots",
     "materialise",
+    "module_cache",
     "parameter_names",
     "parameters_by_name",
+    "pruned_names",
     "trained_module",
     "unflatten_optimizer",
     "unwrapped_optimizer",
+    "with_names",
+    "with_numbers",
     "without_sampler",
     "without_wrappers",
 ]

@@ -32,6 +32,7 @@ from dcp_plugin.format.keys import (
     paths_as_stored,
     require_names,
     step_of,
+    too_deep,
     unflatten,
     walked_as_stored,
     with_types_of,
@@ -40,7 +41,7 @@ from dcp_plugin.records import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
-from dcp_plugin.state.names import trained_module
+from dcp_plugin.state.names import Parts, is_list_of, parameter_names, trained_module
 from dcp_plugin.state.optimizer import (
     OwnLayout,
     flatten_optimizer,
@@ -55,7 +56,7 @@ from dcp_plugin.state.optimizer import (
 from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
 from dcp_plugin.state.per_rank import OfEachRank, PerRank, RankEntry, is_position
 from dcp_plugin.tensors._torch import is_meta, is_tensor, shape_of, with_memory
-from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, unwrapped_optimizer
+from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, refuse_deepspeed, unwrapped_optimizer
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
@@ -174,29 +175,41 @@ def adapters_of(
 
     Raises:
         TypeError: The state is no mapping.
-        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; or a
-            :class:`~dcp_plugin.PerRank` has a module or an optimizer.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; an
+            object is DeepSpeed's; or a :class:`~dcp_plugin.PerRank` has a module or an optimizer.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
     of_data: Iterable[NamedObject] = ((name, state, name, value, None) for name, value in state.items())
-    named_objects = list(of_data if is_data else _named_objects(state, place))
+    try:
+        named_objects = list(of_data if is_data else _named_objects(state, place))
+    except RecursionError as error:
+        raise too_deep("", state) from error
     names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     objects = [(name, value) for name, _, _, value, _ in named_objects if type(value) not in _LEAVES]
+    each = [
+        (name, refuse_deepspeed(name, part))
+        for name, value in objects
+        for part in (value if is_list_of(value, *_LISTED) else [value])
+    ]
     of_modules = {  # those of the state itself first, in which optimizers look for their parameters
         name: value for kind in (nn.Module, Unapplied, NamesOnly) for name, value in objects if isinstance(value, kind)
-    }
+    } | {name: Parts(value) for name, value in objects if is_list_of(value, nn.Module)}
     modules = {name: value if isinstance(value, nn.Module) else value.module for name, value in of_modules.items()}
     adapters: list[StateAdapter] = [
-        ModuleAdapter(name, value) for name, value in of_modules.items() if not isinstance(value, NamesOnly)
+        ModuleAdapter(name, value) for name, value in of_modules.items() if not isinstance(value, (NamesOnly, Parts))
     ]
     for module in modules.values():
         reshard(module)
     for name, owner, key, value, entry in named_objects:
         if type(value) in _LEAVES:
             adapters.append(ValueAdapter(name, owner, key, entry))
+        elif is_list_of(value, *_LISTED):
+            from dcp_plugin.state.lists import adapter_of_list  # few states have one
+
+            adapters.append(adapter_of_list(name, value, modules, state))
         elif name in modules:
             continue
         elif isinstance(value, torch.optim.Optimizer):
@@ -210,7 +223,7 @@ def adapters_of(
         else:
             is_of_loader = entry is not None and entry.is_position
             adapters.append((PositionAdapter if is_of_loader else StatefulAdapter)(name, value, entry))
-    _check_patched([(name, value) for name, value in objects if isinstance(value, torch.optim.Optimizer)])
+    _check_patched([(name, value) for name, value in each if isinstance(value, torch.optim.Optimizer)])
     data = [adapter for adapter in adapters if adapter.kind == "value"]
     return [*sorted((adapter for adapter in adapters if adapter.kind != "value"), key=_turn), *data]
 
@@ -261,7 +274,11 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             if "." in key:
                 paths[key] = tuple(key.split("."))
             continue
-        own_leaves, unusual = adapter.gather()
+        try:
+            own_leaves, unusual = adapter.gather()
+        except RecursionError as error:
+            tree = adapter.value if isinstance(adapter, ValueAdapter) else getattr(adapter, "_value", None)
+            raise too_deep(adapter.name, tree) from error
         keyed = dict(zip(_below(adapter.name, tuple(own_leaves)), own_leaves.values(), strict=True))
         if leaves and (twice := keyed.keys() & leaves.keys()):
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
@@ -319,6 +336,34 @@ def shared_keys(
     )
 
 
+def replica_keys(
+    leaves: Iterable[str], adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Sequence[Any]
+) -> frozenset[str]:
+    """Return the keys of parameters and of optimizer state, which should be equal on all ranks that hold them. Buffers,
+    and what a module adds to its parameters in a state dict, may differ.
+
+    Args:
+        kinds: The kinds of the names that hold state dicts of modules and optimizers.
+        owners: The modules of these.
+    """
+    owned = [owner for owner in owners if isinstance(owner, nn.Module)]
+    of_modules = [adapter for adapter in adapters if adapter.kind == "module"]
+    modules = [(adapter.name, adapter.module) for adapter in of_modules if adapter.module is not None]
+    modules += [(name, module) for name, kind in kinds.items() if kind == "module" for module in owned]
+    replicas: set[str] = set()
+    for name, module in modules:
+        own = {key for key in leaves if key.startswith(f"{name}.")}
+        parameters = own & {f"{name}.{fqn}" for names in parameter_names(module).values() for fqn in names}
+        if not parameters:  # its state_dict has other names, as {"state_dict": ..., "ema": ...} has
+            buffers = {fqn.rpartition(".")[2] for fqn, _ in module.named_buffers()}
+            parameters = {key for key in own if key.rpartition(".")[2] not in buffers}
+        replicas |= parameters
+    of_optimizers = {adapter.name for adapter in adapters if adapter.kind == "optimizer"}
+    of_optimizers.update(name for name, kind in kinds.items() if kind == "optimizer")
+    fronts = tuple(f"{name}." for name in of_optimizers)
+    return frozenset(replicas).union(key for key in leaves if key.startswith(fronts))
+
+
 def _is_state_dict(value: Any) -> bool:
     """Return whether a mapping is the ``state_dict()`` of a module or an optimizer."""
     return hasattr(value, "_metadata") or (isinstance(value, Mapping) and value.keys() == {"state", "param_groups"})
@@ -342,7 +387,7 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObje
             yield name, owner, path[-1], value, None
         elif isinstance(value, PerRank):
             for (_, *below), holder, part in _objects((), vars(value)):
-                if isinstance(part, _LIVE):
+                if isinstance(part, _LIVE) or is_list_of(part, *_LISTED):
                     raise CheckpointMismatch(
                         f"{_dotted((name, *below))} is a {type(part).__name__} in a PerRank, which takes tensors, "
                         f"plain values, objects with a state_dict and mappings of these. If each rank has its own "
@@ -374,10 +419,14 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 _LIVE = (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied, PerRank)
 """Classes of objects that are found in mappings at any depth, in addition to objects with a state dict."""
 
+_LISTED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Classes of objects of which a list is one object of the state."""
+
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
         isinstance(value, _LIVE)
+        or is_list_of(value, *_LISTED)
         or (not is_tensor(value) and _is_stateful(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
@@ -429,16 +478,17 @@ class OptimizerAdapter(StateAdapter):
 
     kind = "optimizer"
     module: nn.Module
+    has_own_layout = False
+    """True if a gather has found another layout than torch's."""
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
         self.name, self.module, self.optimizer = name, module, optimizer
         self._stock_aliases = stock_aliases
-        self._has_own_layout = False
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self.optimizer)
         if isinstance(nested, OwnLayout):
-            self._has_own_layout = True
+            self.has_own_layout = True
             return flatten_tree(nested)
         state, unusual = flatten_trees(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
@@ -449,7 +499,7 @@ class OptimizerAdapter(StateAdapter):
 
     def shards(self) -> dict[str, Box]:
         """Return the parts of sharded parameters (:func:`~dcp_plugin.state.optimizer.shards_of`) after a gather."""
-        return {} if self._has_own_layout else shards_of(self.module, self.optimizer)
+        return {} if self.has_own_layout else shards_of(self.module, self.optimizer)
 
     def names(self) -> list[str]:
         if not groups_of(self.optimizer):
@@ -458,18 +508,18 @@ class OptimizerAdapter(StateAdapter):
         return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        self._load: OptimizerLoad | OwnLayoutLoad = load_into(self.module, self.optimizer, stored, paths)
-        return self._load.wanted
+        self.load: OptimizerLoad | OwnLayoutLoad = load_into(self.module, self.optimizer, stored, paths)
+        return self.load.wanted
 
     def lacks(self, recorded: str) -> list[str]:
         """Return what the optimizer needs and the wanted state of the ``recorded`` class does not have."""
-        return self._load.lacks(recorded)
+        return self.load.lacks(recorded)
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        self._load.check(values)
+        self.load.check(values)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        self._load.commit(filled)
+        self.load.commit(filled)
 
 
 class TreeAdapter(StateAdapter):
@@ -478,6 +528,8 @@ class TreeAdapter(StateAdapter):
     kind = "value"
     may_grow = False
     """True if the object accepts a tensor of another shape than it has."""
+    may_become_tensor = True
+    """True if a stored tensor may take the place of a mapping with items."""
 
     def __init__(self, name: str, value: Any, entry: RankEntry | None = None) -> None:
         self.name = name
@@ -517,8 +569,12 @@ class TreeAdapter(StateAdapter):
         }
         for key, entry in stored.items():
             existing = current.get(key)
+            if not is_tensor(existing) and _is_open(existing):
+                wanted.received.add(key)
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
+                continue
+            if not self.may_become_tensor and _has_items(existing):
                 continue
             target = self._memory_for(entry, existing) if existing is not None else None
             if target is not None:
@@ -561,6 +617,10 @@ class TreeAdapter(StateAdapter):
             return filled
         both = filled | self._empty
         return {key: both[key] for key in self._order if key in both} | both
+
+
+def _has_items(value: Any) -> bool:
+    return not is_tensor(value) and isinstance(value, Mapping) and bool(value)
 
 
 def _has_room(key: str, current: Mapping[str, Any]) -> bool:
@@ -611,6 +671,8 @@ class PositionAdapter(StatefulAdapter):
 
 
 class MappingAdapter(TreeAdapter):
+    may_become_tensor = False
+
     def content(self) -> Any:
         return self._value
 
@@ -621,7 +683,13 @@ class MappingAdapter(TreeAdapter):
         """
         if not stored:
             return [""] if current else []
-        return [
+        under_tensors = [
+            f"{key}.{name}".removeprefix(".")
+            for key, value in current.items()
+            if _has_items(value) and isinstance(stored.get(key), StoredTensor)
+            for name in value
+        ]
+        return under_tensors + [
             key
             for key, value in current.items()
             if key and key not in stored and not (_is_open(value) and has_keys_below(key, stored))

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_plugin.errors import CheckpointMismatch, warn
-from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules, parameter_names
+from dcp_plugin.state.names import CleanNames, OwnNames, contains_fsdp1, is_ddp, named_modules, parameter_names
 from dcp_plugin.tensors import _torch_modules
 from dcp_plugin.tensors._torch import DTensor, laid_out_like, sharded_value
 from dcp_plugin.tensors._torch_modules import (
@@ -78,6 +78,12 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
     Collective if the module contains FSDP1.
     """
     return ModuleState.of(module).values
+
+
+def gather_with_names(module: nn.Module) -> tuple[dict[str, Any], OwnNames]:
+    """Return :func:`gather_module`, and the names in ``state_dict()`` of the module; of the module inside, for DDP."""
+    state, front = ModuleState.of(module), "module." if is_ddp(module) else ""
+    return state.values, OwnNames.of({clean: own.removeprefix(front) for clean, own in state.raw.items()})
 
 
 @dataclass(frozen=True)
@@ -201,10 +207,14 @@ def materialise(module: nn.Module) -> list[str]:
     return waiting
 
 
-def same_parameter(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs."""
+def same_parameter(module: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the first name of each parameter that has several names (tied weights). All are clean FQNs.
+
+    Args:
+        own: The :func:`own_tensors` of the module.
+    """
     first: dict[int, str] = {}
-    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own.items()]
     same = {name: other for name, other in named if other != name} | same_flat_parameter(module)
     return same | {name: name for name in same.values()}
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin.format.index import Entry, StoredTensor
+from dcp_plugin.format.index import Entry, StoredTensor, places_of
 from dcp_plugin.format.keys import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.state.module import (
     ModuleState,
@@ -40,6 +40,7 @@ from dcp_plugin.tensors._torch_modules import (
     overrides_load_state_dict,
     own_modules,
     own_state,
+    restore_quantization,
     takes_state_dict,
 )
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
@@ -138,13 +139,18 @@ class ModuleLoad:
             if tree:  # the outermost tree that the name may be a part of
                 self._parts[tree].append(name)
         targets: dict[str, Any] = {}
+        received: set[str] = set()
         absent: list[str] = []
+        self._own = own_tensors(self._module)
+        self._same = same_parameter(self._module, self._own)
+        refused = self._refused_ties(stored)
         for key, value in values.items():
             names = [key] if key in stored else []
             if key in self._free:  # the stored entries decide whether it is a value or a tree
                 names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
                 targets |= {name: _target_for(stored[name], inner.get(name)) for name in names}
+                received.update({*names} - inner.keys())
             elif names and (key in self._apart or _is_below(key, self._below)):
                 targets[key] = _target_for(stored[key], value)
             elif names:
@@ -171,6 +177,8 @@ class ModuleLoad:
             extra=extra,
             unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
+            received=received,
+            refused=refused,
             empty=self._overridden and not values,
         )
 
@@ -197,26 +205,54 @@ class ModuleLoad:
             report = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or silent_report
         else:
             self._walk(self._module, "", None, report)
+            report.unexpected += self._lost()
         clean = self.state.clean
         unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, so not missing
         missing = [key for key in dict.fromkeys(map(clean, report.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, report.unexpected))), report.errors)
 
+    def _lost(self) -> list[str]:
+        """Return the keys of ``state_dict()`` whose loaded values the module does not have afterwards.
+
+        Such a key is no parameter or buffer, and no code of the module takes it: torch reports it as unexpected. Memory
+        that a module shows under further keys is filled, as are values that follow from loaded ones.
+        """
+        if not self._made:
+            return []
+        restore_quantization(self._module, {self.state.raw[key]: self._filled[key] for key in self._made})
+        now = ModuleState.of(self._module).values
+        return [
+            self.state.raw[key]
+            for key in self._made
+            if key not in now
+            or not (same_memory(now[key], self._filled[key]) or torch.equal(now[key], self._filled[key]))
+        ]
+
     def _tied_to_hooked(self) -> set[str]:
         """Return the keys to fill in place only after a submodule with hooks has filled the same parameter."""
         if not self._below or "" in self._below:
             return set()
-        same = same_parameter(self._module)
+        same = same_parameter(self._module, own_tensors(self._module))
         hooked = {first for key, first in same.items() if _is_below(key, self._below)}
         return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
+
+    def _refused_ties(self, stored: Mapping[str, Entry]) -> dict[str, str]:
+        """Return the names of tied weights that have another value in the checkpoint than their first name, with the
+        reason. Names whose values are not known to be equal are read one after the other, as torch loads them."""
+        refused = {}
+        for key, first in self._same.items():
+            if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
+                self._apart.add(key)
+                of_key, of_first = (_checksums(stored[name]) for name in (key, first))
+                if of_key is not None and of_first is not None and of_key != of_first:
+                    refused[key] = _TIED.format(first, key)
+        return refused
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
         """Return the tied weights that the checkpoint has only under another name, as Hugging Face's have, and that
         name."""
-        if not absent:
-            return {}
-        same = same_parameter(self._module)
-        filled = {same[key]: key for key in targets if key in same}
+        same = self._same
+        filled = {same[key]: key for key in targets if key in same} if absent and same else {}
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def _sort_out(self) -> None:
@@ -232,7 +268,8 @@ class ModuleLoad:
         if self._fsdp1 and self._apply:  # one call loads everything
             self._keys_below[""], self._names_below[""] = list(self.state.values), list(self._filled)
             return
-        own = own_tensors(self._module)
+        own = self._own
+        self._made: list[str] = []  # keys of tensors that are no parameters or buffers, as far as they are filled
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
             if below is not None:
@@ -240,8 +277,11 @@ class ModuleLoad:
                 continue
             free = key in self._free
             here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
-            apart = free or key in self._apart or key not in own
-            if here and (apart or not same_memory(own[key], value)):
+            if key in self._filled and key not in own and not free:
+                self._made.append(key)
+            got = self._filled.get(key, value)  # in a list of modules, perhaps the memory of another one
+            apart = free or key in self._apart or key not in own or isinstance(got, Deferred)
+            if here and (apart or not same_memory(own[key], got)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
         for name in self._filled:
             if (below := _topmost(name, self._below)) is not None:
@@ -336,6 +376,17 @@ class ModuleLoad:
 
 
 _NOTHING = object()
+
+_TIED = (
+    "here the same parameter as {0}, and has another value in the checkpoint, where the two were not tied. "
+    'PartialLoad(exclude="*.{1}") loads the weight and the optimizer state of {0}'
+)
+
+
+def _checksums(entry: Entry) -> list[Any] | None:
+    """Return the checksums of a tensor's chunks; None if they are unknown, as in a stock checkpoint."""
+    sums = [chunk.location.checksums for chunk in getattr(entry, "chunks", ())]
+    return None if any(each is None for each in sums) else [each.tolist() for each in sums if each is not None]
 
 
 def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:

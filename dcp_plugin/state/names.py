@@ -20,10 +20,12 @@ and trained parameters each need a walk, and a walk through a large model takes 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.tensors._torch_modules import own_parameters, union_of
+from dcp_plugin.tensors._torch_modules import own_parameters, reparametrized, union_of
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))
@@ -56,6 +58,52 @@ class CleanNames:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
         return name
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """Names that a module's own ``state_dict()`` has in place of clean FQNs: those below a compiled part, for one."""
+
+    inside: Mapping[str, str] = field(default_factory=dict)
+    """The prefix in ``state_dict()`` of each clean prefix that has another one: ``{"net.": "net._orig_mod."}``."""
+
+    @classmethod
+    def of(cls, own: Mapping[str, str]) -> OwnNames:
+        """Return the names of a module, given its own name for each clean FQN."""
+        inside = {}
+        for clean, name in own.items():
+            if clean != name:
+                steps = zip(reversed(clean.split(".")), reversed(name.split(".")), strict=False)
+                same = [step for step, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps)]
+                end = ".".join(reversed(same))
+                inside[clean.removesuffix(end)] = name.removesuffix(end)
+        return cls(inside)
+
+    def own(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state dict with the module's own names in place of clean ones."""
+        return {_moved(name, self.inside): value for name, value in state.items()} if self.inside else state
+
+    def clean(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state dict with clean names in place of the module's own. A clean name stays.
+
+        Raises:
+            CheckpointMismatch: Two names would become one.
+        """
+        if not self.inside:
+            return state
+        prefixes, names = {own: clean for clean, own in self.inside.items()}, dict[str, str]()
+        for name in state:
+            if (other := names.setdefault(_moved(name, prefixes), name)) != name:
+                raise CheckpointMismatch(
+                    f"the state_dict of this checkpoint has the keys {other} and {name}, which are two names of one "
+                    "value. Have the hook that wrote them remove one."
+                )
+        return {clean: state[name] for clean, name in names.items()}
+
+
+def _moved(name: str, prefixes: Mapping[str, str]) -> str:
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    return prefixes.get(longest, longest) + name[len(longest) :]
 
 
 def is_ddp(module: nn.Module) -> bool:
@@ -157,6 +205,47 @@ def module_cache() -> Iterator[None]:
         _cached.reset(before)
 
 
+class Parts(nn.Module):
+    """Modules that are one model, as the stages that an interleaved pipeline has on one rank.
+
+    The module has no name of its own in front of the names of a part, so the keys are the FQNs of the complete model.
+    torchtitan's wrappers of lists store the same keys.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)  # a tuple: in a ModuleList, the names of the parts would begin with numbers
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield the modules of all parts. The names of parameters and buffers follow from theirs."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {key: value for part in self.parts for key, value in part.state_dict(*args, **kwargs).items()}
+
+
+def is_list_of(value: Any, *classes: type) -> bool:
+    """Return whether a value is a list or a tuple of objects of one of the classes. An empty list is a value."""
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and any(all(isinstance(each, cls) for each in value) for cls in classes)
+    )
+
+
+def pruned_names(module: nn.Module) -> dict[str, str]:
+    """Return the plain name (``l.weight``) of each parameter that torch's pruning or a parametrization has renamed
+    (``l.weight_orig``). Both are clean FQNs."""
+    clean, of_each = CleanNames(module), ((path, reparametrized(child)) for path, child in named_modules(module))
+    return {
+        clean(f"{path}.{own}".removeprefix(".")): clean(f"{path}.{plain}".removeprefix("."))
+        for path, names in of_each
+        for own, plain in names.items()
+    }
+
+
 LOOSE = "loose"
 
 
@@ -178,7 +267,7 @@ def trained_module(
     missing, members = set(trained), dict[str, nn.Module]()
     for member, module in modules.items():
         own = {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
-        if trained <= own:
+        if trained <= own and not (isinstance(module, Parts) and contains_fsdp1(module)):
             return module
         if shared := missing & own:
             members[member] = module
@@ -188,7 +277,8 @@ def trained_module(
         raise CheckpointMismatch(
             f"no module of the state has all parameters of the optimizer {name!r} (its modules: "
             f"{', '.join(modules) or 'none'}). Add the module to the state, under any name. If several modules share "
-            f"an optimizer, put them into one nn.ModuleDict. Make the optimizer after wrapping the module."
+            f"an optimizer, put them into one nn.ModuleDict; modules that contain FSDP1 and are in a list each need a "
+            f"name of their own. Make the optimizer after wrapping the module."
         )
     loose = {fqn: parameter for fqn, parameter in _by_place(optimizer).items() if id(parameter) in missing}
     if loose and LOOSE in members:

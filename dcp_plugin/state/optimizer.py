@@ -273,6 +273,15 @@ def with_numbers(nested: Nested) -> dict[str, Any]:
     return {"state": state | nested.get(GLOBAL, {}), GROUPS: groups, **nested.get(EXTRA_STATE, {})}
 
 
+def with_names(state: Mapping[str, Any], names: Iterable[str]) -> Nested:
+    """Return a state dict of torch's layout with FQNs in place of numbers: the inverse of :func:`with_numbers`."""
+    numbered = dict(enumerate(names))
+    slots = {numbered[key]: slots for key, slots in state["state"].items() if key in numbered}
+    groups = [{**group, "params": [numbered[number] for number in group["params"]]} for group in state[GROUPS]]
+    others = {key: value for key, value in state["state"].items() if key not in numbered}
+    return _nested(slots, groups, others, extras_of(state))
+
+
 Named = dict[str, dict[str, Any]]
 """Slots, or hyper-parameters, by the FQN of their parameter and their name."""
 

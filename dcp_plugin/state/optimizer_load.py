@@ -6,6 +6,7 @@ then given to the optimizer, so a load that fails earlier leaves no trace.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.index import Entry, StoredTensor
+from dcp_plugin.format.index import Entry, StoredTensor, places_of
 from dcp_plugin.format.keys import (
     LocalSlot,
     has_keys_below,
@@ -57,7 +58,7 @@ from dcp_plugin.tensors._torch import (
     sharded_value,
     with_memory,
 )
-from dcp_plugin.tensors._torch_modules import is_of_torch, slots_of_torch, unpatched
+from dcp_plugin.tensors._torch_modules import is_of_torch, new_state, slots_of_torch, unpatched
 from dcp_plugin.tensors.kinds import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, Shape, Wanted
 
@@ -141,6 +142,8 @@ class OptimizerLoad:
         self.wanted = Wanted()
         self._sort_entries(stored, own is not None)
         self._compare_names(bool(stored))
+        if (owned := getattr(optimizer, "owned", None)) is not None:  # the state of the others is on other ranks
+            self._slots = defaultdict(dict, {f: s for f, s in self._slots.items() if id(self._layouts.get(f)) in owned})
         if not self.wanted.unfit:
             self._add_targets()
 
@@ -177,12 +180,37 @@ class OptimizerLoad:
         stored_names = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
         listed_only = bool(self._group_list) and not self._hyper  # then the parameters of the save are unknown
         if not listed_only:
+            stored_names |= self._take_tied(self._here - stored_names)
             self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - stored_names)]
         self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(stored_names - self._here)]
         if has_state and (not stored_names or stored_names & self._here):  # otherwise the state is of another optimizer
             self.wanted.tolerated = _OTHERS_ARE_TRAINED
         if self._hyper:
             self._group_list = {}
+
+    def _take_tied(self, missing: set[str]) -> set[str]:
+        """Take the state of tied weights for the parameters that they are now, and return the names of these.
+
+        An optimizer has the state of a tied weight once, under its first name. The other names are those whose weights
+        are the same items of the checkpoint. So are the weights of two parameters with equal values, of which one was
+        frozen; after its first step with a gradient the other has no equal values.
+        """
+        tensors = (e for slots in self._slots.values() for e in slots.values() if isinstance(e, StoredTensor))
+        index = getattr(getattr(next(tensors, None), "chunks", None), "parent", {}) if missing else {}
+        fronts = {key[: m.end()] for key in index for m in re.finditer(r"^|\.", key) if key[m.end() :] in missing}
+        owners: dict[str, str] = {}
+        for front in fronts:
+            names = {places_of(index[front + fqn]): fqn for fqn in self._slots if front + fqn in index}
+            here = {fqn: places_of(index[front + fqn]) for fqn in missing if front + fqn in index}
+            owners |= {fqn: names[places] for fqn, places in here.items() if places in names}
+        in_parts = {split_key(str(path[0]), self._slots)[1] for path in self._parts.values()}
+        owners = {fqn: owner for fqn, owner in owners.items() if owner not in in_parts}
+        for fqn, owner in owners.items():
+            for kind, stored in (("state", self._slots), (GROUPS, self._hyper)):
+                stored[fqn] = stored[owner]
+                keys = {f"{kind}.{fqn}.{name}": f"{kind}.{owner}.{name}" for name in stored[owner]}
+                self.wanted.stored_as |= {key: self.wanted.stored_as.get(of, of) for key, of in keys.items()}
+        return set(owners)
 
     def _path_in_slot(self, key: str, fqn: str) -> KeyPath:
         """Return the key of the slot that a stored key belongs to, and the steps from that slot to the value.
@@ -243,7 +271,9 @@ class OptimizerLoad:
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
-                    targets[key] = existing if usable else self._allocate(fqn, entry, own=(fqn, slot) in self._local)
+                    made = new_state(self._optimizer, self._layouts[fqn], slot) if entry.stored_whole else None
+                    new = self._allocate(fqn, entry, own=(fqn, slot) in self._local) if made is None else made
+                    targets[key] = existing if usable else new
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
                         self.wanted.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:

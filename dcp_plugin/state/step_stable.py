@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dcp_plugin.state.names import named_modules
+from dcp_plugin.state.names import is_list_of, named_modules
 from dcp_plugin.tensors._torch import DTensor, is_tensor
 from dcp_plugin.tensors._torch_modules import own_buffers, own_parameters
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
@@ -79,6 +79,8 @@ def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, Mapping):
             yield from live_objects(value)
+        elif is_list_of(value, nn.Module, torch.optim.Optimizer):
+            yield from value
 
 
 def _tensors(slots: Any) -> Iterator[torch.Tensor]:

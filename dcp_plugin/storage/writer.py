@@ -14,6 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.format.summary import Summary, fingerprint, time_after
+from dcp_plugin.format.summary import MOST_DIFFERING, Summary, fingerprint, time_after
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation
@@ -114,6 +115,7 @@ class Facts:
     reused: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     training: Mapping[str, float] = field(default_factory=dict)
+    differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Publication:
@@ -256,6 +258,7 @@ def compose(
         metrics=dict(facts.metrics),
         launch=launch_record(),
         training=dict(facts.training),
+        differing={key: list(ranks) for key, ranks in islice(facts.differing.items(), MOST_DIFFERING)},
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
 

@@ -8,6 +8,8 @@ moves or changes its meaning.
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -17,6 +19,9 @@ import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # the argument of post-load hooks
+from torch.nn.utils import parametrize
+
+from dcp_plugin.errors import CheckpointMismatch
 
 
 @dataclass
@@ -30,13 +35,35 @@ class Incompatible:
 
 def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters with the fields of ``CheckpointableTensor``. They are rare, and every save looks for
-    them."""
+    them.
+
+    Raises:
+        CheckpointMismatch: A parameter is DeepSpeed's: with ZeRO-3 it has no elements between two steps.
+    """
     return [
-        (f"{prefix}.{name}" if prefix else name, parameter)
+        (f"{prefix}.{name}" if prefix else name, refuse_deepspeed(name, parameter))
         for prefix, module in modules
         for name, parameter in module._parameters.items()
-        if hasattr(parameter, "global_shape") and parameter is not None
+        if (hasattr(parameter, "global_shape") or hasattr(parameter, "ds_id")) and parameter is not None
     ]
+
+
+_OF_DEEPSPEED = re.compile(r"deepspeed\.runtime\.(.*engine|zero|bf16_optimizer|fp16)\b")
+
+
+def refuse_deepspeed(name: str, value: Any) -> Any:
+    """Return a value of the state. Its schedulers and its optimizers outside of an engine, as FusedAdam, may be saved.
+
+    Raises:
+        CheckpointMismatch: It is an engine of DeepSpeed, or a parameter or an optimizer of one.
+    """
+    if hasattr(value, "ds_id") or any(_OF_DEEPSPEED.match(cls.__module__) for cls in type(value).__mro__):
+        raise CheckpointMismatch(
+            f"{name!r}, a {type(value).__name__}, is DeepSpeed's, whose engine owns weights and optimizer state, and "
+            f"has parts of them elsewhere. Save with engine.save_checkpoint(path) and resume with "
+            f"engine.load_checkpoint(path), or train with fully_shard (FSDP2)."
+        )
+    return value
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -69,6 +96,17 @@ def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
     persistent buffers."""
     buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
     return {**dict(own_parameters(module)), **buffers}
+
+
+def reparametrized(module: nn.Module) -> dict[str, str]:
+    """Return the plain name of each parameter of a module itself that torch has replaced by a function of another
+    parameter, by the name of that. Torch has no public list of the pruned names."""
+    prune: Any = sys.modules.get("torch.nn.utils.prune")  # no module is pruned before this is imported
+    hooks = module._forward_pre_hooks.values() if prune else ()
+    pruned = [hook._tensor_name for hook in hooks if isinstance(hook, prune.BasePruningMethod)]
+    parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    own = {f"parametrizations.{name}.original": name for name in parametrized}
+    return {f"{name}_orig": name for name in pruned} | own
 
 
 # The steps of ``nn.Module.load_state_dict`` for one module.
@@ -110,10 +148,35 @@ _DELEGATING = {
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning."""
+    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning.
+
+    For a ZeroRedundancyOptimizer it is the optimizer of this rank, with the groups of all ranks.
+
+    Raises:
+        CheckpointMismatch: A ZeroRedundancyOptimizer has no optimizer of torch's layout on this rank.
+    """
     while any((cls.__module__, cls.__qualname__) in _DELEGATING for cls in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
-    return optimizer  # type: ignore[no-any-return]
+    is_zero = any(cls.__qualname__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    return _with_all_groups(optimizer) if is_zero else optimizer  # type: ignore[no-any-return]
+
+
+def _with_all_groups(zero: Any) -> Any:
+    """Return the optimizer that a ZeroRedundancyOptimizer has on this rank, with the groups of all ranks.
+
+    Its own ``state_dict`` first sends the state of all ranks to one. The result shares state and groups with it, and
+    ``owned`` has the ids of the parameters whose state is on this rank.
+    """
+    local = getattr(zero, "optim", None)
+    if local is None or has_own_state_dict(local):
+        raise CheckpointMismatch(
+            f"a ZeroRedundancyOptimizer has {'no state yet' if local is None else f'a {type(local).__name__}'}: it can "
+            f"be saved and loaded after DDP has built its buckets, over an optimizer with torch's state_dict"
+        )
+    whole = object.__new__(type(local))
+    owned = {id(parameter) for group in local.param_groups for parameter in group["params"]}
+    vars(whole).update(vars(local), param_groups=zero.param_groups, owned=owned)
+    return whole
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
@@ -125,6 +188,16 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
         ):
             return True
     return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
+
+
+def new_state(optimizer: Any, parameter: Any, slot: str) -> Any:
+    """Return the tensor that a low-bit optimizer of torchao makes for a slot at its first step; None for any other.
+
+    torchao has no public function for it. Averages of squares are made without a sign.
+    """
+    has_constructor = any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__)
+    make = getattr(optimizer, "_new_buffer", None) if has_constructor else None
+    return None if make is None else make(parameter, slot == "exp_avg")
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -221,9 +294,29 @@ def load_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, incompatible: Incompatible
 ) -> None:
     """Load one module without its children, and run its pre-hooks. Misfits are added to ``incompatible``."""
-    module._load_from_state_dict(
-        state, prefix, metadata, True, incompatible.missing, incompatible.unexpected, incompatible.errors
-    )
+    found = incompatible.missing, incompatible.unexpected, incompatible.errors
+    try:
+        module._load_from_state_dict(state, prefix, metadata, True, *found)
+    except RuntimeError as error:
+        if not type(module).__module__.startswith("bitsandbytes."):
+            raise
+        incompatible.errors.append(
+            f"{prefix}weight is a quantized weight of bitsandbytes, which the layer takes only after it is on its "
+            f"device and before its first forward pass: load it there ({error})"
+        )
+
+
+def restore_quantization(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give the 4-bit weights of bitsandbytes their quantization state, which its layers save and do not load.
+
+    Args:
+        values: Loaded values by their key in ``state_dict()``, those of other modules included.
+    """
+    for name, parameter in module.named_parameters():
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if hasattr(parameter, "quant_state") and any(key.startswith("quant_state.") for key in own):
+            made = type(parameter.quant_state).from_dict(own, parameter.device)
+            vars(parameter.quant_state).update(vars(made))  # the layer holds the same object
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:

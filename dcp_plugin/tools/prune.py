@@ -52,7 +52,8 @@ class PrunedLeftover:
     nbytes: int | None
     """None for an upload whose size the store does not report."""
     deleted: bool
-    """True if the garbage is deleted or moved back to its path; in a dry run, if it would be."""
+    """True if the garbage is deleted or moved back to its path; in a dry run, if it would be. The garbage of another
+    user stays."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ def prune(
         for path, reasons in why.items()
     ]
     pruned = [
-        PrunedLeftover(item.path, item.what, item.nbytes, (item.path, item.what) not in remaining) for item in leftovers
+        PrunedLeftover(item.path, item.what, item.nbytes, not item.stays and (item.path, item.what) not in remaining)
+        for item in leftovers
     ]
     freed = Usage.of_all(usage for path, usage in usages.items() if path not in spared).own
     freed += sum(leftover.nbytes or 0 for leftover in pruned if leftover.deleted)

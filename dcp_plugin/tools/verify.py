@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size
+from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, size, some
 from dcp_plugin.format.index import StoredValue
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.ranks import name_of
 from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.storage.published import sizes_only
@@ -30,6 +31,9 @@ class VerifyReport:
     """One line per damaged item, naming file and key."""
     unverified: list[str] = field(default_factory=list)
     """Keys without a checksum."""
+    differing: dict[str, list[int]] = field(default_factory=dict)
+    """Parameters and optimizer state that differed between ranks at this save or before, with the ranks: the checkpoint
+    has those of the lowest rank."""
 
     _repr_html_ = as_html
 
@@ -40,7 +44,9 @@ class VerifyReport:
     def __str__(self) -> str:
         state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
         unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
-        return f"{self.path}: {self.items} items, {size(self.nbytes)}, {state}{unverified}"
+        keys = [f"{key} ({name_of(ranks)})" for key, ranks in self.differing.items()]
+        differing = f"; ranks that trained it differed in {some(keys)}" if keys else ""
+        return f"{self.path}: {self.items} items, {size(self.nbytes)}, {state}{unverified}{differing}"
 
 
 def verify(
@@ -108,6 +114,7 @@ def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], Ve
         sum(report.nbytes for report in reports),
         [error for report in reports for error in report.errors],
         [name for report in reports for name in report.unverified],
+        {key: ranks for report in reports for key, ranks in report.differing.items()},
     )
 
 
@@ -134,4 +141,6 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
     count = Counter(sum(reader.index.files.values()), progress)
     errors = verify_files(reader.opened, io_threads, count.add)
     unverified += sizes_only(reader.index.extra_files)
-    return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified)
+    summary = reader.opened.summary
+    differing = {} if summary is None else summary.differing
+    return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified, differing)

@@ -16,7 +16,6 @@ considers directories of this package and of stock transformers.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import warnings
@@ -45,7 +44,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.integration.files import has_file, is_quarantined, kind_of, read_file
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM, RNG, Callbacks, inspect_files, plain
-from dcp_plugin.paths import PathLike, Where, as_path, local_path, on_file_system
+from dcp_plugin.paths import PathLike, Where, absolute, as_path, local_path, on_file_system
 from dcp_plugin.runs import catalog, retention
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import state_of
@@ -254,8 +253,8 @@ def rotate(
     """
     if limit is None or limit <= 0:
         return
-    present = [path for _, path in catalog.numbered(Path(os.path.abspath(directory)), _PREFIX)]
-    protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
+    present = [path for _, path in catalog.numbered(absolute(directory), _PREFIX)]
+    protected = {absolute(path) for path in (newest, best) if path is not None}.intersection(present)
     ages: dict[Path, tuple[bool, float]] = {}
     for path in present:
         with suppress(OSError, CheckpointUnreadable):  # an unreadable checkpoint stays, and does not count

@@ -156,6 +156,43 @@ def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
         accelerator.load_state(str(path))
 
 
+@on_ranks(2)
+def test_objects_that_only_rank_0_registers_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    """Stock loads the object on rank 0, and raises on rank 1."""
+    from tests.accelerate import training as t
+    from tests.accelerate.test_native import Counter
+
+    raised: dict[bool, str] = {}
+    for native in (True, False):
+        run = t.start("ddp", native=native, unused=False)
+        counter = Counter(7)
+        if run.accelerator.is_main_process:
+            run.accelerator.register_for_checkpointing(counter)
+        run.accelerator.save_state(str(tmp_path / str(native)))
+        run.accelerator.wait_for_everyone()
+        try:
+            run.accelerator.load_state(str(tmp_path / str(native)))
+        except RuntimeError as error:
+            raised[native] = str(error)
+    assert raised.keys() == ({False} if dist.get_rank() == 0 else {True, False})
+    assert "register_for_checkpointing, and this run has Counter on rank 0; none on rank 1: register" in raised[False]
+
+
+@on_ranks(1)
+def test_save_state_returns_the_path_that_stock_returns(tmp_path: Path) -> None:
+    from tests.accelerate import training as t
+
+    returned: dict[bool, list[Path]] = {}
+    for native in (True, False):
+        os.makedirs(folder := tmp_path / str(native))
+        os.chdir(folder)
+        save = t.start("single", native=native).accelerator.save_state
+        returned[native] = [save("out"), save(Path("two")), save(output_dir="three") / "meta.json"]
+        named = t.start("single", native=native, project=folder / "run").accelerator.save_state()
+        returned[native].append(named.relative_to(folder))
+    assert returned[True] == returned[False]
+
+
 @on_ranks(1)
 def test_a_registered_object_gets_the_class_and_the_keys_of_its_state(tmp_path: Path) -> None:
     from tests.accelerate import training as t

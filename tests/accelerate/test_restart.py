@@ -114,7 +114,7 @@ def test_a_project_is_resumed_at_its_highest_number(tmp_path: Path, place: Where
     assert run.attached.resume_or_init(init_from=pretrained).how == "warm-started"
     for number in range(2):
         path = project / "checkpoints" / f"checkpoint_{number}"
-        assert run.train(1).accelerator.save_state() == str(path)
+        assert str(run.train(1).accelerator.save_state()) == str(path)
     start = run.attached.resume_or_init(init_from=tmp_path / "typo")
     assert (start.how, start.path) == ("resumed", project / "checkpoints" / "checkpoint_1")
     start = run.attached.resume_or_init(resume=project / "checkpoints" / "checkpoint_0")

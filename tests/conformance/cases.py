@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.conformance import containers, interchange, per_rank, programs, runs, settings, tensors
+from tests.conformance import containers, hooks, interchange, per_rank, programs, runs, settings, tensors
 from tests.conformance.differences import CALLED_IN_ONE_ORDER
 from tests.conformance.modules import MODULES, ModuleEntry, Small
 from tests.conformance.moments import MOMENTS, Moment
@@ -77,6 +77,7 @@ CORPORA: dict[str, dict[str, Case]] = {
     "programs": _cases("programs", programs.PROGRAMS, programs.run),
     "tensors": _cases("tensors", tensors.TENSORS, tensors.run, must_work=False),
     "runs": _cases("runs", runs.RUNS, runs.run, must_work=False),
+    "hooks": _cases("hooks", hooks.HOOKS, hooks.run, must_work=False),
     "interchange": _cases("interchange", interchange.ENTRIES, interchange.run, must_work=False),
     "containers": _cases("containers", containers.CONTAINERS, containers.run),
     "per_rank": _cases("per_rank", per_rank.ENTRIES, per_rank.run),

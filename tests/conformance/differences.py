@@ -46,6 +46,11 @@ UNEXPECTED_KEYS = _of("An unexpected key is an error", "load")
 OWN_EXCEPTION = _of("A failure on one rank is a failure on all", "exception")
 NEXT_EPOCH_BEGUN = _of("Lightning: between two epochs", "calls during load")
 NO_EPOCH_SKIPPED = _of("Lightning: between two epochs", "calls during load", "resumed state", "values")
+_SHARDED_HOOKS = "Lightning: hooks of sharded strategies see all"
+HOOKS_SEE_SHARDS = _of(_SHARDED_HOOKS, "calls during load")
+HOOKS_CHANGE_GROUPS = _of(_SHARDED_HOOKS, "calls during load", "resumed state")
+HOOKS_CHANGE_SHARDS = _of(_SHARDED_HOOKS, "calls during load", "resumed state", "values", "what else is there")
+GROWN_GROUPS = _of("Plain values are those of the checkpoint", "resumed state")
 RESUMED_BY_ACCELERATE = {
     **_of("Accelerate: a registered object is asked for its state first", "calls during load"),
     **_of("Accelerate: automatic names continue", "values"),

@@ -17,7 +17,7 @@ from tests.sampling import is_sampled
 
 ONE_OF = {
     "modules": 24, "optimizers": 24, "tensors": 24, "interchange": 24,
-    "programs": 6, "runs": 8, "moments": 10, "containers": 4, "settings": 16,
+    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16,
 }  # fmt: skip
 """Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
 rest. Cases of the other corpora always run."""
@@ -76,6 +76,11 @@ def test_tensors(case: Case) -> None:
 @pytest.mark.parametrize("case", _parameters("runs"))
 def test_runs(case: Case) -> None:
     _check(case, "runs")
+
+
+@pytest.mark.parametrize("case", _parameters("hooks"))
+def test_hooks(case: Case) -> None:
+    _check(case, "hooks")
 
 
 @pytest.mark.parametrize("case", _parameters("interchange"))

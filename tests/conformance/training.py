@@ -19,7 +19,7 @@ MakeModule = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | None]
 
 WORLD_SIZE = {
-    "plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "fsdp2_keep": 2, "fsdp2_reshard": 2, "fsdp2@3": 3,
+    "plain": 1, "compiled": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "fsdp2_keep": 2, "fsdp2_reshard": 2, "fsdp2@3": 3,
 }  # fmt: skip
 
 

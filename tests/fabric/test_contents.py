@@ -310,13 +310,29 @@ def test_no_rank_gets_full_models_in_the_remainder_of_a_sharded_checkpoint(tmp_p
 
 
 @on_ranks(1)
-def test_reserved_names_are_refused(tmp_path: Path) -> None:
+def test_a_state_dict_alone_is_the_model_for_every_integration(tmp_path: Path) -> None:
     import dcp_plugin as dcp
     from tests.fabric import training as t
 
-    fabric = t.attached("single")
-    with pytest.raises(dcp.CheckpointMismatch, match=r"name 'rng'.*attach\(fabric, rng=False\)"):
-        fabric.save(tmp_path / "saved", {"rng": torch.get_rng_state()})
+    saved, loaded = t.Net(), t.Net()
+    t.attached("single").save(tmp_path / "saved", saved.state_dict())
+    dcp.load({"model": loaded}, tmp_path / "saved")
+    assert_same(saved.state_dict(), loaded.state_dict())
+
+
+@on_ranks(1)
+def test_random_streams_and_a_value_of_their_name_are_both_restored(tmp_path: Path) -> None:
+    from tests.fabric import training as t
+
+    training = t.Training(t.attached("single")).run(1)
+    training.state["rng"] = {"0": "mine"}
+    training.save(tmp_path / "saved")
+    drawn = torch.rand(3)
+    other = t.Training(t.attached("single"), seed=5)
+    other.state["rng"] = None
+    other.load(tmp_path / "saved")
+    assert other.state["rng"] == {"0": "mine"}
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @on_ranks(2)

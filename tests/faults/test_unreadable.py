@@ -112,6 +112,18 @@ def _warnings_of(look: Callable[[Path], Any], root: Path) -> str:
     return "\n".join(said)
 
 
+def test_a_link_to_itself_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for step in range(4):
+        dcp.save({"step": step}, tmp_path / f"step-{step}", step=step, keep_last=2)
+    assert dcp.latest(tmp_path) == dcp.resume_or_init({}, tmp_path).path == tmp_path / "step-3"
+    assert [state.step for state in dcp.list_checkpoints(tmp_path)] == [2, 3]
+    assert [pruned.step for pruned in dcp.prune(tmp_path, keep_last=1).deleted] == [2]
+    assert caplog.text.count(f"passing over {tmp_path / 'loop'}: Too many levels of symbolic links") == 1
+    with pytest.raises(dcp.CheckpointUnreadable, match="loop cannot be read"):
+        dcp.latest(tmp_path / "loop")
+
+
 def test_a_search_waits_ten_seconds_for_all_that_it_cannot_read(shared: Path) -> None:
     _save(shared / "run" / "step-1", 1)
     _save(shared / "run" / "step-2", 2)

@@ -52,20 +52,12 @@ def test_names_in_lightnings_own_checkpoints() -> None:
             assert f'{{"{name}": checkpoint.pop("state_dict")}}' in source
             assert f'f"{layout.OPTIMIZER}_{{idx}}": optim_state' in source
         saving = package.module("core.saving")
-        assert list(inspect.signature(saving._load_state).parameters) == [
-            "cls",
-            "checkpoint",
-            "strict",
-            "cls_kwargs_new",
-        ]
-        # What add_notes_to_reading replaces is called by that name, and nothing is before it that reads a file.
+        # What replace_reading replaces is called by that name, in a frame with the class, before anything is read.
         entered = inspect.getsource(saving._load_from_checkpoint)
+        assert next(iter(inspect.signature(saving._load_from_checkpoint).parameters)) == "cls"
         assert "checkpoint = pl_load(checkpoint_path, map_location=map_location" in entered
         assert inspect.unwrap(saving.pl_load) is package.fabric("utilities.cloud_io")._load
         assert f"{package.name}.cli.instantiate_module" in saving._ALLOWED_INSTANTIATORS
-        assert callable(saving.load_hparams_from_yaml) and callable(saving.load_hparams_from_tags_csv)
-        migration = package.module("utilities.migration.utils")._pl_migrate_checkpoint
-        assert list(inspect.signature(migration).parameters) == ["checkpoint", "checkpoint_path"]
 
 
 @on_ranks(1)
@@ -190,6 +182,10 @@ def test_what_loops_and_dataloaders_have_no_public_names_for() -> None:
     assert _lightning.loaders_made_in(trainer) == 0
     assert _lightning.step_of_loggers(trainer) == 1
     assert callable(loop.epoch_loop._should_check_val_fx)
+    assert loop.epoch_loop._should_accumulate() is False
+    assert loop.epoch_loop.batch_idx == loop.epoch_loop.batch_progress.current.ready - 1
+    assert not (loop.epoch_loop.restarted_on_last or loop.epoch_loop.val_loop.restarted_mid_evaluation)
+    assert trainer.callback_metrics is trainer.callback_metrics, "step_plateau_schedules writes to the mapping"
     assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
     setup = inspect.getsource(type(loop).setup_data)  # see postpone_iteration
     assert setup.index("self._load_combined_loader_states()") < setup.index("iter(self._data_fetcher)")

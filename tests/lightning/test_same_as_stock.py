@@ -21,7 +21,7 @@ def assert_same_run(root: Path, script: Callable[[Path, bool], Any]) -> Any:
     seen = {}
     for stock in (True, False):
         folder = root / ("stock" if stock else "ours")
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         seen[stock] = script(folder, stock)
     assert seen[False] == seen[True], f"{seen[False]}\n is not \n{seen[True]}"
     return seen[True]

@@ -121,6 +121,7 @@ BEFORE = {  # a script that works without us, or what an earlier section has mad
     "Plain PyTorch: one call": "train()",
     "Fabric: one line": "from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\ntrain()",
     "Without a framework": "train()",
+    "Several modules or optimizers under one name": "model = [torch.nn.Linear(4, 4) for _ in range(3)]",
     "A value for each rank": "train()",
     "A start and a restart": PARTS + "train()",
     "Checkpoints without the frozen part": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",

@@ -585,7 +585,7 @@ def _link_and_die(root: Path) -> None:
     from dcp_plugin.media.disk import posix
 
     die_at(posix, "exchange")
-    die_at(os, "replace")
+    die_at(os, "rename")
     retention.link(root / "last", root / "2")
 
 

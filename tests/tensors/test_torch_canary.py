@@ -102,6 +102,20 @@ def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
     assert named["loose.0.1"] is scale
 
 
+def test_names_of_pruned_and_parametrized_parameters_are_found() -> None:
+    from torch.nn.utils import parametrizations, prune
+
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert _torch_modules.reparametrized(layer) == {}
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.random_unstructured(layer, "weight", 0.5)  # torch joins the two in a container
+    parametrizations.orthogonal(other, "weight")
+    named = {0: {"weight_orig": "weight"}, 1: {"parametrizations.weight.original": "weight"}}
+    for number, module in enumerate((layer, other)):
+        assert _torch_modules.reparametrized(module) == named[number]
+        assert named[number].keys() <= dict(module.named_parameters()).keys()
+
+
 def test_optimizers_of_torch_have_no_state_dict_of_their_own_and_hooks_are_found() -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]

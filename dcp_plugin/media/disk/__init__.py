@@ -108,8 +108,12 @@ def _status(entry: os.DirEntry[str]) -> FileStatus:
 
 
 def _in_flight(path: Path) -> InFlight | None:
-    if path.suffix != ".saving":
+    """Return the save of an entry of a workspace; also what a save of another user has left over, which stays."""
+    if path.suffix not in (".saving", ".deleted", ".aside"):
         return None
     with suppress(OSError):
-        return lease.in_flight(commit.record_of(path), path.stat().st_mtime)
+        status = path.stat()
+        user = None if status.st_uid == posix.user_in(path.parent.parent) else status.st_uid
+        if user is not None or path.suffix == ".saving":
+            return lease.in_flight(commit.record_of(path), status.st_mtime)._replace(user=user)
     return None

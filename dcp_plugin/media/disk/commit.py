@@ -21,7 +21,8 @@ that a process has ended only where both processes share locks: in one boot of o
 others the lease decides (:mod:`dcp_plugin.media.lease`), because Lustre with ``localflock`` and NFS with ``nolock``
 grant the same lock on each node. No entry of ``.dcp_plugin`` is ever taken for a checkpoint. Its names do not contain
 names of checkpoints, because frameworks search for patterns. If ``.dcp_plugin`` belongs to another user, the directory
-of this user has the number of the user at the end of its name.
+of this user has the number of the user at the end of its name. What another user has left over is read, and never
+changed (:class:`dcp_plugin.media.disk.posix.OwnFolder`).
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -33,12 +34,14 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import time
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +55,7 @@ from dcp_plugin.media import (
     lease,
     medium_of,
     other_things,
+    refuse_workspace,
     workspace_of,
     workspaces_of,
 )
@@ -59,13 +63,14 @@ from dcp_plugin.media.disk import posix
 
 logger = logging.getLogger("dcp_plugin")
 R = TypeVar("R")
+F = TypeVar("F", bound=posix.Folder)
 
 
 @dataclass
 class _Held:
     """A record that this process has made, and locked where the file system has locks."""
 
-    workspace: posix.Folder
+    workspace: posix.OwnFolder
     target: str
     descriptor: int = -1
     as_a_whole: bool = False
@@ -105,6 +110,7 @@ def reserve(
     """
     reservation = None
     try:
+        refuse_workspace(final)
         _refuse_working_directory(final)
         if not copy_of:  # a copy has checked the path already
             _refuse_to_replace_other_things(final, among_other_files)
@@ -122,6 +128,8 @@ def reserve(
     except OSError as error:
         if reservation is not None:
             _end_own(reservation)
+        if error.errno == errno.EPERM:
+            raise SaveFailed(f"cannot save {final}: {error}. Have it removed, or save to another folder.") from error
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
     return replace(reservation, time=recorded)
 
@@ -129,7 +137,7 @@ def reserve(
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     """Return the reservation of the same copy by a process that has ended. Raise SaveFailed if that process runs."""
     workspace = workspace_of(final)
-    for folder, token in _records(workspace):
+    for folder, token in _records(workspace, posix.OwnFolder):
         if token in _held:
             continue
         noted = _noted(folder, token)
@@ -143,7 +151,7 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
                     f"cannot copy to {final}: another process ({noted.get('pid')} on {noted.get('host')}) is copying "
                     f"the same, or died on another machine less than {lease.LEASE / 60:.0f} minutes ago."
                 )
-            _held[token] = _Held(posix.Folder(workspace), str(noted["target"]), descriptor)
+            _held[token] = _Held(posix.OwnFolder(workspace), str(noted["target"]), descriptor)
             os.lseek(descriptor, 0, os.SEEK_END)
             _note_maker(reservation)
             return reservation
@@ -171,7 +179,10 @@ def publish(reservation: Reservation[Path]) -> None:
         _make_name_durable(final, held.workspace)
     except OSError:
         held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
-        raise
+        if os.path.lexists(final) == replaces:
+            raise
+        publish(reservation)  # another process has published or deleted there since the look
+        return
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
         _let_go(reservation)
         raise
@@ -196,7 +207,7 @@ def publish_file(reservation: Reservation[Path]) -> None:
     final, workspace = reservation.final, _held[reservation.token].workspace
     with workspace.folder(reservation.directory.name) as folder:
         folder.sync()
-        os.replace(final.name, final, src_dir_fd=folder.descriptor)
+        folder.give(final.name, final)
     try:
         _make_name_durable(final, workspace)
     finally:
@@ -211,8 +222,8 @@ def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     if replaces:
         # Raises before the old checkpoint moves, if another process has renamed the directory.
         os.stat(name, dir_fd=workspace.descriptor, follow_symlinks=False)
-        os.rename(final, f"{reservation.token}.aside", dst_dir_fd=workspace.descriptor)
-    os.rename(name, final, src_dir_fd=workspace.descriptor)
+        workspace.take(final, f"{reservation.token}.aside")
+    workspace.give(name, final)
 
 
 def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool = False) -> None:
@@ -227,7 +238,7 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
 def revoke(final: Path, token: str) -> None:
     """Move the directory of a save away, so that its process cannot publish it. The next sweep deletes the directory
     when that process has ended."""
-    with suppress(FileNotFoundError), posix.Folder(workspace_of(final)) as folder:
+    with suppress(FileNotFoundError), posix.OwnFolder(workspace_of(final)) as folder:
         folder.rename(f"{token}.saving", f"{token}.deleted")
 
 
@@ -240,13 +251,17 @@ def remove(path: Path) -> None:
     if not os.path.lexists(path):
         return
     with _as_it_was(f"delete {path}"):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-            return
-        if _has_working_directory(path):
-            raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
-        with _renaming(path) as (reservation, workspace):
-            os.rename(path, f"{reservation.token}.deleted", dst_dir_fd=workspace)
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+                return
+            if _has_working_directory(path):
+                raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
+            with _renaming(path) as (reservation, workspace):
+                workspace.take(path, f"{reservation.token}.deleted")
+        except FileNotFoundError:
+            if os.path.lexists(path):  # otherwise another process has just deleted it
+                raise
 
 
 def link(path: Path, target: Path) -> None:
@@ -260,20 +275,20 @@ def link(path: Path, target: Path) -> None:
     """
     with _as_it_was(f"link {path} to {target}"), _renaming(path) as (reservation, workspace):
         fresh = reservation.directory.name
-        os.symlink(os.path.relpath(target, path.parent), fresh, dir_fd=workspace)
+        os.symlink(os.path.relpath(target, path.parent), fresh, dir_fd=workspace.descriptor)
         if path.is_symlink() or not path.is_dir():
-            os.replace(fresh, path, src_dir_fd=workspace)
+            workspace.give(fresh, path)
         else:
             _take_name(reservation, replaces=True)
 
 
 @contextmanager
-def _renaming(path: Path) -> Iterator[tuple[Reservation[Path], int]]:
-    """Yield a reservation and the descriptor of its workspace for a block that renames ``path`` or a link to it. Then
-    delete the earlier entry, durably."""
+def _renaming(path: Path) -> Iterator[tuple[Reservation[Path], posix.OwnFolder]]:
+    """Yield a reservation and its workspace for a block that renames ``path`` or a link to it. Then delete the earlier
+    entry, durably."""
     reservation = _open_record(path)
     try:
-        yield reservation, _held[reservation.token].workspace.descriptor
+        yield reservation, _held[reservation.token].workspace
         with suppress(OSError):  # otherwise a loss of power may undo the renames
             posix.sync_directory(path.parent)
     finally:
@@ -287,7 +302,7 @@ def note(path: Path, data: bytes, replaced: Iterable[Path] = (), only_new: bool 
     def write() -> bool:
         if is_in_workspace:
             posix.make_directories(path.parent)
-        with posix.Folder(path.parent if is_in_workspace else path.parent.resolve()) as folder:
+        with posix.OwnFolder(path.parent) if is_in_workspace else posix.NamedFolder(path.parent.resolve()) as folder:
             if only_new and folder.has(path.name):
                 return False
             fresh = path.name if only_new else f"{path.name}.new"
@@ -325,8 +340,8 @@ def _as_it_was(what: str) -> Iterator[None]:
 
 
 def sweep(workspace: Path) -> None:
-    """Collect the garbage of ended processes and of failed calls: give moved checkpoints their names back, delete the
-    other files. The next sweep repeats a step that fails."""
+    """Collect the garbage of ended processes of this user and of failed calls: give moved checkpoints their names back,
+    delete the other files. The next sweep repeats a step that fails."""
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
             target = lease.target_in(noted)
@@ -342,27 +357,42 @@ def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Pat
     garbage: list[Leftover[Path]] = []
     for folder, token, noted in _ended_saves(workspace):
         with suppress(OSError):
-            garbage += _left_by(folder, token, folder.path.parent / (lease.target_in(noted) or "?"))
-    return garbage
+            garbage += _left_by(folder, token, noted)
+    return [*garbage, *_of_other_users(workspace)]
 
 
-def _ended_saves(workspace: Path) -> Iterator[tuple[posix.Folder, str, dict[str, Any]]]:
-    """Yield the open workspace, the token and the contents of each record of an ended process. The record is locked
-    until the next one, where the file system has locks. Skip a record that cannot be read."""
+def _of_other_users(workspace: Path) -> Iterator[Leftover[Path]]:
+    """Yield the garbage of other users, which stays, as far as this process can see that their saves have ended."""
     with suppress(OSError):
-        for folder, token in _records(workspace):
+        for folder, token in _records(workspace, posix.Folder):
+            path = folder.path / f"{token}.json"
+            with suppress(OSError):
+                status, noted = os.lstat(path), _noted(folder, token)
+                of_folder = posix.why_not_own(os.fstat(folder.descriptor), folder.path)
+                reason = of_folder or posix.why_not_own(status, path)
+                if reason and lease.has_ended(noted, partial(float, time.time() - status.st_mtime)):
+                    for leftover in _left_by(folder, token, noted):
+                        yield replace(leftover, what=f"{leftover.what}: {reason}", stays=True)
+
+
+def _ended_saves(workspace: Path) -> Iterator[tuple[posix.OwnFolder, str, dict[str, Any]]]:
+    """Yield the open workspace, the token and the contents of each record of an ended process of this user. The record
+    is locked until the next one, where the file system has locks. Skip a record that cannot be opened."""
+    with suppress(OSError):
+        for folder, token in _records(workspace, posix.OwnFolder):
             with suppress(OSError):
                 descriptor = None if token in _held else _open_if_ended(folder, token)
                 if descriptor is None:
                     continue
                 try:
                     # Through the descriptor: closing another one of the file would drop the lock.
-                    yield folder, token, _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+                    yield folder, token, _parsed(descriptor, folder.path / f"{token}.json")
                 finally:
                     os.close(descriptor)
 
 
-def _left_by(folder: posix.Folder, token: str, final: Path) -> Iterator[Leftover[Path]]:
+def _left_by(folder: posix.Folder, token: str, noted: Mapping[str, Any]) -> Iterator[Leftover[Path]]:
+    final = folder.path.parent / (lease.target_in(noted) or "?")
     texts = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
     aside = "{}, moved aside by a save that was interrupted"
     for path in (folder.path / name for name in folder.names() if name.startswith(f"{token}.")):
@@ -375,19 +405,20 @@ def _left_by(folder: posix.Folder, token: str, final: Path) -> Iterator[Leftover
             yield Leftover(path, text, usage(medium_of(path), path).own)
 
 
-def _open_if_ended(folder: posix.Folder, token: str) -> int | None:
-    """Open a record, and lock it where the file system has locks. None if the process that made it may be alive."""
+def _open_if_ended(folder: posix.OwnFolder, token: str) -> int | None:
+    """Open a record of this user, and lock it where the file system has locks. None if the process that made it may be
+    alive. Raises OSError, also if another user has made it."""
     descriptor, is_locked = _locked(folder, token, create=False)
     if descriptor is None:
         return None
-    has_ended = False
+    has_ended, record = False, folder.path / f"{token}.json"
     try:
-        noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-        is_older = "mount" not in noted  # torn, or of a version that has no heartbeat
-        shares_locks = is_older or (noted["mount"] and noted["mount"] == posix.mount_of(descriptor))
-        has_ended = (is_locked and shares_locks) or lease.has_ended(
-            noted, lambda: 0.0 if is_older else _age(folder, descriptor)
-        )
+        if posix.refuse_other_user(descriptor, record).st_nlink > 1:  # another user gave a file of ours this name
+            raise PermissionError(errno.EPERM, "it is a hard link", str(record))
+        noted = _parsed(descriptor, record)
+        # Without "mount" it is torn.
+        shares_locks = "mount" not in noted or (noted["mount"] and noted["mount"] == posix.mount_of(descriptor))
+        has_ended = (is_locked and shares_locks) or lease.has_ended(noted, lambda: _age(folder, descriptor))
     finally:
         if not has_ended:
             os.close(descriptor)
@@ -409,7 +440,7 @@ def locate(path: Path) -> Path:
         is_in_flight = False
         for workspace in workspaces_of(path):
             with suppress(NotADirectoryError):
-                for folder, token in _records(workspace):
+                for folder, token in _records(workspace, posix.Folder):
                     if lease.target_in(_noted(folder, token)) == _name_in(workspace, path):
                         is_in_flight, aside = True, workspace / f"{token}.aside"
                         if layout.uncommitted_reason(_names_in(aside)) == "":
@@ -430,13 +461,18 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
-    other = os.path.lexists(final) and not final.is_dir() and not final.is_symlink()
-    if other and not (final.is_file() and zipfile.is_zipfile(final)):
+    # Each question is asked once: another save may replace the path at any time.
+    try:
+        mode = os.lstat(final).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    is_file = stat.S_ISREG(mode) and zipfile.is_zipfile(final)
+    if not (stat.S_ISDIR(mode) or stat.S_ISLNK(mode) or is_file):
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
         )
-    if final.is_dir() and (names := os.listdir(final)) and not (looks_like_checkpoint(final) or among_other_files):
+    if (names := _names_in(final)) and not (layout.has_traces(names) or among_other_files):
         raise other_things(final, names)
 
 
@@ -465,34 +501,36 @@ def _refuse_below_a_file(final: Path) -> None:
             )
 
 
-def _keep_other_files(workspace: posix.Folder, old: str, new: Path) -> None:
+def _keep_other_files(workspace: posix.OwnFolder, old: str, new: posix.Folder) -> None:
     """Move files of other programs from the old checkpoint directory to the new one. Files of the old save stay."""
     try:
         folder = workspace.folder(old)
     except (FileNotFoundError, NotADirectoryError):
         return
     with folder:
+        if not layout.has_traces(new.names()):
+            raise OSError(errno.ENOENT, "it is no checkpoint any more", str(new.path))
         attached, moved = _attached(folder), False
         for name in folder.names():
             foreign = name not in attached and not layout.is_own(name)
-            if foreign and not os.path.lexists(new / name):
-                os.rename(name, new / name, src_dir_fd=folder.descriptor)
+            if foreign and not new.has(name):
+                folder.give(name, name, to=new)
                 moved = True
         if moved:  # before the old directory is deleted
-            posix.sync_directory(new)
+            new.sync()
 
 
 def _attached(checkpoint: posix.Folder) -> list[str]:
     """Return the names of the extra files in the summary."""
     try:
-        return [str(name) for name in json.loads(_contents(checkpoint, layout.SUMMARY))["attached"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [str(name) for name in layout.json_object(_contents(checkpoint, layout.SUMMARY))["attached"]]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def _contents(folder: posix.Folder, name: str) -> bytes:
     with FileIO(folder.open(name, os.O_RDONLY)) as file:
-        return file.readall()
+        return file.read(layout.MOST_JSON + 1)
 
 
 def _identity(workspace: posix.Folder, name: str) -> str:
@@ -504,14 +542,17 @@ def _identity(workspace: posix.Folder, name: str) -> str:
         return ""
 
 
-def _records(workspace: Path) -> Iterator[tuple[posix.Folder, str]]:
+def _records(workspace: Path, kind: type[F]) -> Iterator[tuple[F, str]]:
     """Yield a workspace, open, and the token of each record in it.
+
+    Args:
+        kind: ``OwnFolder`` for records that the caller may change: the workspace of another user then has none.
 
     Raises:
         NotADirectoryError: It is a link. The target may have files of the user's.
     """
     try:
-        folder = posix.Folder(workspace)
+        folder = kind(workspace)
     except (FileNotFoundError, PermissionError):
         return
     with folder:
@@ -538,7 +579,7 @@ def _note_maker(reservation: Reservation[Path], **entries: str) -> None:
 def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
     reservation = _reservation(final, uuid.uuid4().hex[:16])
     posix.make_directories(reservation.directory.parent)
-    workspace = posix.Folder(reservation.directory.parent)
+    workspace = posix.OwnFolder(reservation.directory.parent)
     target = _name_in(workspace.path, reservation.final)
     # Before the record exists: a sweep in another thread of this process could lock it, and would drop the lock.
     held = _held[reservation.token] = _Held(workspace, target)
@@ -583,7 +624,7 @@ def _end_own(reservation: Reservation[Path], publishing: str | None = None) -> N
     _let_go(reservation, is_over)
 
 
-def _end(workspace: posix.Folder, token: str, final: Path | None, publishing: str | None) -> bool:
+def _end(workspace: posix.OwnFolder, token: str, final: Path | None, publishing: str | None) -> bool:
     """Give a moved checkpoint its name back, or move the files of other programs from it to the checkpoint that has
     replaced it. Then delete the files of the save. Return whether all are durably deleted: then its record may be.
 
@@ -596,13 +637,16 @@ def _end(workspace: posix.Folder, token: str, final: Path | None, publishing: st
     with suppress(FileNotFoundError):
         workspace.rename(f"{token}.saving", f"{token}.deleted")
     aside = f"{token}.aside"
+    if final is None and workspace.has(aside):  # whose name is unknown
+        return False
     if final is not None and _is_missed(workspace, aside, final):
         _put_back(workspace, aside, final)
     elif final is not None and publishing is not None and final.is_dir():
         try:
-            for name in (f"{token}.deleted", aside):
-                if _identity(workspace, name) != publishing:
-                    _keep_other_files(workspace, name, final)
+            with posix.Folder(final) as new:
+                for name in (f"{token}.deleted", aside):
+                    if _identity(workspace, name) != publishing:
+                        _keep_other_files(workspace, name, new)
         except OSError as error:
             logger.warning(
                 "%s is saved, but the extra files of the previous checkpoint could not be moved into it (%s). They are "
@@ -630,16 +674,12 @@ def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
     with suppress(OSError):
         os.close(held.descriptor)
     with suppress(OSError):  # not if other saves are using it
-        held.workspace.path.rmdir()
+        held.workspace.remove()
 
 
-def _parsed(record: bytes) -> dict[str, Any]:
-    """Return the contents of a record, without a line torn by a crash."""
-    noted: dict[str, Any] = {}
-    with suppress(ValueError, TypeError):
-        for line in record.splitlines():
-            noted.update(json.loads(line))
-    return noted
+def _parsed(descriptor: int, record: Path) -> dict[str, Any]:
+    """Return the contents of an open record; nothing if it cannot be read."""
+    return lease.contents(os.pread(descriptor, _MAX_RECORD, 0), record)
 
 
 def _name_in(workspace: Path, final: Path) -> str:
@@ -651,8 +691,8 @@ def _noted(folder: posix.Folder, token: str) -> dict[str, Any]:
     closing its record would drop the lock."""
     if token in _held:
         return {"target": _held[token].target}
-    with suppress(OSError):
-        return _parsed(_contents(folder, f"{token}.json"))
+    with suppress(OSError), FileIO(folder.open(f"{token}.json", os.O_RDONLY)) as record:
+        return _parsed(record.fileno(), folder.path / f"{token}.json")
     return {}
 
 
@@ -673,12 +713,14 @@ def _is_missed(workspace: posix.Folder, aside: str, final: Path) -> bool:
     return made_anew and not (workspace.path / aside).is_symlink()
 
 
-def _put_back(workspace: posix.Folder, aside: str, final: Path) -> None:
+def _put_back(workspace: posix.OwnFolder, aside: str, final: Path) -> None:
     """Give the old checkpoint its name back. A script may have made a new directory of that name with files in it."""
     if final.is_dir():
-        with workspace.folder(aside) as old:
-            for name in os.listdir(final):
+        with workspace.folder(aside) as old, posix.Folder(final) as new:
+            for folder in (old, new):
+                posix.refuse_other_user(folder.descriptor, folder.path)
+            for name in new.names():
                 old.delete(name)
-                os.rename(final / name, name, dst_dir_fd=old.descriptor)
-    os.rename(aside, final, src_dir_fd=workspace.descriptor)  # replaces an empty directory
+                old.take(name, name, of=new)
+    workspace.give(aside, final)  # replaces an empty directory
     posix.sync_directory(final.parent)

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISLNK, S_ISREG
 from typing import Any, cast
 
+from dcp_plugin.errors import warn_once
 from dcp_plugin.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.media.disk import posix
 
@@ -66,7 +67,7 @@ class LocalFiles(Readable):
         return self.directory / name, None
 
     def names(self) -> list[str]:
-        return _names_in(self.directory)
+        return _names_in(self.directory, self.directory)
 
     def _stat(self, name: str, follow_symlinks: bool = True) -> os.stat_result:
         path, relative_to = self._at(name)
@@ -112,9 +113,9 @@ class LocalFiles(Readable):
 
     def _link_target(self, parts: Sequence[str]) -> Sequence[str]:
         """Return the target of a link, relative to the directory; empty if the target is not of the checkpoint."""
-        directory = self.directory.resolve()
+        directory = Path(os.path.realpath(self.directory))  # resolve() raises RuntimeError for a loop of links
         link = directory.joinpath(*parts)
-        target = link.resolve()
+        target = Path(os.path.realpath(link))
         if target.parent == link.parent:
             return (*parts[:-1], target.name)
         is_cached = directory.parent.name == "snapshots" and target.parent == directory.parent.parent / "blobs"
@@ -161,7 +162,7 @@ class PinnedFiles(LocalFiles):
             return super().names()
         listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # with a position of its own
         try:
-            return _names_in(listing)
+            return _names_in(listing, self.directory)
         finally:
             os.close(listing)
 
@@ -203,9 +204,17 @@ class PinnedFiles(LocalFiles):
         self.close()
 
 
-def _names_in(place: Path | int) -> list[str]:
+def _names_in(place: Path | int, directory: Path) -> list[str]:
     with os.scandir(place) as entries:  # whose kinds are known without a system call for each
-        return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+        return sorted(entry.name + "/" * _is_folder(entry, directory) for entry in entries)
+
+
+def _is_folder(entry: os.DirEntry[str], directory: Path) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:  # a link that leads to itself, for one
+        warn_once(f"passing over {directory / entry.name}: {error.strerror}")
+        return False
 
 
 def _identity(place: Path | int) -> tuple[int, int] | None:

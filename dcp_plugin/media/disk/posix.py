@@ -1,6 +1,9 @@
 """The file-system operations of a commit: directories opened without following links, syncs, exchanges of names, and
 locks that the kernel drops when their process ends.
 
+The rule: nothing of another user is renamed, moved or deleted unless the caller names it. :func:`refuse_other_user`
+checks the owner for :class:`OwnFolder`, through which all left-overs are reached that are changed.
+
 A new file or directory is durable when it is synced and the directory that has its name is synced. A rename is durable
 when both directories are synced. :func:`make_directories` and :func:`sync_tree` do that; otherwise the caller does.
 """
@@ -14,17 +17,20 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.media import scatter
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _IN_MEMORY = {0x01021994, 0x858458F6}  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _AT_FDCWD = -100
 _SEEKING = threading.Lock()
@@ -103,7 +109,7 @@ class Folder:
                 raise OSError(error.errno, error.strerror, str(path)) from None
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(path)) from None
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,9 +144,34 @@ class Folder:
             return False
         return True
 
+    def sync(self) -> None:
+        """Make the names durable."""
+        _sync(self.descriptor)
+
+
+class NamedFolder(Folder):
+    """An open directory whose entries may be renamed, moved and deleted: the user has named it, or it is in an
+    :class:`OwnFolder`. No other class changes the entries of a directory."""
+
+    def folder(self, name: str) -> NamedFolder:
+        return NamedFolder(self.path / name, self)
+
     def rename(self, name: str, to: str) -> None:
         """Rename an entry within the directory."""
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def take(self, path: Path | str, name: str, of: Folder | None = None) -> None:
+        """Move a path, relative to the folder ``of``, into the directory."""
+        os.rename(path, name, src_dir_fd=of.descriptor if of else None, dst_dir_fd=self.descriptor)
+
+    def give(self, name: str, path: Path | str, to: Folder | None = None) -> None:
+        """Move an entry to a path, relative to the folder ``to``. A file, a link or an empty directory there is
+        replaced."""
+        os.rename(name, path, src_dir_fd=self.descriptor, dst_dir_fd=to.descriptor if to else None)
+
+    def remove(self) -> None:
+        """Delete the directory itself. Raises OSError if it has entries."""
+        self.path.rmdir()
 
     def delete(self, name: str) -> bool:
         """Delete a file, a link or a directory tree. Return whether it is gone."""
@@ -151,9 +182,63 @@ class Folder:
                 os.unlink(name, dir_fd=self.descriptor)
         return not self.has(name)
 
-    def sync(self) -> None:
-        """Make the names durable."""
-        _sync(self.descriptor)
+
+class OwnFolder(NamedFolder):
+    """An open directory of this user, in which no other user can make, rename or delete entries.
+
+    Raises:
+        PermissionError: It belongs to another user.
+    """
+
+    def __init__(self, path: Path, within: Folder | None = None) -> None:
+        super().__init__(path, within)
+        try:
+            mode = stat.S_IMODE(refuse_other_user(self.descriptor, path).st_mode)
+            if mode & _OTHERS_WRITE:
+                with suppress(OSError, AttributeError):  # a file system without modes, or Windows
+                    os.fchmod(self.descriptor, mode & ~_OTHERS_WRITE)
+        except BaseException:
+            self.close()
+            raise
+
+
+_users: dict[tuple[int, int], int] = {}
+"""Results of :func:`user_in`, by the device of the folder and the user of this process."""
+
+
+def user_in(folder: Path) -> int:
+    """Return the user to whom a new entry of a folder belongs, as the file system shows it.
+
+    This is not always the user of the process: root squash, ID maps and CIFS show another number. Raises OSError.
+    """
+    if not hasattr(os, "geteuid"):  # Windows, which shows 0 for all files
+        return 0
+    key = os.stat(folder).st_dev, os.geteuid()
+    if key not in _users:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:  # without a name, but on NFS and CIFS
+                _users[key] = os.fstat(file.fileno()).st_uid
+        except OSError:  # this process can make no entry there
+            return key[1]
+    return _users[key]
+
+
+def refuse_other_user(descriptor: int, path: Path) -> os.stat_result:
+    """Return the status of an open file or directory, which belongs to this user.
+
+    Raises:
+        PermissionError: It belongs to another user.
+    """
+    status = os.fstat(descriptor)
+    if reason := why_not_own(status, path):
+        raise PermissionError(errno.EPERM, reason, str(path))
+    return status
+
+
+def why_not_own(status: os.stat_result, path: Path) -> str:
+    """Return why a path with this status is not changed; empty if it belongs to this user."""
+    is_own = status.st_uid == user_in(path.parent)
+    return "" if is_own else f"it belongs to another user (uid {status.st_uid}), and stays as it is"
 
 
 def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
@@ -226,7 +311,7 @@ def start_writeback(fd: int, offset: int, count: int) -> None:
         libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
 
 
-def exchange(folder: Folder, name: str, other: Path) -> bool:
+def exchange(folder: OwnFolder, name: str, other: Path) -> bool:
     """Swap an entry and a path, both of which exist, in one step; False where kernel or file system cannot
     (``renameat2(2)``)."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -53,7 +53,16 @@ from dcp_plugin.format import (
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE, time_after
 from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.media import Leftover, Reservation, is_target, is_workspace, lease, other_things, workspace_of
+from dcp_plugin.media import (
+    Leftover,
+    Reservation,
+    is_target,
+    is_workspace,
+    lease,
+    other_things,
+    refuse_workspace,
+    workspace_of,
+)
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
     MOST_COPIED,
@@ -122,6 +131,7 @@ def reserve(
 ) -> Reservation[ObjectPath]:
     """Begin a save. See :meth:`dcp_plugin.media.Medium.reserve`."""
     client = client_of(final)
+    refuse_workspace(final)
     if not final.key:
         raise SaveFailed(f"cannot save to {final}: it is a whole bucket. Save below it: {final / 'checkpoint'}.")
     try:
@@ -464,7 +474,7 @@ def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Objec
     attached: list[Any] = []
     entries = {name.partition("/")[0] for name in names}
     if SUMMARY in names:
-        attached = _list_in(json_in(client, names[SUMMARY], MAX_SIZE) or {}, "attached")
+        attached = _list_in(json_in(client, names[SUMMARY]) or {}, "attached")
     elif not token_at(client, path):
         others = {name for name in entries if not is_of_other_tool(name)}
         if NUMBERED.fullmatch(path.name):  # it is rotated as a whole, but for a checkpoint in it
@@ -730,17 +740,16 @@ def _supersede(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> No
         _put_over(client, path, entry.key, other, entry.tag)
 
 
-def json_in(client: Client, info: ObjectInfo, most: int = 1 << 16) -> dict[str, Any] | None:
-    """Return the contents of a record or a summary; None if the object was deleted."""
-    data = bytearray(min(info.size, most))
+def json_in(client: Client, info: ObjectInfo) -> dict[str, Any] | None:
+    """Return the contents of a record or a summary, empty if it cannot be read; None if the object was deleted."""
+    data = bytearray(min(info.size, MAX_SIZE))
     try:
         client.read(info.key, 0, [memoryview(data)], None)
-        noted = json.loads(bytes(data))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, Changed):
+    except Changed:
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return lease.contents(bytes(data), info.key)
 
 
 def objects_of(client: Client, path: ObjectPath) -> dict[str, ObjectInfo]:

@@ -37,7 +37,10 @@ from dcp_plugin.types import KeyPath
 
 _MODEL, _OPTIM, _EXTRA = "model", "optim", "extra"
 _LOADERS, _OF_HOOKS = "dataloaders", "of_hooks"
-_OURS = ("rng", _LOADERS, "dataloaders_made_by", "plateau_metrics", "dataloaders_made_in", "hyper_parameter_types")
+_OURS = (
+    "rng", _LOADERS, "dataloaders_made_by", "plateau_metrics", "dataloaders_made_in", "hyper_parameter_types",
+    "own_names", "full_tensors", "number_of_optimizers",
+)  # fmt: skip
 """Entries of dcp_plugin's Lightning package among Lightning's own. Hooks of a user may use these names as well."""
 _VERSION = "pytorch-lightning_version"
 _WRITTEN_AS = "2.6.0"
