@@ -18,7 +18,19 @@ from tests import programs
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "paths", "errors", "retention", "types", "tensors", "events", "calls", "launcher", "meeting"),
+        *(
+            "config",
+            "paths",
+            "errors",
+            "retention",
+            "types",
+            "tensors",
+            "events",
+            "calls",
+            "launcher",
+            "meeting",
+            "interrupts",
+        ),
         *("partial", "rank_group", "ranks", "_entry_points"),
     ),
     ("format",),

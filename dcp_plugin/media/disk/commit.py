@@ -35,6 +35,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ from typing import Any, TypeVar
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.media import (
     Leftover,
     Reservation,
@@ -67,6 +69,8 @@ class _Held:
 
     workspace: posix.Folder
     target: str
+    owner: Callable[[], Reservation[Path] | None]
+    """Returns the reservation; None once the save has ended, without an end of its own if Ctrl-C came in between."""
     descriptor: int = -1
     as_a_whole: bool = False
     """True for a copy: it replaces a directory together with all files in it."""
@@ -115,15 +119,15 @@ def reserve(
             sweep(workspace)
         if reservation is None:
             reservation = _open_record(final, **({"copy_of": copy_of} if copy_of else {}))
-        held = _held[reservation.token]
-        held.as_a_whole = bool(copy_of)
+        held, timed = _held[reservation.token], replace(reservation, time=recorded)
+        held.as_a_whole, held.owner = bool(copy_of), weakref.ref(timed)
         if not (copy_of and held.workspace.has(reservation.directory.name)):
             os.mkdir(reservation.directory.name, dir_fd=held.workspace.descriptor)
     except OSError as error:
         if reservation is not None:
             _end_own(reservation)
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
-    return replace(reservation, time=recorded)
+    return timed
 
 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
@@ -143,7 +147,7 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
                     f"cannot copy to {final}: another process ({noted.get('pid')} on {noted.get('host')}) is copying "
                     f"the same, or died on another machine less than {lease.LEASE / 60:.0f} minutes ago."
                 )
-            _held[token] = _Held(posix.Folder(workspace), str(noted["target"]), descriptor)
+            _held[token] = _Held(posix.Folder(workspace), str(noted["target"]), weakref.ref(reservation), descriptor)
             os.lseek(descriptor, 0, os.SEEK_END)
             _note_maker(reservation)
             return reservation
@@ -173,7 +177,7 @@ def publish(reservation: Reservation[Path]) -> None:
         held.naming = False  # the name is free or unchanged, and the old checkpoint can get it back
         raise
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
-        _let_go(reservation)
+        _let_go(reservation.token)
         raise
     # After the names are durable: otherwise a loss of power could undo the exchange, but not the moves of other files.
     _end_own(reservation, publishing)
@@ -219,7 +223,7 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
     """End a save that was not published. See :meth:`dcp_plugin.media.Medium.discard`."""
     held = _held.get(reservation.token)
     if keep or (held is not None and held.naming):
-        _let_go(reservation)
+        _let_go(reservation.token)
     elif held is not None:
         _end_own(reservation)
 
@@ -349,6 +353,8 @@ def collect_garbage(workspace: Path, dry_run: bool = False) -> list[Leftover[Pat
 def _ended_saves(workspace: Path) -> Iterator[tuple[posix.Folder, str, dict[str, Any]]]:
     """Yield the open workspace, the token and the contents of each record of an ended process. The record is locked
     until the next one, where the file system has locks. Skip a record that cannot be read."""
+    for token in [token for token, held in list(_held.items()) if held.owner() is None]:
+        _let_go(token)
     with suppress(OSError):
         for folder, token in _records(workspace):
             with suppress(OSError):
@@ -531,8 +537,9 @@ def _note_maker(reservation: Reservation[Path], **entries: str) -> None:
     """Note in a record that this process has made it, and begin its heartbeat."""
     held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
     _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **entries})
-    # By its path: the descriptor may belong to another file once the record is closed.
-    held.stop_heartbeat = lease.start_heartbeat(lambda: os.utime(record, follow_symlinks=False))
+    with interrupts_held():
+        # By its path: the descriptor may belong to another file once the record is closed.
+        held.stop_heartbeat = lease.start_heartbeat(lambda: os.utime(record, follow_symlinks=False))
 
 
 def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
@@ -541,7 +548,7 @@ def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
     workspace = posix.Folder(reservation.directory.parent)
     target = _name_in(workspace.path, reservation.final)
     # Before the record exists: a sweep in another thread of this process could lock it, and would drop the lock.
-    held = _held[reservation.token] = _Held(workspace, target)
+    held = _held[reservation.token] = _Held(workspace, target, weakref.ref(reservation))
     try:
         descriptor, _ = _locked(workspace, reservation.token, create=True)
         if descriptor is None:
@@ -551,7 +558,7 @@ def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
         # Before the directory of the save: a sweep after a loss of power finds garbage by its record.
         workspace.sync()
     except BaseException:
-        _let_go(reservation, finished=True)
+        _let_go(reservation.token, finished=True)
         raise
     return reservation
 
@@ -580,7 +587,7 @@ def _end_own(reservation: Reservation[Path], publishing: str | None = None) -> N
     is_over = False
     with suppress(OSError):
         is_over = _end(_held[reservation.token].workspace, reservation.token, reservation.final, publishing)
-    _let_go(reservation, is_over)
+    _let_go(reservation.token, is_over)
 
 
 def _end(workspace: posix.Folder, token: str, final: Path | None, publishing: str | None) -> bool:
@@ -617,18 +624,20 @@ def _end(workspace: posix.Folder, token: str, final: Path | None, publishing: st
     return not remaining
 
 
-def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
+def _let_go(token: str, finished: bool = False) -> None:
     """Drop the lock, and delete the record of a finished save. Otherwise the next save in the folder, by this process
     too, sweeps the files of the record."""
-    held = _held.pop(reservation.token, None)
+    held = _held.get(token)
     if held is None:
         return
-    held.stop_heartbeat()
     if finished:
-        held.workspace.delete(f"{reservation.token}.json")
-    held.workspace.close()
-    with suppress(OSError):
-        os.close(held.descriptor)
+        held.workspace.delete(f"{token}.json")
+    with interrupts_held():
+        del _held[token]
+        held.stop_heartbeat()
+        held.workspace.close()
+        with suppress(OSError):
+            os.close(held.descriptor)
     with suppress(OSError):  # not if other saves are using it
         held.workspace.path.rmdir()
 
