@@ -149,15 +149,16 @@ class KeeperWriter:
         attached: Path | None,
     ) -> None:
         copy = HostCopy(self._pipeline, handle, ranks)
-        copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-        later = not copy.complete
-        if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
-            try:
+        try:
+            copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
+            later = not copy.complete
+            if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
                 later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
-            except BaseException:
-                copy.release()
-                raise
-        saves.start(handle, request, copy, attached, ranks, later)
+            saves.start(handle, request, copy, attached, ranks, later)
+        except BaseException:
+            if handle not in self._queue.handles:
+                copy.release()  # no thread will make the copy that training waits for
+            raise
 
     def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the

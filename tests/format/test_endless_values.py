@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +135,20 @@ def test_what_no_load_would_read_is_not_stored(kind: Callable[[list[Any]], Any])
 def test_a_million_numbers_are_within_the_budget() -> None:
     value = [None] * 1_000_000
     assert values.decode("it", values.encode(value)) == value
+
+
+def test_a_file_with_values_that_do_not_end_is_refused_by_name(tmp_path: Path) -> None:
+    tensor = b"}" + _text("a") + _tensor(b"K\1\x85") + b"s"
+    pickled = b"}(" + _text("state_dict") + tensor + _text("note") + ENDLESS["lists from the outside in"] + b"u"
+    (tmp_path / "file").write_bytes(_archive(pickled))
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"/file: its values have more than 100000 parts"):
+        dcp.load({"model": {"a": torch.zeros(1)}}, tmp_path / "file")
+
+
+def test_another_planners_note_that_does_not_end_is_refused_by_name(tmp_path: Path) -> None:
+    stock.save({"t": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = [_shared(40, list)]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"\.metadata its values have more than 100000 parts"):
+        dcp.load({"t": torch.zeros(1)}, tmp_path)

@@ -18,20 +18,8 @@ from tests import programs
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *(
-            "config",
-            "paths",
-            "errors",
-            "retention",
-            "types",
-            "tensors",
-            "events",
-            "calls",
-            "launcher",
-            "meeting",
-            "interrupts",
-        ),
-        *("partial", "rank_group", "ranks", "_entry_points"),
+        *("config", "paths", "errors", "retention", "types", "tensors", "events", "calls", "launcher", "meeting"),
+        *("partial", "rank_group", "ranks", "_entry_points", "interrupts"),
     ),
     ("format",),
     ("media",),

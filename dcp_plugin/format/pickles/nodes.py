@@ -70,7 +70,7 @@ class Name:
 class _Unpickler(pickle.Unpickler):
     """Python's unpickler in C, for a pickle without the replaced opcodes."""
 
-    persistent_load = Node  # type: ignore[assignment]
+    persistent_load = Node
 
     def __init__(self, data: bytearray, get: Callable[[str, str], Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")

@@ -167,8 +167,8 @@ class Unpickler(Walk):
         return _rebuild().factory(name.of) if name.value is None else name.value
 
     def called(self, name: Name, args: Any, is_new: bool) -> Any:
-        self.spend(args)
         require_kinds(name.of, args, _ARGUMENTS.get(name.of))
+        self.spend(args)
         function = name.value
         if function is None:
             return _rebuild().instance(name.of, args)
@@ -209,10 +209,9 @@ def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
     Raises:
         ValueError: The arguments are others.
     """
-    if type(args) is not tuple or (kinds is not None and len(args) > len(kinds)):
-        raise ValueError(f"its pickle calls {of} with {args!r:.99}")
-    if not all(map(isinstance, args, kinds or ())):
-        raise ValueError(f"its pickle calls {of} with {', '.join(type(arg).__name__ for arg in args)}")
+    are_known = type(args) is tuple and (kinds is None or len(args) <= len(kinds))
+    if not are_known or not all(map(isinstance, args, kinds or ())):
+        raise ValueError(f"its pickle calls {of} with other arguments than torch.save writes")
 
 
 def fill(target: Any, state: Any) -> None:
