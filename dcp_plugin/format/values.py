@@ -41,6 +41,8 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
+_MOST_DIGITS = 611
+"""Digits of the largest integer whose length a pickle gives in one byte."""
 _SMALL = 4096
 """Largest value in bytes that :func:`encode` and :func:`decode` cache."""
 SIZED = frozenset({str, bytes, bytearray, np.ndarray})
@@ -57,6 +59,7 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
 
     Raises:
         UnsafeCheckpoint: Only unpickling with code execution could restore the value.
+        ValueError: The value is, or contains, an integer that no load would accept.
     """
     try:
         written = pickle.dumps(value) if (plain := is_plain(value)) else b""
@@ -65,13 +68,16 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
         data = _dump(value if plain else _plain(value, notes, {}))
     except (pickle.PicklingError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
-    if not allow_pickle and type(value) not in PLAIN and data.startswith(MAGIC):
+    is_large = type(value) is int and abs(value) >= 10**_MOST_DIGITS
+    if not allow_pickle and (is_large or type(value) not in PLAIN) and data.startswith(MAGIC):
         is_array = type(value) is np.ndarray and value.ndim and not value.dtype.hasobject
         try:
             _load(_dump(value[:0]) if is_array else data, [])  # its dtype decides, and its elements take long to load
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(f"a {type(value).__name__} that no load would accept: {error}") from error
         except Exception as error:
+            if plain:
+                raise ValueError(f"a load takes no integer of more than {_MOST_DIGITS} digits") from error
             raise UnsafeCheckpoint(
                 f"a {type(value).__name__} that can only be restored by executing pickled code"
             ) from error

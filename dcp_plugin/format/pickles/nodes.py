@@ -33,6 +33,10 @@ _KEPT = b"|".join(
 )
 """Opcodes that are kept. Memo numbers below 2^21 need no comparison with the file: their table takes 32 MiB."""
 _NEXT = re.compile(b"((?:" + _KEPT + b")*+)(.)", re.DOTALL)
+MOST_PICKLE = 1 << 28
+"""Most bytes of a pickle besides long texts, as those of an array. The pickle of a million tensors takes half of it."""
+_LONGEST = 520
+"""Bytes of the longest opcode that is kept."""
 _LONG = {b"X": 4, b"U": 1, b"\x8a": 1, b"r": 4}
 """Other opcodes that are kept, with the bytes of their length or number."""
 _REPLACED = {
@@ -97,7 +101,8 @@ def _inert(data: bytes) -> bytearray:
     if data[:1] != b"\x80" or data[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         raise ValueError("it does not begin like a pickle")
     inert, at, opcode = bytearray(b"\x80\4\x95" + bytes(8)), 2, b""  # one frame, which the unpickler reads at once
-    while opcode != b"." and (match := _NEXT.match(data, at)):
+    end_of_opcodes = MOST_PICKLE
+    while opcode != b"." and (match := _NEXT.match(data, at, end_of_opcodes)):
         kept, opcode = match.groups()
         at = match.end()
         inert += kept
@@ -107,10 +112,12 @@ def _inert(data: bytes) -> bytearray:
             width = _LONG.get(opcode, 0)
             number = int.from_bytes(data[at : at + width], "little")
             end = at + width + (0 if opcode == b"r" else number)
+            if at + _LONGEST > end_of_opcodes:
+                raise ValueError(f"its pickle has more than {MOST_PICKLE} bytes besides long texts")
             if not width or max(number, end) >= len(data):
                 raise ValueError(f"its opcode {opcode!r} at byte {at - 1} is unknown, or has an argument after its end")
             inert += data[at - 1 : end]
-            at = end
+            at, end_of_opcodes = end, end_of_opcodes + end - at
     if opcode != b".":
         raise ValueError("its pickle has no end")
     if at < len(data):  # a damaged end of a packed checkpoint, for example: no stock file has bytes there

@@ -33,8 +33,6 @@ from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.tensors._torch import TENSOR_GLOBALS, load_archive, name_of_today
 from dcp_plugin.tensors.host_memory import collector_paused
 
-MOST_PICKLE = 1 << 28
-"""Largest pickle in bytes. The pickle of a million tensors takes half of it."""
 _SMALL = 4096
 """Size in bytes of an archive that is too small to hide a compressed record of consequence."""
 _COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
@@ -150,8 +148,6 @@ class Unpickler(Walk):
         super().__init__(len(self._data))
 
     def load(self) -> Any:
-        if len(self._data) > MOST_PICKLE:
-            raise ValueError(f"its pickle has {len(self._data)} bytes, more than the limit of {MOST_PICKLE}")
         return self.of(nodes_of(self._data, self._find))
 
     def find_class(self, module: str, name: str) -> Any:
