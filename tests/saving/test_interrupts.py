@@ -50,7 +50,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "the directory is made": (os, "mkdir"),
     "the record is written": (commit, "_note_in_record"),
     "the name is taken": (commit, "_take_name"),
-    "the files are deleted": (posix.Folder, "delete"),
+    "the files are deleted": (posix.NamedFolder, "delete"),
     "the descriptor is closed": (posix.Folder, "close"),
 }
 
