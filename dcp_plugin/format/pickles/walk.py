@@ -23,6 +23,7 @@ FEW = 100_000
 """Nodes that any pickle may have. A larger one may have as many as it has bytes."""
 _ALIKE = 100
 """Most keys of a dictionary, or elements of a set, with the same hash: an attacker can make these collide."""
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 _FREE = 1 << 26
 _COPIES = 40
 """Factor of the memory allowance: copies may take 64 MiB, and 40 times the size of the pickle."""
@@ -80,6 +81,10 @@ class Walk:
                     frame.made.append(self.named(child))
                 elif kind not in (tuple, list, Node):
                     frame.made.append(child)
+                elif kind is tuple and _LEAVES.issuperset(map(type, child)):  # a shape, for example
+                    self.left -= len(child)
+                    frame.made.append(child)
+                    frame.height = max(frame.height, 2)
                 elif (seen := self._seen.get(id(child))) is None:
                     frame = self._seen[id(child)] = _Frame(child, self.left)
                     frames.append(frame)
