@@ -217,7 +217,7 @@ def damage_in(label: object) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, ImportError, NameError, SyntaxError):  # of code, also if Ctrl-C interrupts an import
         raise
     except OSError as error:
         raise unreadable(f"{label} cannot be read", error) from error

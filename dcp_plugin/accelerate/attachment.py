@@ -34,7 +34,7 @@ from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, random_streams
+from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
 from dcp_plugin.integration.files import local_copy, names_in
 from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
 from dcp_plugin.partial import PartialLoad
@@ -44,6 +44,7 @@ from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.state.random_streams import capture, restore
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -275,9 +276,9 @@ class Attachment(BaseAttachment):
         else:
             self._restore(path, training, models, extra_keys, strict)
         if training.sharded:
-            streams = random_streams.capture(accelerator.device)  # stock restores them after the hooks
+            streams = capture(accelerator.device)  # stock restores them after the hooks
             left = self._run_load_hooks(training, path, files)
-            random_streams.restore(streams, accelerator.device)
+            restore(streams, accelerator.device)
             if not is_stock and (added := {name: left[name] for name in left if name not in training.models}):
                 # Without a rename, a single module would be filled from the single module of the checkpoint.
                 under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})

@@ -10,22 +10,40 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urljoin
 
 import typer
+from typer.core import TyperGroup
 
 from dcp_plugin.cli import compare, contents, load_plan, runs, transfers
 from dcp_plugin.cli.output import Answer, reported
 from dcp_plugin.errors import EXPLAINED
 from dcp_plugin.types import VERSION
 
+_OTHER_NAMES = {"info": "inspect", "show": "inspect", "convert": "export", "rm": "prune", "delete": "prune"}
+
+
+class _Commands(TyperGroup):
+    """The commands, with a hint for a name that no command has, nor a similar one."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and not get_close_matches(cmd_name, self.commands):
+            meant = _OTHER_NAMES.get(cmd_name)
+            hint = f"Did you mean {meant!r}?" if meant else f"The commands are {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command {cmd_name!r}. {hint}")
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     help="Inspect, check, compare, copy, convert and delete checkpoints, on a disk or in an object store: those of "
     "this package, of stock torch.distributed.checkpoint and of other tools. Exit status: 0 done; 1 the answer is no "
-    "(damage, a difference, a load that would fail); 2 wrong usage; 3 an error; 130 interrupted.",
+    "(damage, a difference, a load that would fail); 2 wrong usage; 3 an error; 4 the answer lacks what is damaged; "
+    "130 interrupted.",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text is also readable in a pipe

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dcp_plugin.cli.output import (
+    PARTLY,
     Answer,
     ExcludeOption,
     IncludeOption,
@@ -69,7 +72,13 @@ def inspect_command(
 
     info = inspect(at)
     print_keys = partial(_print_all, info, values) if everything else partial(_print_tree, info, depth)
-    return Answer({"checkpoint": info}, print_keys)
+    return _partly(info, Answer({"checkpoint": info}, print_keys))
+
+
+def _partly(info: CheckpointInfo | None, answer: Answer) -> Answer:
+    """Return the answer with the status and the reasons of damage, if there is any."""
+    reasons = dict.fromkeys(info.damaged.values()) if info is not None else {}
+    return replace(answer, status=PARTLY, error="\n".join(reasons)) if reasons else answer
 
 
 def _print_all(info: CheckpointInfo, values: bool) -> None:
@@ -141,12 +150,15 @@ def read_command(
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
     """Print tensors and values of a checkpoint. Long tensors are shortened, unless --full is given."""
+    from dcp_plugin.tools.contents import inspect
     from dcp_plugin.tools.read import read
 
+    at, without = where(path, storage_option), exclude or []
+    info = None if keys else inspect(at)  # keys that are named are read, or fail
     with progress("reading") as bar:
-        values = read(where(path, storage_option), keys or (), exclude or (), progress=bar)
+        values = read(at, keys or (), [*without, *map(glob.escape, info.damaged if info else ())], progress=bar)
     documents = {key: _document(value, full) for key, value in values.items()} if as_json else {}
-    return Answer({"items": documents}, partial(_print_values, values, full))
+    return _partly(info, Answer({"items": documents}, partial(_print_values, values, full)))
 
 
 def _print_values(values: dict[str, Any], full: bool) -> None:

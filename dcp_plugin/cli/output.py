@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +27,13 @@ from dcp_plugin.errors import CheckpointError, is_terminal, one_line, printable,
 if TYPE_CHECKING:
     from dcp_plugin.paths import Where
 
-NO, FAILED, INTERRUPTED = 1, 3, 130
-"""Exit statuses: the answer is no, the command failed, and Ctrl-C. 0 is success, and wrong usage exits with 2."""
+NO, FAILED, PARTLY, INTERRUPTED = 1, 3, 4, 130
+"""Exit statuses: the answer is no, the command failed, the answer lacks what is damaged, and Ctrl-C. 0 is success, and
+wrong usage exits with 2."""
+_ARGUMENT = re.compile(
+    r"\b(base|config|dtype|exclude|format|include|max_shard_size|ranks|rename)=…?(?=(?P<value>[^\s.,;:)…])?)"
+)
+"""An argument of the library in a message. The command line has an option in its place."""
 _NARROWEST = 10
 """Width in characters below which no column of a table is folded."""
 
@@ -80,7 +87,9 @@ def reported(command: Callable[..., Answer | None]) -> Callable[..., None]:
             if answer.error:
                 complain(answer.error)
             status = answer.status
-        except BrokenPipeError:
+        except BrokenPipeError:  # end as other tools do before ``| head``
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGPIPE)
             raise
         except (CheckpointError, OSError) as error:
             if as_json:
@@ -91,7 +100,7 @@ def reported(command: Callable[..., Answer | None]) -> Callable[..., None]:
         except ValueError as error:
             if type(error) is not ValueError:  # a subclass is a fault of this package, and needs its traceback
                 raise
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(as_options(str(error))) from error
         except KeyboardInterrupt:
             complain("interrupted")
             status = INTERRUPTED
@@ -153,8 +162,14 @@ def echo(text: str = "", err: bool = False) -> None:
 
 def complain(message: str) -> None:
     """Print a message of one or more lines on stderr."""
-    for line in message.split("\n"):
+    for line in as_options(message).split("\n"):
         echo(line, err=True)
+
+
+def as_options(message: str) -> str:
+    """Return a message of the library with options in place of arguments: ``--config`` for ``config=…``."""
+    message = re.sub(r"rename=\{'([^']*)': '([^']*)'\}", r"rename=\1=\2", message)
+    return _ARGUMENT.sub(lambda match: f"--{match[1].replace('_', '-')}{' ' if match['value'] else ''}", message)
 
 
 def _width(err: bool = False) -> float:
@@ -194,6 +209,7 @@ def table(
         if widths[widest] <= _NARROWEST:
             break
         widths[widest] -= 1
+    printed = []
     for number in range(len(lines)):
         folded = [_folded(cells[name][number], width) for name, width in widths.items()]
         for parts in zip_longest(*folded, fillvalue=""):
@@ -201,7 +217,10 @@ def table(
                 part.rjust(width) if name in numbers else part.ljust(width)
                 for part, (name, width) in zip(parts, widths.items(), strict=True)
             ]
-            typer.secho("  ".join(padded).rstrip(), bold=number == 0)
+            printed.append("  ".join(padded).rstrip())
+    typer.secho(printed[0], bold=True)
+    if printed[1:]:
+        typer.echo("\n".join(printed[1:]))
     if hidden:
         echo(f"Not shown in {room} columns: {', '.join(hidden)}. A pipe gets all: | cat")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.report.collect import RunFigures
 
 _AUTO = "*"
+_ORDERS: dict[str, Callable[[ListedCheckpoint], Any]] = {
+    "step": lambda listed: -1 if listed.step is None else listed.step,
+    "size": lambda listed: listed.nbytes,
+    "name": lambda listed: str(listed.path),
+}
 _MAX_METRICS, _MAX_LAYOUTS = 3, 2
 
 
@@ -38,6 +43,7 @@ def list_command(
     local_dir: Annotated[
         str | None, typer.Option(help="The local_dir of the runs: also list the saves that only this host has in it.")
     ] = None,
+    sort: Annotated[Literal["time", "step", "size", "name"], typer.Option(help="Order in each run.")] = "time",
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
@@ -46,6 +52,8 @@ def list_command(
 
     at = _folder(root, storage_option, local_dir is not None)
     runs = list_runs(at, local_dir=local_dir)
+    for run in runs if sort != "time" else ():
+        run.checkpoints.sort(key=_ORDERS[sort])
     documents = [{**vars(run), "resumes": run.resumes.path if run.resumes else None} for run in runs]
     return Answer({"root": at, "runs": documents}, partial(_print_runs, at, runs))
 

@@ -18,6 +18,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
+    as_options,
     echo,
     progress,
     renames,
@@ -80,7 +81,9 @@ _Rename = Annotated[
     list[str] | None,
     typer.Option("--rename", help="CHECKPOINT_PREFIX=OUTPUT_PREFIX: 'model.=' removes the prefix. Repeatable."),
 ]
-_Dtype = Annotated[str | None, typer.Option(help="Convert floating-point tensors: bfloat16, float16, float32, …")]
+_Dtype = Annotated[
+    str | None, typer.Option(help="Convert floating-point tensors: bfloat16 or bf16, float16, float32, …")
+]
 _Ranks = Annotated[int, typer.Option(help="For dcp: the number of ranks to lay it out for.", min=1)]
 _Base = Annotated[str | None, typer.Option(help="The base of the checkpoint, if it was moved.")]
 
@@ -88,7 +91,9 @@ _Base = Annotated[str | None, typer.Option(help="The base of the checkpoint, if 
 def export_command(
     path: PathArgument,
     out: _Out,
-    made_as: Annotated[_Format, typer.Option("--format", help="The format to write.")] = "hf",
+    made_as: Annotated[
+        _Format | None, typer.Option("--format", help="The format to write; default: by the suffix of OUT, or hf.")
+    ] = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     rename: _Rename = None,
@@ -145,7 +150,7 @@ def import_command(
 
 
 def _print_exported(report: ExportReport) -> None:
-    for line in str(report).split("\n"):
+    for line in as_options(str(report)).split("\n"):
         echo(line)
 
 

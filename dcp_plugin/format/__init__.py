@@ -178,7 +178,13 @@ def uncommitted_reason(names: Collection[str]) -> str:
                 "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
                 "ranks. Save with use_collectives=True"
             )
-        return "its save was never committed (no .metadata)" if has_traces(names) else "it has no .metadata"
+        return "it has no .metadata" + (
+            ": its save was never committed, or a copy has lost the hidden file (as cp DIR/* does)"
+            if has_traces(names)
+            else ""
+        )
     if (SUMMARY in names) != (INDEX in names):
-        return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
+        return "incomplete: {} is missing. Without {} as well, it is a checkpoint of stock DCP, unverified".format(
+            *((SUMMARY, INDEX) if INDEX in names else (INDEX, SUMMARY))
+        )
     return ""

@@ -17,6 +17,7 @@ from transformers import initialization as transformers_init
 from transformers.configuration_utils import PreTrainedConfig
 
 from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.tensors._torch import DTensor
 
 _INITIALISED = "_is_hf_initialized"
 """Mark of a tensor that the initialisation of transformers skips."""
@@ -124,6 +125,17 @@ def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
     compute()
 
 
+def complete_tokens(module: nn.Module) -> None:
+    """Set the original embeddings of trained tokens, which PEFT stores nowhere: it undoes a merge with them."""
+    for name, original in module.named_buffers():
+        layer_name, is_found, adapter = name.partition(".trainable_tokens_original.")
+        if is_found:
+            layer: Any = module.get_submodule(layer_name)
+            weight = layer.base_layer.weight.detach()
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            original.copy_(weight[layer.token_indices[adapter]])
+
+
 def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
     """Return the model with adapters on the meta device. The adapters are not initialised: a load fills them."""
     from peft import get_peft_model
@@ -132,6 +144,8 @@ def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
     adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else PEFT warns
     if "init_lora_weights" in settings:  # some kinds compute with weights, which have no memory yet, or open files
         adapter_config.init_lora_weights = False
+    if adapter_config.is_prompt_learning:  # for inference, PEFT makes no encoder, whose result its own file has
+        adapter_config.inference_mode = False
     adapted: nn.Module = get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
     for name in ("base_model_name_or_path", "init_lora_weights"):
         if name in settings:
@@ -139,8 +153,13 @@ def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
     return adapted
 
 
-PEFT_LAYERS = "(?:base_layer|original_module)"
+PEFT_LAYERS = r"(?:token_adapter\.base_layer|base_layer|original_module)"
 """Names in PEFT of a wrapped layer, and of a layer whose copy is trained."""
+
+
+def prefix_in(module: nn.Module, model: nn.Module) -> str:
+    """Return the prefix of the model's keys in the PEFT model around it."""
+    return "" if module is model else next(f"{name}." for name, part in module.named_modules() if part is model)
 
 
 def without_peft_layers(key: str) -> str:

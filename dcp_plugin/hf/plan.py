@@ -37,7 +37,6 @@ from dcp_plugin.sources import SourceFiles
 from dcp_plugin.storage.reader import ShardedReader
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
-_IN_PEFT = "base_model.model."
 _MODEL = "model"
 """Name of the model in the loaded state."""
 
@@ -163,7 +162,7 @@ class WeightSource:
         rename = {model_prefix: stored_prefix}
         if self.wrapped:
             escaped = stored_prefix.replace("\\", r"\\")
-            rename[f"re:{re.escape(model_prefix)}(.+)\\.{_transformers.PEFT_LAYERS}\\.(.+)"] = rf"{escaped}\1.\2"
+            rename[f"re:{re.escape(model_prefix)}(.+?)(?:\\.{_transformers.PEFT_LAYERS})+\\.(.+)"] = rf"{escaped}\1.\2"
         partial = PartialLoad(rename=rename, missing="ignore", unexpected="ignore", cast=True)
         return checkpointer.load({_MODEL: module}, self.path, partial)
 
@@ -187,12 +186,14 @@ class ModelPlan:
             module: ``self.module``, sharded and with memory.
         """
         reports = [source.load(module, checkpointer) for source in self.sources]
-        _transformers.initialise(self.model, {key.removeprefix(_IN_PEFT) for key in self.missing})
+        inside = _transformers.prefix_in(self.module, self.model)
+        _transformers.complete_tokens(module)
+        _transformers.initialise(self.model, {key.removeprefix(inside) for key in self.missing})
         if self.generation_config is not None:
             self.model.generation_config = self.generation_config
         return replace(
-            reports[0],
-            loaded=[key for report in reports for key in report.loaded],
+            reports[-1],
+            loaded=list(dict.fromkeys(key for report in reports for key in report.loaded)),
             missing=[f"{_MODEL}.{key}" for key in self.missing],
             unexpected=[key for source in self.sources for key in source.unexpected],
             cast=[key for report in reports for key in report.cast],
@@ -249,13 +250,26 @@ def _stored_dtype(keys: Collection[str], index: CheckpointIndex) -> torch.dtype 
 def _plan_with_adapters(
     settings: Settings, model: PreTrainedModel, path: Where, index: CheckpointIndex, prefix: str | None, strict: bool
 ) -> ModelPlan:
-    """Plan a model with adapters. Its base is in the checkpoint of the adapters, or in another checkpoint."""
+    """Plan a model with adapters. Its base is in the checkpoint of the adapters, or in another checkpoint, which then
+    fills the model first: the checkpoint of the adapters may have trained parts of the base."""
     of_base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    buffers = {id(buffer) for buffer in model.buffers()}
     module = _transformers.peft_model_of(model, copy.deepcopy(settings.adapter_config))
-    state = module.state_dict(keep_vars=True)
+    state, inside = module.state_dict(keep_vars=True), _transformers.prefix_in(module, model)
+    if computed := [
+        name
+        for name, buffer in module.named_buffers()
+        if not (name in state or id(buffer) in buffers or ".trainable_tokens_original." in name)
+    ]:
+        raise CheckpointMismatch(
+            f"{path}: PEFT computes {some(computed, 2)} and stores it nowhere. Make the model with PEFT, and fill it "
+            "with dcp_plugin.load; save_projection=True stores the projections of VeRA."
+        )
     adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
     adapter_prefix = _prefix(prefix, adapters, index, path, "the adapters")
-    if any(adapter_prefix.stored(key) in index for key in state if key not in adapters):
+    stored = {key: adapter_prefix.stored(key) for key in state}
+    trained = [key for key in state if key not in adapters and stored[key] in index]
+    if trained and (settings.base is None or not {*_absent(inside, model, stored, index, state)}.difference(adapters)):
         complete = WeightSource(path, ModelPrefix(adapter_prefix.there))
         return _compare(settings, model, module, [(complete, index, list(state))], strict)
     if settings.base is None:
@@ -265,12 +279,16 @@ def _plan_with_adapters(
             f"they adapt{f', {named!r}' if named else ''}."
         )
     with ShardedReader(settings.base, storage_options=settings.storage_options) as reader:
-        keys = {key: _transformers.without_peft_layers(key) for key in state if key not in adapters}
-        names = [name.removeprefix(_IN_PEFT) for name in keys.values()]
+        keys = {
+            key: _transformers.without_peft_layers(key)
+            for key in state
+            if key.startswith(inside) and key not in adapters
+        }
+        names = [name.removeprefix(inside) for name in keys.values()]
         base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
         wrapped = any(key != name for key, name in keys.items())
-        base = WeightSource(reader.path, ModelPrefix(base_prefix.there, _IN_PEFT), wrapped)
-        parts = [(WeightSource(path, adapter_prefix), index, adapters), (base, reader.index, list(keys))]
+        base = WeightSource(reader.path, ModelPrefix(base_prefix.there, inside), wrapped)
+        parts = [(base, reader.index, list(keys)), (WeightSource(path, adapter_prefix), index, [*adapters, *trained])]
         return _compare(settings, model, module, parts, strict)
 
 
@@ -299,7 +317,7 @@ def _compare(
     tensors = module.state_dict(keep_vars=True)
     for source, index, keys in parts:
         stored = {key: source.stored(key) for key in keys}
-        absent = _absent(model, stored, index, tensors)
+        absent = _absent(_transformers.prefix_in(module, model), model, stored, index, tensors)
         problems += _other_shapes(stored, index, tensors)
         lost, extra = _transformers.ignored(model, absent, _unexpected(stored, source.prefix, index))
         lines = []
@@ -324,14 +342,17 @@ def _compare(
 
 
 def _absent(
-    model: PreTrainedModel, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]
+    inside: str, model: PreTrainedModel, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]
 ) -> list[str]:
-    """Return the keys that are not stored, and whose tied weights are not stored under another name."""
+    """Return the keys that are not stored, and whose tied weights are not stored under another name.
+
+    Args:
+        inside: The prefix of the model's keys.
+    """
     same: dict[Any, list[str]] = defaultdict(list)
     owner: Mapping[str, str] = model.all_tied_weights_keys
     for key in stored:
-        name = key.removeprefix(_IN_PEFT)
-        inside = key[: len(key) - len(name)]
+        name = key.removeprefix(inside)
         first_name = inside + owner.get(name, name)
         same[id(tensors.get(first_name, tensors[key]))].append(key)
     return [key for keys in same.values() if not any(stored[tied_key] in index for tied_key in keys) for key in keys]

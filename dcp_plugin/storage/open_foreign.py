@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -105,7 +106,7 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
         weights: Files of another tool directly in it, which could be meant as well.
 
     Raises:
-        CheckpointNotFound: The message names the first complete checkpoint, and the files; or it says that there is no
+        CheckpointNotFound: The message names the newest complete checkpoint, and the files; or it says that there is no
             complete one.
     """
     checkpoints = list(_checkpoints_below(snapshot(path), path, _DEPTH))
@@ -130,11 +131,12 @@ def _refuse_run(path: Where, weights: list[str]) -> None:
 
 
 def _checkpoints_below(medium: Medium, folder: Where, depth: int) -> Iterator[tuple[Where, bool]]:
-    """Yield the checkpoints and unfinished saves below a directory, and whether each is complete. Those in a workspace
-    are not: they have no name yet, or none any more."""
+    """Yield the checkpoints and unfinished saves below a directory, in the order of falling numbers in their names, and
+    whether each is complete. Those in a workspace are not: they have no name yet, or none any more."""
     with suppress(OSError):
         entries = [entry for entry in medium.entries(folder)[:_MOST_LISTED] if not entry.is_file]
         named = [entry.path for entry in entries if not entry.path.name.startswith(".")]
+        named.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
         for path in named:
             with suppress(OSError):
                 names = [name.rstrip("/") for name in medium.open(path).names()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import mul
@@ -17,11 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dcp_plugin.errors import size
+from dcp_plugin.errors import CheckpointCorrupt, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.format.index import StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.paths import PathLike, StorageOptions, Where
+from dcp_plugin.storage.open import check_files
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
@@ -70,6 +71,8 @@ class CheckpointInfo:
     """Keys of frozen tensors that are in the base."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics passed to the save, such as the validation loss. Some may not be finite."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Keys in data files that are missing or do not have the size of the save -> the reason. ``read`` reads others."""
 
     _repr_html_ = as_html
 
@@ -79,9 +82,10 @@ class CheckpointInfo:
         reused = f" ({size(self.bytes_reused)} linked)" if self.bytes_reused else ""
         metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
         base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
+        damaged = f"; {len(self.damaged)} keys are DAMAGED ({some(list(self.damaged), 3)})" if self.damaged else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}"
+            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}{damaged}"
         )
 
 
@@ -107,8 +111,28 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         >>> info.tensors[0].key, info.tensors[0].shape, info.values
         ('w', (2, 3), ['step'])
     """
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-        return info_of(reader)
+    with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
+        return replace(info_of(reader), damaged=_damaged(reader))
+
+
+def _damaged(reader: ShardedReader) -> dict[str, str]:
+    """Return the keys whose data files are not as the save has left them, with the reason."""
+    reasons: dict[str, str] = {}
+    for name in reader.index.files:
+        try:
+            check_files(reader.opened, [name])
+        except CheckpointCorrupt as error:
+            reasons[name] = str(error)
+    return {
+        key: reasons[place.location.file]
+        for key in (reader.index if reasons else ())
+        for place in _places(reader.index[key])
+        if place.location.file in reasons
+    }
+
+
+def _places(entry: Entry) -> Sequence[StoredChunk]:
+    return [StoredChunk((), (), entry.location)] if isinstance(entry, StoredValue) else entry.chunks
 
 
 @collector_paused()
@@ -306,9 +330,7 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         listed = []
         for key in select(reader.index, include, (), reader.path):
-            entry = reader.index[key]
-            places = [StoredChunk((), (), entry.location)] if isinstance(entry, StoredValue) else entry.chunks
-            listed += [_chunk(key, chunk) for chunk in places]
+            listed += [_chunk(key, chunk) for chunk in _places(reader.index[key])]
     return listed
 
 
@@ -432,12 +454,12 @@ def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
 
 def _numbers(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements as numbers that torch computes with: bools as 0 and 1, complex numbers as absolute values."""
-    for some in torch.split(piece.flatten(), _AT_ONCE):
-        if some.dtype.is_complex:
-            yield some.to(torch.complex128).abs()
-        elif some.dtype.is_floating_point:
-            yield some.to(torch.float32) if some.dtype.itemsize == 1 else some
-        elif some.dtype == torch.uint64:
-            yield some.to(torch.float64)
+    for part in torch.split(piece.flatten(), _AT_ONCE):
+        if part.dtype.is_complex:
+            yield part.to(torch.complex128).abs()
+        elif part.dtype.is_floating_point:
+            yield part.to(torch.float32) if part.dtype.itemsize == 1 else part
+        elif part.dtype == torch.uint64:
+            yield part.to(torch.float64)
         else:
-            yield some.to(torch.int64)
+            yield part.to(torch.int64)

@@ -24,6 +24,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import stream
 from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
+from dcp_plugin.tools.formats import place_of
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream
 from dcp_plugin.types import Shape, as_html
 
@@ -203,7 +204,15 @@ def diff(
         common, removed, added = _selected(first, second, include, exclude, rename or {})
         first.index.require_bounded([*common.values(), *removed])
         second.index.require_bounded([*common, *added])
-        return _Comparison((first, second), common, (removed, added), checksums, amounts, progress).result()
+        alone = _without_aliases(first, removed, common.values()), _without_aliases(second, added, common)
+        return _Comparison((first, second), common, alone, checksums, amounts, progress).result()
+
+
+def _without_aliases(reader: ShardedReader, alone: list[str], common: Collection[str]) -> list[str]:
+    """Leave out tensors with the bytes of a key that both checkpoints have: an export writes tied weights once."""
+    index = reader.index
+    places = {place_of(entry) for key in common if alone and isinstance(entry := index[key], StoredTensor)}
+    return [key for key in alone if not (isinstance(entry := index[key], StoredTensor) and place_of(entry) in places)]
 
 
 def _selected(

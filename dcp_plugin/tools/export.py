@@ -37,6 +37,9 @@ from dcp_plugin.types import as_html
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
+_FORMATS: dict[str, Format] = {
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "lightning"
+}  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TIMEOUT = 1800.0
 _PATIENCE = 300.0
@@ -77,7 +80,7 @@ class ExportReport:
 def export(
     path: PathLike,
     out: PathLike,
-    format: Format = "hf",  # noqa: A002 - the name is public
+    format: Format | None = None,  # noqa: A002 - the name is public
     *,
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
@@ -104,11 +107,13 @@ def export(
             configuration and the tokenizer from the checkpoint's directory or from ``config``. ``"safetensors"``: the
             tensors of the module, or those that ``include`` selects. ``"torch"``: one file for ``torch.load``, with
             the nesting of the saved state. ``"lightning"``: a ``.ckpt`` for stock Lightning. ``"dcp"``: a checkpoint
-            of this package, which stock ``torch.distributed.checkpoint`` reads.
+            of this package, which stock ``torch.distributed.checkpoint`` reads. By default that of the suffix of
+            ``out`` (``.safetensors``, ``.pt``, ``.pth``, ``.bin``, ``.ckpt``), and ``"hf"`` for any other name.
         include: Globs of keys; if empty, the keys that the format is made for.
         exclude: Globs of keys to leave out.
-        rename: Prefixes of keys -> prefixes in the output: ``{"model.": ""}``.
-        dtype: The dtype that floating-point tensors are converted to.
+        rename: Prefixes of keys -> prefixes in the output: ``{"model.": ""}``. For ``"hf"`` and ``"safetensors"``, all
+            other keys lose the name of their module if the output has the tensors of one module alone.
+        dtype: The dtype that floating-point tensors are converted to: ``"bfloat16"``, ``"bf16"`` or a dtype of torch.
         max_shard_size: The most bytes of a file, or a text such as ``"5GB"``, for ``"hf"`` (default 5 GB) and for
             directories of ``"safetensors"``.
         config: For ``"hf"``: a folder with the model's ``config.json``, and the tokenizer, if the checkpoint has none.
@@ -140,6 +145,8 @@ def export(
         ['bias', 'weight']
     """
     began = time.monotonic()
+    if format is None:
+        format = _FORMATS.get(as_path(out, storage_options).suffix, "hf")  # noqa: A001
     if format not in get_args(Format):
         raise ValueError(f"format={format!r} is none of {', '.join(get_args(Format))}")
     if ranks < 1:
@@ -158,6 +165,9 @@ def export(
             output = group.agree("lay out the files", lay_out)
             files = _written(output, target, group, progress)
             written = output.selected.names
+            if format == "safetensors":
+                front = next((key.removesuffix(name) for key, name in written.items() if key.endswith(name)), "")
+                output.notes.append(f"Keys have their names in the checkpoint{front and f' without {front!r}'}.")
             left_out = [key for key in reader.index if key not in names and key not in written]
     finally:
         group.close()
@@ -176,7 +186,8 @@ def export(
 
 
 def _dtype(named: str | torch.dtype | None) -> torch.dtype | None:
-    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    dtype = getattr(torch, short.get(named, named).removeprefix("torch."), None) if isinstance(named, str) else named
     if named is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={named!r} is no floating-point dtype of torch")
     return dtype
@@ -205,8 +216,8 @@ def _names(
 ) -> dict[str, str]:
     """Return the selected keys -> their names in the output.
 
-    For safetensors without ``include`` these are the tensors of the modules. Without ``rename`` as well, the name of a
-    single module is cut off.
+    For safetensors without ``include`` these are the tensors of the modules. If all are of one module, keys that
+    ``rename`` does not name lose the name of the module.
     """
     index = reader.index
     chosen = select(index, include, exclude, reader.path)
@@ -214,11 +225,12 @@ def _names(
     if made_as in ("hf", "safetensors"):
         chosen = [key for key in chosen if isinstance(index[key], StoredTensor)]
         if not texts(include):
-            modules = [name for name, kind in reader.kinds.items() if kind == "module"]
-            of_modules = [key for key in chosen if key.partition(".")[0] in modules]
+            of_modules = [key for key in chosen if reader.kinds.get(key.partition(".")[0]) == "module"]
             chosen = of_modules or chosen
-            if rename is None and len(modules) == 1 and of_modules:
-                rename = {f"{modules[0]}.": ""}
+        names = {key.partition(".")[0] for key in chosen}
+        if len(names) == 1 and reader.kinds.get(*names) == "module":
+            others = [key for key in chosen if not key.startswith(tuple(rename or ()))]
+            rename = {**({f"{names.pop()}.": ""} if others else {}), **(rename or {})}
     return renamed(chosen, rename or {}, reader.path)
 
 

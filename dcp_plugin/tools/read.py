@@ -52,6 +52,7 @@ def read(
         >>> state["model.weight"].shape, state["epoch"]
         (torch.Size([3, 2]), 4)
     """
-    with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
+    options: dict[str, Any] = {"io_threads": io_threads, "base": base, "storage_options": storage_options}
+    with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
         wanted = select(reader.index, include, exclude, reader.path)
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

@@ -7,6 +7,7 @@ loudly when such a name moves or changes its meaning.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, Trainer
 from transformers.trainer_utils import _is_peft_model
 from transformers.training_args import TrainingArguments
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from dcp_plugin.errors import CheckpointError
@@ -108,9 +109,29 @@ def is_overridden(method: Any) -> bool:
 
 
 def saves_model_itself(trainer: Trainer, mixin: Any) -> bool:
-    """Return whether a subclass, before or after the mixin, overrides the methods that save the model."""
+    """Return whether a subclass, before or after the mixin, or the model overrides the methods that save the model."""
+    saves = getattr(type(unwrapped(trainer)), "save_pretrained", PreTrainedModel.save_pretrained)
+    if saves is not PreTrainedModel.save_pretrained and not is_adapted(unwrapped(trainer)):
+        return True
     replaced = getattr(trainer.save_model, "__func__", None) is not vars(mixin)["save_model"]
     return replaced or is_overridden(super(mixin, trainer).save_model) or is_overridden(trainer._save)
+
+
+@contextmanager
+def logging_as(written: str, final: str) -> Iterator[None]:
+    """Have the log name the path of a checkpoint, in place of the path where the Trainer writes it."""
+    make = logging.getLogRecordFactory()
+
+    def renamed(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg = record.msg.replace(written, os.path.dirname(final)) if isinstance(record.msg, str) else record.msg
+        return record
+
+    logging.setLogRecordFactory(renamed)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def push(trainer: Trainer, directory: str) -> None:
@@ -170,41 +191,23 @@ def saves_shards(trainer: Trainer) -> bool:
 def write_model_files(trainer: Trainer, directory: str) -> None:
     """Write the files of a model without its weights: configurations, the tokenizer, the training arguments. Called on
     the ranks that write."""
-    if is_sharded_at_load(trainer):  # ``save_pretrained`` would gather the weights, on all ranks
-        model: Any = unwrapped(trainer)
-        os.makedirs(directory, exist_ok=True)
-        model.config.save_pretrained(directory)
+    model: Any = unwrapped(trainer)
+    os.makedirs(directory, exist_ok=True)
+    if isinstance(model, PreTrainedModel):  # its ``save_pretrained`` may be the user's, or gather the weights
+        config: Any = model.config
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        if model.is_remote_code():
+            custom_object_save(model, directory, config=config)
+        config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-        _write_training_files(trainer, directory)
-        return
-    # The parts of the Trainer's ``_save`` cannot be called alone.
-    logging: Any = transformers_logging  # untyped
-    has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # the bar counts weights, and none are written here
-    try:
-        StockTrainer._save(trainer, directory, state_dict={})
-    finally:
-        if has_bar:
-            logging.enable_progress_bar()
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-        if os.path.exists(empty := os.path.join(directory, name)):
-            os.remove(empty)
-
-
-def write_adapter_files(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
-    """Write the files of a sharded PEFT model, and its adapters: they are small, and PEFT reads them alone.
-
-    Args:
-        adapters: Full tensors of the adapters; None to write the files without them.
-    """
-    if adapters is not None:
-        trainer._save(directory, state_dict=adapters)
-        return
-    os.makedirs(directory, exist_ok=True)
-    for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
-        config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
-    _write_training_files(trainer, directory)
+    for name, adapter in model.peft_config.items() if is_adapted(model) else ():
+        adapter.save_pretrained(directory if name == "default" else os.path.join(directory, name))
+    tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
 
 def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
@@ -221,13 +224,6 @@ def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
         file.write("The optimizer's state is in the checkpoint around this folder. DCPTrainerMixin resumes it.\n")
 
 
-def _write_training_files(trainer: Trainer, directory: str) -> None:
-    tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))
-
-
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
     """Return the adapters as a separate module with the same parameters and buffers under the same names.
 
@@ -235,7 +231,8 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
     """
     tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
     kept = _kept_by_peft(peft_model, tensors)
-    parameters, buffers = parameters_by_name(peft_model), dict(peft_model.named_buffers())
+    parameters = parameters_by_name(peft_model)
+    buffers = dict(peft_model.named_buffers(remove_duplicate=False))  # PEFT saves one of several names
     adapters = nn.Module()
     for key, value in tensors.items():
         if key in parameters and (id(value) in kept or parameters[key].requires_grad):

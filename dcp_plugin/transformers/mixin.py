@@ -6,8 +6,8 @@ work. The methods are called in this order:
 
 - ``train`` finds the checkpoint to resume from, on rank 0. ``_prepare_for_training`` wraps model and optimizer, then
   loads all state at once. The loop calls ``_load_rng_state`` when it reaches the point of the save.
-- ``_save_checkpoint`` has the Trainer write its small files into a scratch directory, and saves them with model and
-  optimizer as one checkpoint. Rotation and push wait until the checkpoint is published.
+- ``_save_checkpoint`` has the Trainer write its files through a link into the checkpoint that is made, and saves model
+  and optimizer with them. Rotation and push wait until the checkpoint is published.
 - ``_finalize_training`` and the end of ``train``, even by an exception, wait for the save in flight.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import time
 import warnings
@@ -37,7 +36,9 @@ from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, as_local, resolved
+from dcp_plugin.runs.scan import state_of
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
@@ -46,6 +47,8 @@ from dcp_plugin.transformers._transformers import (
     code_between_steps,
     full_adapters,
     is_adapted,
+    is_sharded_at_load,
+    logging_as,
     push,
     refuse_stock_resume,
     refuse_unsupported,
@@ -53,7 +56,6 @@ from dcp_plugin.transformers._transformers import (
     saves_shards,
     unwrapped,
     users_of_folder,
-    write_adapter_files,
     write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
@@ -108,6 +110,14 @@ class DCPTrainerMixin(Trainer):
     checkpoint_config = CheckpointConfig()
     """Settings of a trainer whose constructor gets none."""
 
+    stock_weights = True
+    """Whether a checkpoint also has ``model.safetensors`` where the Trainer writes it (one process, DDP), for
+    ``from_pretrained``. It costs the time and the space of the weights once more, also with ``async_save``."""
+
+    strict_resume = False
+    """Whether keys that only the model or only the checkpoint has fail a resume. By default a warning names them, and
+    the rest is loaded, as in the Trainer."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a mixin after the Trainer in the bases, where it would silently do nothing."""
         super().__init_subclass__(**kwargs)
@@ -146,7 +156,7 @@ class DCPTrainerMixin(Trainer):
         with self._dcp:
             return super().train(self._dcp.find(resume_from_checkpoint), *args, **kwargs)
 
-    # Save. During _save_checkpoint the Trainer writes all its files into a scratch directory.
+    # Save. During _save_checkpoint the Trainer writes all its files where the checkpoint is made.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._dcp.save(super()._get_output_dir(trial), partial(super()._save_checkpoint, model, trial))
@@ -178,9 +188,12 @@ class DCPTrainerMixin(Trainer):
         self._dcp.load()
         return prepared
 
-    _load_from_checkpoint = _unless("found", "_load_from_checkpoint")
     _load_optimizer_and_scheduler = _unless("found", "_load_optimizer_and_scheduler")
     _load_scaler = _unless("found", "_load_scaler")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._dcp.found is None and not self._dcp.load_model(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._dcp.found is None:
@@ -192,7 +205,8 @@ class DCPTrainerMixin(Trainer):
         return self._dcp.get_batches(partial(super().get_batch_samples, *args, **kwargs))
 
     def _load_best_model(self) -> None:
-        if not self._dcp.load_best_model():
+        best = self.state.best_model_checkpoint
+        if best is None or not self._dcp.load_model(best):
             super()._load_best_model()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +241,7 @@ class TrainerAdapter(BaseAttachment):
         self._reference = weakref.ref(trainer)
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.streams: SavedStreams | None = None  # of the loaded checkpoint, until the training continues them
-        self.scratch: str | None = None  # directory of the Trainer's small files while a checkpoint is made
+        self.scratch: str | None = None  # directory in which the Trainer's checkpoint-N leads into the one being made
         self._local_copy = ExitStack()
         """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
         self._failure: Exception | None = None
@@ -288,11 +302,11 @@ class TrainerAdapter(BaseAttachment):
 
     # Save
 
-    def save(self, run_dir: str, save_small_files: Callable[[], None]) -> None:
+    def save(self, run_dir: str, save_files: Callable[[], None]) -> None:
         """Save the training as ``checkpoint-N`` in ``run_dir``.
 
         Args:
-            save_small_files: The Trainer's own save, which writes into the scratch directory.
+            save_files: The Trainer's own save, which writes below :attr:`scratch`.
         """
         trainer = self._trainer
         if trainer.args.push_to_hub:
@@ -302,20 +316,24 @@ class TrainerAdapter(BaseAttachment):
         users = self._users_of_folder()
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        with ExitStack() as cleanup:
-            small_files = self._open_scratch(os.path.basename(final), cleanup)
-            state: dict[str, Any] = {}
-            with self._failing_together():
-                state = checkpoints.to_save(trainer, self.config.rng)
-            with self._failing_together():
-                save_small_files()
-                self._note_best(final, small_files)
+        state: dict[str, Any] = {}
+        with self._failing_together():
+            state |= checkpoints.to_save(trainer, self.config.rng)
+
+        def add(directory: Path) -> None:
+            with self._failing_together(), self._leading_to(directory, final):
+                save_files()
+                self._note_best(final, directory)
                 if trainer.is_world_process_zero():
-                    state[EXTRA][TRAINER_STATE] = (small_files / TRAINER_STATE_NAME).read_text("utf-8")
-            # Any checkpoint may turn out to be the best, which is loaded at the end.
-            durable = bool(users) or trainer.args.metric_for_best_model is not None
-            files, metrics = self._copy_of(small_files), checkpoints.logged_now(trainer.state)
-            handle = self.checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
+                    state[EXTRA][TRAINER_STATE] = (directory / TRAINER_STATE_NAME).read_text("utf-8")
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+
+        # Any checkpoint may turn out to be the best, which is loaded at the end.
+        durable = bool(users) or trainer.args.metric_for_best_model is not None
+        metrics = checkpoints.logged_now(trainer.state)
+        handle = self.checkpointer.save(state, final, step, files=add, durable=durable, metrics=metrics)
         self._saved.add(final)
         self._complete_copy(handle)
         if trainer.is_world_process_zero():
@@ -329,7 +347,7 @@ class TrainerAdapter(BaseAttachment):
         self._unpushed = handle if trainer.args.push_to_hub else None
         if users and not handle.done():
             self._wait_for_folder(handle, users)
-        if handle.done():
+        if handle.done() or not trainer.is_in_train:  # nothing later would wait
             self.finish()
 
     def save_model_files(self, output_dir: str, save_model: Callable[[], None]) -> None:
@@ -340,50 +358,45 @@ class TrainerAdapter(BaseAttachment):
         """
         trainer = self._trainer
         with self._failing_together():
-            adapted, own = is_adapted(unwrapped(trainer)), self._has_own_files()
-            writes_all = own and not saves_shards(trainer)
-            if not adapted and not writes_all and trainer.args.should_save:
+            adapted, own, complete = is_adapted(unwrapped(trainer)), self._has_own_files(), self._writes_weights()
+            if not complete and trainer.args.should_save:
                 write_model_files(trainer, output_dir)
-            if own or (adapted and not trainer.is_fsdp_enabled):
+            if own or complete:
                 os.makedirs(output_dir, exist_ok=True)  # rank 0 may have made it
                 save_model()
-            if adapted and not writes_all and trainer.is_fsdp_enabled:  # write the adapters without the base
+            if adapted and not complete and trainer.is_fsdp_enabled:  # they are small, and PEFT reads them alone
                 adapters = full_adapters(trainer)
-                if trainer.args.should_save:
-                    write_adapter_files(trainer, output_dir, adapters)
+                if adapters is not None and trainer.args.should_save:
+                    trainer._save(output_dir, state_dict=adapters)
 
     def refuse_stock_resume(self, output_dir: str) -> None:
         """Make a resume by stock Trainer fail if the checkpoint's folder has weights, but no optimizer."""
         with self._failing_together():
-            has_weights = is_adapted(unwrapped(self._trainer)) or self._has_own_files()
+            has_weights = is_adapted(unwrapped(self._trainer)) or self._has_own_files() or self._writes_weights()
             if has_weights and self._trainer.args.should_save:
                 refuse_stock_resume(self._trainer, output_dir)
+
+    def _writes_weights(self) -> bool:
+        """Return whether the Trainer's own ``save_model`` writes weights into the checkpoints."""
+        trainer = self._trainer
+        if self._has_own_files():
+            return not saves_shards(trainer)
+        has_wish = trainer.stock_weights and not is_sharded_at_load(trainer)
+        return not trainer.is_fsdp_enabled and (has_wish or is_adapted(unwrapped(trainer)))
 
     def _has_own_files(self) -> bool:
         """Return whether a subclass overrides the methods that save the model, and therefore saves it as well."""
         return saves_model_itself(self._trainer, DCPTrainerMixin)
 
-    def _open_scratch(self, name: str, cleanup: ExitStack) -> Path:
-        """Have the Trainer write into a scratch directory from now on, and return the checkpoint's folder in it."""
-        self.scratch = os.devnull  # if no directory can be made, the Trainer's writes fail
-        cleanup.callback(setattr, self, "scratch", None)
-        with self._failing_together():
-            self.scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
-        return Path(self.scratch, name)
-
-    def _copy_of(self, small_files: Path) -> Callable[[Path], None]:
-        """Return a function that copies the small files into the checkpoint, or raises an earlier failure."""
-        failure, self._failure = self._failure, None
-
-        def add(directory: Path) -> None:
-            if failure is not None:
-                raise failure
-            if self._trainer.is_world_process_zero():
-                shutil.copytree(small_files, directory, dirs_exist_ok=True)
-            elif self._has_own_files() and small_files.is_dir():
-                shutil.copytree(small_files, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
-
-        return add
+    @contextmanager
+    def _leading_to(self, directory: Path, final: str) -> Iterator[None]:
+        """Have the Trainer write what it writes for ``final`` into a directory."""
+        with tempfile.TemporaryDirectory(prefix="dcp_plugin-") as self.scratch, logging_as(self.scratch, final):
+            os.symlink(directory, os.path.join(self.scratch, os.path.basename(final)))
+            try:
+                yield
+            finally:
+                self.scratch = None
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -394,7 +407,7 @@ class TrainerAdapter(BaseAttachment):
         except Exception as error:
             self._failure = self._failure or error
 
-    def _note_best(self, final: str, small_files: Path) -> None:
+    def _note_best(self, final: str, directory: Path) -> None:
         """Set the path of the best checkpoint, which the Trainer would look for in the scratch directory. It is the
         current checkpoint, or an earlier checkpoint that was evaluated after its save."""
         state = self._trainer.state
@@ -404,7 +417,7 @@ class TrainerAdapter(BaseAttachment):
         if best == final or best in self._saved or os.path.exists(best):
             state.best_model_checkpoint = best
             if self._trainer.args.should_save:
-                state.save_to_json(os.fspath(small_files / TRAINER_STATE_NAME))
+                state.save_to_json(os.fspath(directory / TRAINER_STATE_NAME))
 
     def _complete_copy(self, handle: SaveHandle) -> None:
         """With ``staging="lazy"``, wait for the copy if code that may write weights runs before the next step."""
@@ -447,7 +460,8 @@ class TrainerAdapter(BaseAttachment):
         args = self._trainer.args
         extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
         streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
-        self.checkpointer.restore(checkpoints.to_load(self._trainer, self.found.names, streams), self.found.path)
+        state = checkpoints.to_load(self._trainer, self.found.names, streams)
+        self.checkpointer.restore(state, self.found.path, self._partial())
         self.streams = streams if self.found.has_trainer_state else None  # else the training starts with step 0
         if self._trainer.is_world_process_zero():
             self._warn_of_differences(self.found, streams)
@@ -458,17 +472,19 @@ class TrainerAdapter(BaseAttachment):
         assert streams is not None, "the loop reaches this point once"
         streams.restore()
 
-    def load_best_model(self) -> bool:
-        """Load the best model. If stock transformers has saved it, return False and load nothing."""
-        best, config = self._trainer.state.best_model_checkpoint, self.config
-        assert best is not None
-        with self.checkpointer.shown(best) as files:
-            checkpoint = self.checkpointer.ranks.from_zero(
-                "open the best checkpoint", lambda: checkpoints.examine(best, config, files)
+    def load_model(self, path: str) -> bool:
+        """Load the model of a checkpoint. If stock transformers has saved it, return False and load nothing."""
+        where = self.where(path)
+        with self.checkpointer.shown(where) as files:
+            is_ours = self.checkpointer.ranks.from_zero(
+                f"open {path}", lambda: files is not None or state_of(where) is not None
             )
-            if not checkpoint.stock:
-                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, checkpoint.path)
-        return not checkpoint.stock
+            if is_ours:
+                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, where, self._partial())
+        return is_ours
+
+    def _partial(self) -> PartialLoad | None:
+        return None if self._trainer.strict_resume else PartialLoad(missing="warn", unexpected="warn")
 
     def get_batches(self, get: Callable[[], Any]) -> Any:
         """Return the result of ``get``, and warn if it draws random numbers before the streams are restored.
@@ -514,9 +530,3 @@ class TrainerAdapter(BaseAttachment):
         if differences:
             loaded = "model and optimizer are" if OPTIM in checkpoint.names else "the model is"
             warnings.warn(f"{checkpoint.path}: {loaded} loaded exactly, but {'; '.join(differences)}.", stacklevel=2)
-
-
-def _copy_what_is_new(source: str, target: str) -> None:
-    """Copy a file of a rank other than 0, unless rank 0 has written it too."""
-    if not os.path.exists(target):
-        shutil.copy2(source, target)

@@ -7,6 +7,9 @@ import os
 import platform
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.cli.output import as_options
+from dcp_plugin.errors import one_line
 from dcp_plugin.loading.forecast import plan_load
 from dcp_plugin.paths import Where
 from tests import programs
@@ -76,7 +81,8 @@ def test_a_plan_fails_as_the_load_would(path: Path) -> None:
         dcp.load({"model": FineTune()}, path, partial)
     result = invoke("load-plan", path, *INTO, "--include", "model.pretrain.*", "--rename", "model.pretrain.=modl.")
     assert result.exit_code == 1
-    assert result.stderr.strip() == str(caught.value)
+    assert result.stderr.strip() == as_options(str(caught.value))
+    assert "as --rename model.pretrain.=modl. requires" in result.stderr
     assert "missing: model.pretrain.inp.weight" in result.stdout
 
 
@@ -226,6 +232,48 @@ def test_reports_diffs_and_infos_are_tables_in_a_notebook(tmp_path: Path) -> Non
     ]
     for report in reports:
         html = report._repr_html_()
-        assert html.startswith(f"<p>{escape(str(report))}</p><table><tr><th>") and html.endswith("</table>")
+        assert html.startswith(f"<p>{escape(one_line(str(report)))}</p><table><tr><th>") and html.endswith("</table>")
         assert "<b>" not in html and "<i>" not in html
     assert "and 10 more</td>" in reports[0]._repr_html_(), "20 tensors, of which the first 10 are listed"
+
+
+def test_the_suffix_of_an_export_is_its_format_and_names_follow_one_rule(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 2)})
+    dcp.save({"model": model, "step": 1}, tmp_path / "ck")
+    head = {"head.weight", "head.bias"}
+    for arguments, names in (
+        (("--dtype", "bf16"), {*head, "encoder.0.weight", "encoder.0.bias"}),
+        (("--include", "model.head.*"), head),
+        (("--exclude", "model.encoder.*"), head),
+        (("--rename", "model.encoder.=body."), {*head, "body.0.weight", "body.0.bias"}),
+    ):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        lines = invoke("export", tmp_path / "ck", out, *arguments).stdout.splitlines()
+        assert set(load_file(out)) == names
+        assert lines[-1] == "Keys have their names in the checkpoint without 'model.'."
+    invoke("export", tmp_path / "ck", tmp_path / "x.pt")
+    assert set(torch.load(tmp_path / "x.pt")) == {"model", "step"}
+
+
+def test_what_no_command_is_called_names_one_that_is_meant() -> None:
+    for typed, said in {"info": "'inspect'", "convert": "'export'", "rm": "'prune'", "nosuch": "list, inspect"}.items():
+        result = invoke(typed)
+        assert result.exit_code == 2 and said in result.stderr
+
+
+def test_a_list_is_sorted_as_asked(tmp_path: Path) -> None:
+    for step, size in ((2, 10), (10, 1000), (1, 100)):
+        dcp.save({"w": torch.zeros(size)}, tmp_path / f"step-{step}", step=step)
+    orders = {"time": [2, 10, 1], "step": [1, 2, 10], "size": [2, 1, 10], "name": [1, 10, 2]}
+    for order, steps in orders.items():
+        (run,) = json_of("list", tmp_path, "--sort", order)["runs"]
+        assert [listed["step"] for listed in run["checkpoints"]] == steps, order
+
+
+def test_a_pipe_that_closes_ends_a_command_as_it_ends_other_tools(tmp_path: Path) -> None:
+    dcp.save({str(number): torch.zeros(1) for number in range(5000)}, tmp_path / "ck")
+    command = f"{sys.executable} -m dcp_plugin inspect --all {tmp_path / 'ck'} | head -1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")

@@ -59,7 +59,10 @@ def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) ->
     ]
     assert rows[2].startswith("step-3") and "  torn" in rows[2]
     assert [line for line in lines if line.startswith("*  step")] == [f"*  {rows[1]}"]
-    assert any(line.startswith("step-3: its save was never committed") for line in lines)
+    assert any(
+        line.startswith("step-3: it has no .metadata: its save was never committed, or a copy has lost")
+        for line in lines
+    )
     assert any(line.startswith("*") and line.endswith("foreign: stock DCP") for line in lines)
     assert lines[-1] == "* is what an automatic resume of its run loads."
     runs = json_of("list", place)["runs"]
@@ -287,12 +290,12 @@ def test_a_run_with_weights_beside_names_what_could_be_meant(run_with_exported_m
         lambda path: dcp.diff(path, path),
     ]
     for use in uses:
-        with pytest.raises(dcp.CheckpointNotFound, match=r"model\.safetensors in it, and .*checkpoint-1"):
+        with pytest.raises(dcp.CheckpointNotFound, match=r"model\.safetensors in it, and .*checkpoint-2"):
             use(run)
         use(run / "model.safetensors")
     (run / "model.safetensors").unlink()
     torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, run / "model.pt")
-    with pytest.raises(dcp.CheckpointNotFound, match=r"model\.pt in it, and .*checkpoint-1"):
+    with pytest.raises(dcp.CheckpointNotFound, match=r"model\.pt in it, and .*checkpoint-2"):
         dcp.load(model, run)
     dcp.load(model, run / "model.pt")
 
@@ -389,3 +392,35 @@ def test_what_cannot_be_deleted_ends_with_3(tmp_path: Path) -> None:
     result = invoke("prune", tmp_path, "--keep-last", 1)
     assert result.exit_code == 3 and "FAILED" in result.stdout and "1 could not be deleted" in result.stdout
     assert dcp.verify(tmp_path / "step-1").ok
+
+
+def test_what_is_intact_beside_a_cut_file_is_listed_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "on-two-ranks"
+    dcp.save({"whole": torch.ones(1, 3), "w": torch.ones(2, 3)}, tmp_path / "ck")
+    dcp.export(tmp_path / "ck", path, "dcp", ranks=2)
+    (second,) = path.glob("__1_*.distcp")
+    os.truncate(second, 10)
+    listed = json_of("inspect", path, status=4)["checkpoint"]
+    assert list(listed["damaged"]) == ["w"] and "is truncated: 10 of" in listed["damaged"]["w"]
+    assert "1 keys are DAMAGED (w)" in invoke("inspect", path).stdout
+    read = invoke("read", path)
+    assert (read.exit_code, read.stdout) == (4, "whole: float32 1 x 3  [1.0, 1.0, 1.0]\n")
+    assert f"{second.name} is truncated" in read.stderr
+    assert torch.equal(dcp.read(path, "whole")["whole"], torch.ones(1, 3))
+    assert json_of("read", path, "w", status=3)["error"]["type"] == "CheckpointCorrupt"
+
+
+def test_a_checkpoint_without_one_of_its_tables_says_what_is_still_usable(tmp_path: Path) -> None:
+    for name, other in (("dcp_plugin.json", "dcp_plugin.index"), ("dcp_plugin.index", "dcp_plugin.json")):
+        dcp.save({"w": torch.ones(4)}, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        said = invoke("inspect", tmp_path / name).stderr
+        assert f"{name} is missing. Without {other} as well, it is a checkpoint of stock DCP" in said
+        (tmp_path / name / other).unlink()
+        assert torch.equal(dcp.read(tmp_path / name)["w"], torch.ones(4))
+
+
+def test_a_run_in_place_of_a_checkpoint_names_the_newest_in_it(tmp_path: Path) -> None:
+    for step in (3, 10, 9):
+        dcp.save({"n": step}, tmp_path / f"step-{step}")
+    assert f"such as {tmp_path}/step-10." in invoke("inspect", tmp_path).stderr

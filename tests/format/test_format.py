@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_plugin as dcp
+from dcp_plugin.errors import damage_in
 from dcp_plugin.format import INDEX, SUMMARY, index_file, read, stock_metadata, uncommitted_reason
 from dcp_plugin.format.foreign import detect
 from dcp_plugin.format.index import StoredTensor
@@ -243,3 +244,12 @@ def test_the_format_needs_no_file_system(tmp_path: Path) -> None:
             assert files_bytes == state[key.removeprefix("model.")].numpy().tobytes()
     with pytest.raises(dcp.CheckpointCorrupt, match=r"store://bucket/run/lost cannot be read: No such object"):
         read(files, "lost")
+
+
+def test_an_error_of_code_while_bytes_are_read_is_no_damage() -> None:
+    """As when Ctrl-C interrupts an import, which some libraries raise as an ImportError."""
+    for error in (ImportError("interrupted"), NameError("name"), SyntaxError("code")):
+        with pytest.raises(type(error)), damage_in("ck/dcp_plugin.index"):
+            raise error
+    with pytest.raises(dcp.CheckpointCorrupt, match="index is damaged"), damage_in("ck/dcp_plugin.index"):
+        raise ValueError("bytes")

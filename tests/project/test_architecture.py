@@ -20,7 +20,7 @@ ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
         *("config", "paths", "errors", "retention", "types", "tensors", "events", "calls", "launcher", "meeting"),
-        *("partial", "rank_group", "ranks", "_entry_points"),
+        *("partial", "rank_group", "ranks", "_entry_points", "interrupts"),
     ),
     ("format",),
     ("media",),

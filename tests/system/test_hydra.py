@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointMismatch
@@ -418,3 +420,11 @@ def test_no_directory_of_a_job_is_inside_of_another_ones(app: Path) -> None:
     for given, jobs in ((("-m", "data=a/b,a"), 2), (("-m",), 1), ((), 1)):
         ran = run(app, *given)
         assert ran.returncode == 0 and ran.stdout.count("starts at 0") == jobs, ran.stdout + ran.stderr
+
+
+def test_the_form_that_the_page_names_composes_in_a_structured_config() -> None:
+    page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
+    (default,) = re.findall(r'`(\{"_target_": "dcp_plugin\.CheckpointConfig".*?\})`', page)
+    node = field(default_factory=lambda: json.loads(default.replace("True", "true")))
+    config = OmegaConf.structured(make_dataclass("Config", [("checkpoint", Any, node)]))
+    assert instantiate(config.checkpoint) == dcp.CheckpointConfig(async_save=True)

@@ -419,3 +419,15 @@ def test_one_that_is_deleted_from_the_disk_meanwhile_is_compared_or_told(
         found = str(error)
     assert not (tmp_path / "b").exists()
     assert f"{tmp_path / 'b'} was deleted" in found if isinstance(found, str) else found.equal
+
+
+def test_tied_weights_and_their_export_are_equal(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(2, 4, bias=False), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    dcp.save({"model": model}, tmp_path / "ck")
+    dcp.export(tmp_path / "ck", tmp_path / "x.safetensors", exclude="model.head.*")
+    for a, b in (("ck", "x.safetensors"), ("x.safetensors", "ck")):
+        assert dcp.diff(tmp_path / a, tmp_path / b).equal
+    changed = model["embed"].weight.detach() + 1
+    dcp.save({"model": {"embed": {"weight": changed}}}, tmp_path / "other")
+    assert not dcp.diff(tmp_path / "ck", tmp_path / "other").equal

@@ -119,6 +119,39 @@ def test_adapters_alone_are_exported_for_the_base_that_they_name(
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_base_of_adapters_is_exported_where_its_configuration_is_known(tmp_path: Path, is_known: bool) -> None:
+    model = _made("lora")
+    dcp.save({"model": model}, tmp_path / "ck")
+    model.base_model.model.config.save_pretrained(tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base") if is_known else "meta/Llama"
+    model.peft_config["default"].save_pretrained(tmp_path / "config")
+    report = dcp.export(tmp_path / "ck", tmp_path / "out", "hf", config=tmp_path / "config")
+    assert ("model.safetensors" in report.files) == is_known
+    assert is_known or "The base model is left out: it needs its config.json in config=" in report.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_a_trained_parameter_that_the_file_of_an_adapter_does_not_have_is_an_error(tmp_path: Path) -> None:
+    """PEFT itself loses it."""
+    from safetensors.torch import load_file
+
+    model = _made("lora")
+    key = "base_model.model.model.norm.weight"
+    model.get_parameter(key).requires_grad_(True)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    model.peft_config["default"].save_pretrained(tmp_path / "config")
+    with pytest.raises(dcp.CheckpointMismatch, match=rf"model\.{key} would be lost"):
+        dcp.export(tmp_path / "ck", tmp_path / "out", "hf", config=tmp_path / "config")
+    model.base_model.model.config.save_pretrained(tmp_path / "config")
+    dcp.export(tmp_path / "ck", tmp_path / "out", "hf", config=tmp_path / "config")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["model.norm.weight"], model.get_parameter(key))
+
+
 def _save(root: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -145,3 +178,10 @@ def test_models_that_were_sharded_compute_the_same(tmp_path: Path, monkeypatch: 
     launch.run(_save, 2, tmp_path)
     for kind in KINDS:
         _check(tmp_path / kind, "ck", torch.load(tmp_path / kind / "logits.pt"))
+
+
+def test_modules_with_names_that_peft_uses_are_no_adapters(tmp_path: Path) -> None:
+    prompts = nn.ModuleDict({"mask": nn.Linear(2, 2)})
+    net = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.Linear(2, 2)}), "prompt_encoder": prompts})
+    dcp.save({"model": net}, tmp_path / "ck")
+    assert dcp.export(tmp_path / "ck", tmp_path / "out", "hf").files == ["model.safetensors"]

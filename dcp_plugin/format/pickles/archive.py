@@ -10,7 +10,7 @@ import struct
 import zipfile
 from typing import BinaryIO
 
-from dcp_plugin.format.pickles.follow import MOST_PICKLE
+from dcp_plugin.format.pickles.unpickler import MOST_PICKLE
 
 
 def check(file: BinaryIO, size: int) -> None:

@@ -68,6 +68,12 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
+def place_of(stored: StoredTensor) -> object:
+    """Return a value that is equal for tensors with the same bytes in the checkpoint."""
+    places = ((chunk.location.file, chunk.location.offset, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
+    return stored.dtype, stored.shape, *places
+
+
 class OutFile(Protocol):
     """A file of the output."""
 

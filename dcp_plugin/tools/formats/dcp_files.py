@@ -22,7 +22,7 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.write_items import Streamed
 from dcp_plugin.storage.writer import Facts, Publication
-from dcp_plugin.tools.formats import Selected
+from dcp_plugin.tools.formats import Selected, place_of
 from dcp_plugin.tools.stream import Counter, Part, Progress, Stream, is_opaque
 from dcp_plugin.types import Shape
 
@@ -149,8 +149,7 @@ class DcpCheckpoint:
 
 def _bytes_of(key: str, entry: StoredTensor) -> object:
     """Return a value that is equal for tensors with the same bytes of the same files."""
-    places = [(chunk.location.file, chunk.location.offset, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    return (entry.dtype, entry.shape, *places) if places and entry.chunks[0].location.length else key
+    return place_of(entry) if entry.chunks and entry.chunks[0].location.length else key
 
 
 def _of_rank(part: Part, rank: int, ranks: int) -> list[Part]:

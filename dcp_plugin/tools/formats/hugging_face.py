@@ -4,31 +4,31 @@ If transformers is installed and a ``config.json`` at hand, the model is made on
 memory. The names of its weights select the keys of the checkpoint and the prefix to remove, and show missing weights.
 Otherwise the keys stay as they are.
 
-A model with LoRA adapters becomes the folder that peft's ``save_pretrained`` makes: the adapter, and its configuration,
-which names the base model; and the base model itself, if the checkpoint has it and its ``config.json`` is at hand.
-``from_pretrained`` of transformers then takes the base from the folder.
+A model with adapters becomes the folder that peft's ``save_pretrained`` makes (:mod:`.adapters`), with the base model
+if the checkpoint has it and its ``config.json`` is at hand. ``from_pretrained`` of transformers then takes the base
+from the folder.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, damage_in, some
 from dcp_plugin.format import exists, json_object
-from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.loading.model_prefix import find_model_prefix
 from dcp_plugin.media import Readable, medium_of
 from dcp_plugin.paths import PathLike, as_path
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tools.formats import Layout, Selected, safetensors_files
+from dcp_plugin.tools.formats import Layout, Selected, place_of, safetensors_files
+from dcp_plugin.tools.formats.adapters import ADAPTER, Adapter
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG = "config.json"
 DEFAULT_SHARD = 5 * 10**9
 """The default size of a file, in bytes."""
 _BESIDE = (
@@ -37,9 +37,6 @@ _BESIDE = (
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
 )
 _MOST = 256 << 20
-_WRAPPER = re.compile(r"(?:^|(?<=\.))base_model\.model\.")
-_OF_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
-_BASE_LAYER = ".base_layer."
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,7 @@ def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_
     """
     beside = Beside.of(selected.reader, config)
     most = most or DEFAULT_SHARD
-    adapter = {key: name for key, name in selected.names.items() if _OF_ADAPTER.search(f".{name}")}
-    if adapter and not as_it_is:
+    if not as_it_is and (adapter := Adapter.of(selected, beside.json(ADAPTER))) is not None:
         return _with_adapter(selected, adapter, beside, most)
     notes = list(beside.left_out)
     if not as_it_is:
@@ -174,7 +170,7 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], config:
     try:
         prefix = find_model_prefix(list(expected), key_of, path, f"the model that {CONFIG} describes").there
     except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{error} An export takes that as rename={{PREFIX: ''}}, or include=.") from error
+        raise CheckpointMismatch(f"{error} An export takes that as rename={{'PREFIX.': ''}}, or include=.") from error
     chosen = {key_of[prefix + name]: name for name in expected if prefix + name in key_of}
     tied = _tied(selected, chosen) if config.get("tie_word_embeddings", True) else set()
     missing = [name for name in expected if prefix + name not in key_of]
@@ -197,55 +193,31 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], config:
 def _tied(selected: Selected, chosen: Mapping[str, str]) -> set[str]:
     """Return the output embedding if it has the bytes of another weight: safetensors files store them once."""
     heads = [key for key, name in chosen.items() if name.endswith("lm_head.weight")]
-    places = {_place(selected.stored(key)) for key in chosen if key not in heads}
-    return {key for key in heads if _place(selected.stored(key)) in places}
+    places = {place_of(selected.stored(key)) for key in chosen if key not in heads}
+    return {key for key in heads if place_of(selected.stored(key)) in places}
 
 
-def _place(stored: StoredTensor) -> object:
-    return stored.shape, *((chunk.location.file, chunk.location.offset) for chunk in stored.chunks)
-
-
-def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside, most: int) -> Layout:
-    """Lay out an adapter as peft does: its keys without its name, the base model's keys without the wrapper of peft."""
-    adapter_config = beside.json(ADAPTER)
-    if not adapter_config:
-        raise CheckpointMismatch(
-            f"{selected.reader.path} has LoRA adapters ({some(list(adapter), 2)}) and no {ADAPTER} beside it: name the "
-            f"folder that has one: config=…"
-        )
-    names = {key: _OF_ADAPTER.sub(_without_adapter_name, name) for key, name in adapter.items()}
-    made = safetensors_files.layout(replace(selected, names=_from_wrapper(names)), "adapter_model", None)
-    inner = {
-        key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".").replace(_BASE_LAYER, ".")
-        for key, name in selected.names.items()
-        if key not in adapter or ".original_module." in name
-    }
-    base = Layout(selected, [])
-    if inner and beside.json(CONFIG):
-        of_base, notes = _of_model(replace(selected, names=inner), beside)
+def _with_adapter(selected: Selected, adapter: Adapter, beside: Beside, most: int) -> Layout:
+    """Lay out an adapter as peft does, and the base model without the wrapper of peft if the checkpoint has it."""
+    made = safetensors_files.layout(replace(selected, names=adapter.names), "adapter_model", None)
+    named = beside.json(ADAPTER).get("base_model_name_or_path")
+    names, base = dict(adapter.names), Layout(selected, [])
+    if adapter.has_base and not beside.json(CONFIG) and isinstance(named, str) and Path(named, CONFIG).is_file():
+        beside = replace(beside, files={**beside.files, CONFIG: Path(named, CONFIG).read_bytes()})
+    if adapter.has_base and beside.json(CONFIG):
+        of_base, notes = _of_model(replace(selected, names=adapter.base), beside)
         base = safetensors_files.layout(of_base, "model", most)
         names |= of_base.names
     else:
         # from_pretrained takes a folder with a configuration for the base model, too.
         beside = replace(beside, files={name: data for name, data in beside.files.items() if name != CONFIG})
-        name = adapter_config.get("base_model_name_or_path")
-        notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
+        source = f"from_pretrained takes the one that {ADAPTER} names, {named!r}"
+        notes = [f"The base model is not in it: {source}."]
+        if adapter.has_base:
+            notes = [f"The base model is left out: it needs its {CONFIG} in config=…. Without it, {source}."]
+    adapter.require_complete(selected, names)
     last = {**base.last, **_files_of(beside, selected.dtype)}
-    selected = replace(selected, names=names)
-    return Layout(selected, [*made.files, *base.files], last, [*beside.left_out, *notes])
-
-
-def _without_adapter_name(match: re.Match[str]) -> str:
-    return "" if match[1] == "modules_to_save" else f".{match[1]}"
-
-
-def _from_wrapper(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names that begin with the wrapper of peft. A framework's wrapper around it is no part of the adapter."""
-    from_wrapper = {}
-    for key, name in names.items():
-        match = _WRAPPER.search(name)
-        from_wrapper[key] = name[match.start() :] if match else f"base_model.model.{name}"
-    return from_wrapper
+    return Layout(replace(selected, names=names), [*made.files, *base.files], last, [*beside.left_out, *notes])
 
 
 def _files_of(beside: Beside, dtype: torch.dtype | None) -> dict[str, bytes]:
