@@ -125,6 +125,9 @@ HELD: dict[str, Held] = {
 }
 
 
+OBJECTS_OF_TORCH = ("module", "own state_dict", "nested state_dict", "optimizer")
+
+
 def look(held: Any) -> str:
     """Return in words what is held, of any kind."""
     if isinstance(held, nn.Module):

@@ -9,6 +9,7 @@ runs once for all kinds of saves. :func:`judge_ranks` has the rule.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -19,7 +20,19 @@ import torch.distributed as dist
 
 import dcp_plugin
 from tests.conformance.entries import Entry
-from tests.conformance.held import ABSENT, EMPTY, HELD, MODES, NONE, WAYS, Fill, Program, look, save_plain
+from tests.conformance.held import (
+    ABSENT,
+    EMPTY,
+    HELD,
+    MODES,
+    NONE,
+    OBJECTS_OF_TORCH,
+    WAYS,
+    Fill,
+    Program,
+    look,
+    save_plain,
+)
 from tests.conformance.runs import quiet
 from tests.conformance.tools import Tool
 from tests.conformance.trace import Trace, describe
@@ -79,16 +92,32 @@ class RanksEntry(Entry):
 
 
 def _entries() -> Iterator[tuple[str, RanksEntry]]:
-    for way in WAYS:
-        for kind in HELD:
-            for spread in SPREADS:
-                yield f"{way}: {kind}, {spread}", RanksEntry(kind=kind, spread=spread, way=way)
+    for way, kind, spread in itertools.product(WAYS, HELD, SPREADS):
+        # None cannot be registered with Accelerate in the place of a module or an optimizer.
+        is_possible = way != "Accelerate" or not spread.startswith("None") or kind not in OBJECTS_OF_TORCH
+        if is_possible:
+            yield f"{way}: {kind}, {spread}", RanksEntry(kind=kind, spread=spread, way=way)
     for layout in LAYOUTS:
         for spread in ("alike", *(DRIFTS if layout in REPLICATED else ())):
             yield f"{layout}, {spread}", RanksEntry(kind=layout, spread=spread)
 
 
 ENTRIES: dict[str, RanksEntry] = dict(_entries())
+
+
+STILL_WRONG: dict[str, str] = {
+    r"(Accelerate|Lightning): (tensor|value|mapping|stateful), different": "a difference that is not named",
+    r"Lightning: (module|own state_dict|nested state_dict|optimizer), different": "a difference that is not named",
+    r"Fabric: (module|own state_dict|nested state_dict), None": "a module and None have different names",
+    r"(Accelerate|Fabric): own state_dict, empty on rank 1$": "not handed to the rank that is empty, as by stock",
+    r"(Accelerate|Fabric): optimizer, empty on rank 1$": "a warning about what a load gave to a rank",
+}
+"""Cases that are not right yet, by parts of their names, with what is wrong."""
+
+
+def still_wrong(name: str) -> str:
+    """Return what is wrong with a case of this name; empty if nothing is known."""
+    return next((reason for part, reason in STILL_WRONG.items() if re.search(part, name)), "")
 
 
 def run(entry: RanksEntry, mode: str, tool: Tool, trace: Trace) -> None:
@@ -250,7 +279,7 @@ def _names_key_and_ranks(text: str) -> bool:
     return bool(re.search(r"\branks? \(?\d", text)) and bool(re.search(_KEYS, text))
 
 
-_KEYS = r"\bx\b|shadow|Keeper|registered|custom|weight|bias|exp_avg"
+_KEYS = r"\bx\b|shadow|Keeper|register|weight|bias|exp_avg"
 
 
 def _about(ours: list[Trace], stock: Seen, name: str) -> str:

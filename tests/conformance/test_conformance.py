@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.conformance.cases import CORPORA, Case, all_cases, combinable, find
 from tests.conformance.differences import titles
 from tests.conformance.launching import verdicts
+from tests.conformance.ranks import still_wrong
 from tests.conformance.verdict import Verdict
 from tests.sampling import is_sampled
 
@@ -99,7 +100,9 @@ def test_per_rank(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", _parameters("ranks"))
-def test_ranks(case: Case) -> None:
+def test_ranks(case: Case, request: pytest.FixtureRequest) -> None:
+    if reason := still_wrong(case.name):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     _check(case, "ranks")
 
 
