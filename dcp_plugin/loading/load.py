@@ -408,18 +408,19 @@ class Loading:
         )
 
     def _note_received(self, context: _Begun, fitted: _Fitted) -> None:
-        """Remember the values that this rank got although it had nothing there. Another rank may hold them."""
-        from dcp_plugin.state.across_ranks import note_received  # a process alone shares nothing with others
+        """Remember the values that this rank got although it had nothing there, now or at an earlier load. Another rank
+        may hold them."""
+        from dcp_plugin.state.across_ranks import note_received, received  # a process alone shares nothing with others
 
         for adapter in context.adapters:
             want = fitted.match.wanted[adapter.name]
-            for key in want.targets if adapter.entry is None else ():
+            for key in want.targets if (want.received or received) and adapter.entry is None else ():
                 full = join(adapter.name, key)
-                value, is_new = fitted.targets.get(full), key in want.received
-                if isinstance(value, ShardedValue):
-                    note_received(full, value if is_new else None)
-                elif value is None or is_plain(value):
-                    note_received(full, EncodedValue(encode(value)) if is_new else None)
+                if key in want.received or full in received:
+                    value = fitted.targets.get(full)  # a deferred tensor is not read yet
+                    known = EncodedValue(encode(value)) if value is not None and is_plain(value) else None
+                    described = value if isinstance(value, ShardedValue) else known
+                    note_received(full, described, id(adapter.live), key in want.received)
 
     def _take(self, context: _Begun, fitted: _Fitted) -> dict[str, Incompatible]:
         """Pass the targets to their objects. Return the missing and unexpected keys that code of modules reports, by

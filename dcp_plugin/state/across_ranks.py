@@ -206,19 +206,27 @@ def _about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
     )
 
 
-_received: dict[str, bytes] = {}
-"""Keys of values that a load has given to this rank, which had nothing there -> the hash of the value."""
+received: dict[str, tuple[bytes, int]] = {}
+"""Keys of values that a load has given to this rank, which had nothing there -> the hash of the value, and the
+``id`` of the object that has it."""
 
 
-def note_received(key: str, value: ShardedValue | EncodedValue | None) -> None:
-    """Remember a value that a load gives to this rank, which has nothing there; or with None, that it has held another.
+def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: int, is_new: bool) -> None:
+    """Remember a value that a load gives to this rank, which has held nothing there itself.
 
     An average that only rank 1 keeps is loaded on every rank. From then on rank 0 has an old copy of it, which must not
     replace rank 1's at the next save.
+
+    Args:
+        value: None if it is unknown: any later one then counts as changed.
+        owner: The ``id`` of the object that has it.
+        is_new: True if the object has had nothing there. If not, and another object was given the value, this one holds
+            its own.
     """
-    _received.pop(key, None)
-    if value is not None:
-        _received.update(_hashes({key: value}, _SAMPLED))
+    if is_new or received[key][1] == owner:
+        received[key] = b"" if value is None else _hashes({key: value}, _SAMPLED).get(key, b""), owner
+    else:
+        del received[key]
 
 
 def standing_of(state: Flat) -> dict[str, Standing]:
@@ -226,9 +234,9 @@ def standing_of(state: Flat) -> dict[str, Standing]:
     standing = {
         key: value.standing for key, value in state.items() if isinstance(value, EncodedValue) and value.standing
     }
-    received = {key: state[key] for key in _received if key in state and key not in standing}
-    for key, value_hash in _hashes(received, _SAMPLED).items():
-        standing[key] = Standing.RECEIVED if value_hash == _received[key] else Standing.CHANGED
+    copies = {key: state[key] for key in received if key in state and key not in standing}
+    for key, value_hash in _hashes(copies, _SAMPLED).items():
+        standing[key] = Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
     return standing
 
 

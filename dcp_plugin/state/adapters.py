@@ -101,6 +101,11 @@ class StateAdapter(ABC):
         """True if the object is data that should be the same on all ranks."""
         return False
 
+    @property
+    def live(self) -> Any:
+        """The user's object; of a single value, the mapping that has it."""
+        return self.module
+
     @abstractmethod
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Return the leaves by key relative to the name, and their paths below it, except those that are ``(key,)``."""
@@ -548,6 +553,10 @@ class TreeAdapter(StateAdapter):
     @property
     def is_shared(self) -> bool:
         return self.entry is None and not _is_state_dict(self._value)
+
+    @property
+    def live(self) -> Any:
+        return self._value
 
     @abstractmethod
     def content(self) -> Any:

@@ -70,6 +70,22 @@ def test_a_stateful_that_is_filled_on_one_rank_comes_back_there_in_both_generati
     assert "ema.shadow" not in dcp.inspect(tmp_path / "8").values
 
 
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["filled at the start", "filled by the load"])
+@pytest.mark.parametrize("owner", [0, 1])
+@on_ranks(2)
+def test_a_copy_stays_a_copy_when_the_same_objects_are_loaded_again(tmp_path: Path, owner: int, is_lazy: bool) -> None:
+    is_owner = dist.get_rank() == owner
+    dcp.save({"ema": Holder({"shadow": _average(7) if is_owner else {}})}, tmp_path / "7")
+    state = {"ema": Holder({"shadow": _average(0) if is_owner and not is_lazy else {}})}
+    for number in (8, 9):  # the second time as a loop does that goes back to an earlier checkpoint
+        dcp.load(state, tmp_path / "7")
+        if is_owner:
+            state["ema"].state["shadow"] = _average(number)
+        dcp.save(state, tmp_path / str(number))
+        found = dcp.read(tmp_path / str(number))
+        assert found["ema.shadow.n"] == number, found
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 @on_ranks(2)
 def test_a_module_that_has_weights_on_one_rank_comes_back_there(tmp_path: Path, owner: int) -> None:
