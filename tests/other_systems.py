@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from typing import Any
 
 LINUX_ALONE = {
@@ -64,6 +65,7 @@ def become(system: str) -> None:
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
+    tempfile._O_TMPFILE_WORKS = False  # type: ignore[attr-defined]  # it looked before
     library = ctypes.CDLL
 
     def open_library(name: str | None, *arguments: Any, **options: Any) -> Any:

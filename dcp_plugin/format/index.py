@@ -38,7 +38,7 @@ from dcp_plugin.format.columns import (
     totals,
 )
 from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
-from dcp_plugin.format.pickles.follow import allowance
+from dcp_plugin.format.pickles.walk import allowance
 from dcp_plugin.types import KeyPath, Shape
 
 __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
@@ -265,7 +265,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             keys: The tensors that are given memory; all if None.
 
         Raises:
-            UnsafeCheckpoint: The tensors take more than :func:`dcp_plugin.format.pickles.follow.allowance`.
+            UnsafeCheckpoint: The tensors take more than :func:`dcp_plugin.format.pickles.walk.allowance`.
         """
         nbytes = self.table.nbytes
         if keys is not None:

@@ -1,7 +1,7 @@
 """Reader of DCP's own table of contents, ``.metadata``: it executes no code, and makes an index of the file.
 
 Stock readers unpickle the file directly, so its author runs code on every rank that loads it. Here the pickle becomes
-plain records (:mod:`~dcp_plugin.format.pickles.records`), these are checked, and their numbers become the columns of an
+inert nodes (:mod:`~dcp_plugin.format.pickles.nodes`), these are checked, and their numbers become the columns of an
 index. Of the file's objects, only text and bytes are hashed, for which an attacker can make no collisions. Every step
 takes a time that is linear in the file: a list that is named many times counts as many times.
 """
@@ -9,7 +9,6 @@ takes a time that is linear in the file: a list that is named many times counts 
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,77 +23,47 @@ from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.pickles.records import (
-    Pairs,
-    Record,
-    argument,
-    columns_of,
-    fields,
-    kind_of_record,
-    new_pairs,
-    without_dictionaries,
-)
-from dcp_plugin.format.pickles.unpickler import Accepted, Refused, Unpickler, Use
+from dcp_plugin.format.pickles.nodes import Name, Node, nodes_of
+from dcp_plugin.format.pickles.records import columns_of, fields, items_of, kind_of, state_of
+from dcp_plugin.format.pickles.unpickler import Accepted, Refused, Use
+from dcp_plugin.format.pickles.walk import Walk
 from dcp_plugin.tensors._torch import transforms_of
+from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import KeyPath
 
 _MOST_DIMENSIONS = 64
 _MOST_PARTS = 256
 """Most parts of a key's path, and of a path in a file system."""
 _MOST_TRANSFORMS = 16
-_MOST_DEPTH = 100
-"""Deepest nesting of another planner's note."""
-_MOST_VALUES = 1_000_000
-_EXACT = 1 << 53
-_MOST_TUPLES = 10_000
-"""Most keys that are tuples: unlike text, an attacker can make many of them that collide."""
 
-
-_Metadata = kind_of_record("_Metadata")
-_Tensor = kind_of_record("_Tensor")
-_Value = kind_of_record("_Value")
-_Properties = kind_of_record("_Properties")
-_Chunk = kind_of_record("_Chunk")
-_Item = kind_of_record("_Item")  # MetadataIndex
-_Place = kind_of_record("_Place")  # _StorageInfo
-_StorageMeta = kind_of_record("_StorageMeta")
-_Path = kind_of_record("_Path")  # its only state is a tuple of its parts
-
-
-def _path(*parts: Any) -> Record:
-    if len(parts) > _MOST_PARTS or not all(type(part) is str for part in parts):
-        raise ValueError("a path has too many parts, or parts that are not text")
-    path = list.__new__(_Path)
-    path.append(parts)
-    return path
-
-
+_ARGUMENT = "argument"
+"""Kind of the classes and functions of which the only argument counts."""
 _DCP = "torch.distributed.checkpoint"
 _GLOBALS: dict[str, Any] = {
-    f"{_DCP}.metadata.Metadata": _Metadata,
-    f"{_DCP}.metadata.TensorStorageMetadata": _Tensor,
-    f"{_DCP}.metadata.BytesStorageMetadata": _Value,
-    f"{_DCP}.metadata.TensorProperties": _Properties,
-    f"{_DCP}.metadata.ChunkStorageMetadata": _Chunk,
-    f"{_DCP}.metadata.MetadataIndex": _Item,
-    f"{_DCP}.metadata.StorageMeta": _StorageMeta,
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": argument,
-    f"{_DCP}.filesystem._StorageInfo": _Place,
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _Properties,  # torch 2.2 and earlier
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": argument,
-    "torch.Size": argument,
-    "torch.serialization._get_layout": argument,
-    "torch._utils._get_layout": argument,
-    "collections.OrderedDict": lambda: new_pairs(None),
+    f"{_DCP}.metadata.Metadata": "Metadata",
+    f"{_DCP}.metadata.TensorStorageMetadata": "Tensor",
+    f"{_DCP}.metadata.BytesStorageMetadata": "Value",
+    f"{_DCP}.metadata.TensorProperties": "Properties",
+    f"{_DCP}.metadata.ChunkStorageMetadata": "Chunk",
+    f"{_DCP}.metadata.MetadataIndex": "Item",
+    f"{_DCP}.metadata.StorageMeta": "StorageMeta",
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": _ARGUMENT,
+    f"{_DCP}.filesystem._StorageInfo": "Place",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "Properties",  # torch 2.2 and earlier
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": _ARGUMENT,
+    "torch.Size": _ARGUMENT,
+    "torch.serialization._get_layout": _ARGUMENT,
+    "torch._utils._get_layout": _ARGUMENT,
+    "collections.OrderedDict": "OrderedDict",
     # Python 3.13 moved the classes, and 3.14 moved them back.
     **{
-        f"{module}.{name}": _path
+        f"{module}.{name}": "Path"
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
-STOCK_METADATA = Use(_GLOBALS, allows_user=False, prepare=without_dictionaries)
+STOCK_METADATA = Use(_GLOBALS, allows_user=False)
 
 
 @dataclass(frozen=True)
@@ -152,17 +121,15 @@ def decode(data: bytes, label: str) -> StockMetadata:
         CheckpointCorrupt: The file is no metadata, or contradicts itself.
     """
     try:
-        with damage_in(label):
-            return _checked(_load(data))
+        with damage_in(label), collector_paused():
+            return _checked(_load(data), len(data))
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{label} {error}") from None
 
 
 def _load(data: bytes) -> Any:
-    unpickler = Unpickler(io.BytesIO(data), Accepted(STOCK_METADATA))
-    unpickler.persistent_load = new_pairs  # type: ignore[method-assign]
     try:
-        return unpickler.load()
+        return nodes_of(data, Accepted(STOCK_METADATA).get)
     except Refused as error:
         raise UnsafeCheckpoint(
             f"refers to {error}, which is not part of DCP's metadata; it was not executed. The checkpoint was written "
@@ -170,18 +137,18 @@ def _load(data: bytes) -> Any:
         ) from None
 
 
-def _checked(record: Any) -> StockMetadata:
-    attributes = fields(record, _Metadata)
-    keys, stored = _items(attributes["state_dict_metadata"])
-    items, places = _items(attributes["storage_data"])
+def _checked(record: Any, nbytes: int) -> StockMetadata:
+    attributes = fields(record, "Metadata")
+    keys, stored = items_of(attributes["state_dict_metadata"])
+    items, places = items_of(attributes["storage_data"])
     if not _are(keys, str) or len(set(keys)) != len(keys):
         raise ValueError("a key is not text, or occurs twice")
-    is_tensor = np.array([type(record) is _Tensor for record in stored], bool)
-    if not _are(stored, _Tensor, _Value):
+    kinds = list(map(kind_of, stored))
+    is_tensor = np.array([kind == "Tensor" for kind in kinds], bool)
+    if not set(kinds) <= {"Tensor", "Value"}:
         raise ValueError("a key is neither a tensor nor a value")
-    properties, sizes, chunks = columns_of(
-        [record for record in stored if type(record) is _Tensor], _Tensor, "properties", "size", "chunks"
-    )
+    tensors = [record for record, kind in zip(stored, kinds, strict=True) if kind == "Tensor"]
+    properties, sizes, chunks = columns_of(tensors, "Tensor", "properties", "size", "chunks")
     if not _are(chunks, list) or sum(map(len, chunks)) > len(items):
         raise ValueError("the tensors have more chunks than the metadata has items")
     counts = np.ones(len(keys), np.int64)
@@ -192,7 +159,7 @@ def _checked(record: Any) -> StockMetadata:
     shape, dimensions = _numbers(sizes)
     ndim = np.zeros(len(keys), np.int64)
     ndim[is_tensor] = dimensions
-    offsets, lengths = columns_of(list(chain.from_iterable(chunks)), _Chunk, "offsets", "sizes")
+    offsets, lengths = columns_of(list(chain.from_iterable(chunks)), "Chunk", "offsets", "sizes")
     box, of_box = _numbers(list(chain.from_iterable(zip(offsets, lengths, strict=True))))
     of_chunk = np.repeat(np.arange(len(keys)), counts)
     if (of_box != np.repeat(ndim[of_chunk[is_tensor[of_chunk]]], 2)).any():
@@ -200,7 +167,7 @@ def _checked(record: Any) -> StockMetadata:
     columns: dict[str, Column] = {
         "dtype": dtype, "ndim": ndim.astype(np.uint8), "shape": shape, "chunk_ends": np.cumsum(counts), "box": box,
     }  # fmt: skip
-    paths, planner_data = _planner_data(attributes.get("planner_data"), keys)
+    paths, planner_data = _planner_data(attributes.get("planner_data"), keys, nbytes)
     table = KeyColumns(keys, dtype_names, paths, columns)
     located, files, transforms = _placed(table, items, places)
     version = attributes.get("version")
@@ -210,25 +177,26 @@ def _checked(record: Any) -> StockMetadata:
     )
 
 
-def _items(pairs: Any) -> tuple[list[Any], list[Any]]:
-    """Return the keys and the values of a dictionary."""
-    if type(pairs) is not Pairs or len(pairs) % 2:
-        raise ValueError("an entry is not a dictionary")
-    return pairs[::2], pairs[1::2]
-
-
 def _are(values: Iterable[Any], *kinds: type) -> bool:
     return set(map(type, values)) <= set(kinds)
 
 
 def _numbers(rows: Sequence[Any]) -> tuple[Column, Column]:
-    """Return the numbers in tuples, end to end, and how many each tuple has."""
+    """Return the numbers in tuples, or in calls of torch.Size, end to end, and how many each has."""
+    rows = [_argument(row) if type(row) is Node else row for row in rows]
     if not _are(rows, tuple):
         raise ValueError("a shape is not a tuple")
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     if counts.max(initial=0) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor has {counts.max()} dimensions, more than the limit of {_MOST_DIMENSIONS}")
     return _integers(list(chain.from_iterable(rows))), counts
+
+
+def _argument(node: Any) -> Any:
+    _, (argument,), _ = node
+    if kind_of(node) != _ARGUMENT:
+        raise ValueError("an entry is not a shape")
+    return argument
 
 
 def _integers(values: list[Any]) -> Column:
@@ -239,11 +207,10 @@ def _integers(values: list[Any]) -> Column:
 
 def _dtypes(properties: Sequence[Any]) -> tuple[list[str], list[int]]:
     """Return the names of all dtypes, and the number of each tensor's. In all versions it is the first property."""
-    if not _are(properties, _Properties) or any(
-        len(record) != 1 or type(record[0]) is not tuple for record in properties
-    ):
+    states = [state_of(record, "Properties") for record in properties]
+    if not _are(states, tuple):
         raise ValueError("a tensor has no properties")
-    dtypes = [record[0][0] for record in properties]
+    dtypes = [state[0] for state in states]
     if not _are(dtypes, torch.dtype):
         raise ValueError("a tensor has no dtype")
     numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
@@ -255,7 +222,7 @@ def _placed(
 ) -> tuple[Places, list[str], dict[tuple[str, int], tuple[str, ...]]]:
     """Return the places of all chunks of a table, the names of files, and the transforms of items."""
     paths, offsets, lengths, described = columns_of(
-        places, _Place, "relative_path", "offset", "length", maybe="transform_descriptors"
+        places, "Place", "relative_path", "offset", "length", maybe="transform_descriptors"
     )
     names = paths if _are(paths, str) else [_text(path) for path in paths]
     files = sorted(set(names))
@@ -279,7 +246,7 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
 
     An item is identified by its key and its offsets. Only the bytes of these numbers are hashed.
     """
-    keys, offsets = columns_of(items, _Item, "fqn", maybe="offset")
+    keys, offsets = columns_of(items, "Item", "fqn", maybe="offset")
     if not _are(keys, str):
         raise ValueError("the key of an item is not text")
     slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))
@@ -330,18 +297,22 @@ def _text(path: Any) -> str:
 
 
 def _posix_path(record: Any) -> PosixPath:
-    if type(record) is not _Path or len(record) != 1:
-        raise ValueError("an entry is not a path")
-    return PosixPath(*record[0])
+    parts = record[1] if kind_of(record) == "Path" and len(record) == 3 else [None]
+    if len(parts) > _MOST_PARTS or not _are(parts, str):
+        raise ValueError("an entry is not a path, or has too many parts")
+    return PosixPath(*parts)
 
 
-def _planner_data(note: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple[Any, ...]]:
+def _planner_data(note: Any, keys: list[str], nbytes: int) -> tuple[dict[str, KeyPath], tuple[Any, ...]]:
     """Return the paths of keys that differ from the default, as DCP's own planners note them.
 
     Any other note comes back as the second item, a tuple of one.
+
+    Args:
+        nbytes: Bytes of the pickle.
     """
-    if type(note) is Pairs:
-        named, paths = _items(note)
+    if type(note) is Node and note[0] is None:
+        named, paths = items_of(note)
         if (
             _are(named, str)
             and _are(paths, tuple, list)
@@ -350,68 +321,39 @@ def _planner_data(note: Any, keys: list[str]) -> tuple[dict[str, KeyPath], tuple
             and set(named) <= set(keys)
         ):
             return unusual_paths(dict(zip(named, map(tuple, paths), strict=True))), ()
-    return {}, (_Restoring().of(note),)
+    return {}, (_Note(nbytes).of(note),)
 
 
-class _Restoring:
-    """Conversion of the records in a pickle back to plain values."""
+class _Note(Walk):
+    """Walk that makes plain values of another planner's note."""
 
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-        self._tuples = 0
-        self._values = 0
+    def called(self, name: Name, args: Any, is_new: bool) -> Any:
+        if name.value == "Path":
+            return _posix_path(Node([name, args, is_new]))
+        if name.value == "OrderedDict" and args == ():
+            return {}
+        if name.value != _ARGUMENT:
+            raise ValueError(f"its planner_data contains {name.of}")
+        (argument,) = args
+        return argument
 
-    def of(self, value: Any, depth: int = 0) -> Any:
-        if id(value) in self._made:
-            return self._made[id(value)]
-        self._values += 1
-        if depth > _MOST_DEPTH or self._values > _MOST_VALUES:
-            raise ValueError("its planner_data is nested too deep, or too large")
-        if type(value) is list:
-            restored: Any = []
-            self._made[id(value)] = restored
-            restored += [self.of(child, depth + 1) for child in value]
-        elif type(value) is Pairs:
-            restored = {}
-            self._made[id(value)] = restored
-            for key, child in zip(*_items(value), strict=True):
-                restored[self._key(key)] = self.of(child, depth + 1)
-        elif type(value) is tuple:
-            restored = tuple([self.of(child, depth + 1) for child in value])
-        elif type(value) is _Path:
-            restored = _posix_path(value)
-        elif isinstance(value, (str, int, float, type(None), torch.dtype)):
-            return value
-        else:
-            raise ValueError(f"its planner_data contains a {type(value).__name__}")
-        self._made[id(value)] = restored
-        return restored
-
-    def _key(self, key: Any) -> Any:
-        if type(key) is tuple:
-            self._tuples += 1
-            if self._tuples > _MOST_TUPLES or len(key) > _MOST_PARTS:
-                raise ValueError("its planner_data has too many tuples as keys")
-            return tuple([self._key(part) if type(part) is not tuple else _refuse(part) for part in key])
-        if isinstance(key, int) and abs(key) > _EXACT:
-            _refuse(key)
-        return key if isinstance(key, (str, int, float, type(None))) else _refuse(key)
-
-
-def _refuse(key: Any) -> Any:
-    raise ValueError(f"its planner_data has a key that is a {type(key).__name__}")
+    def filled(self, target: Any, name: Name, args: Any, items: list[Any], state: tuple[Any, ...]) -> Any:
+        if (items and name.value != "OrderedDict") or state:
+            raise ValueError(f"its planner_data fills a {name.of}")
+        self.put(target, items[::2], items[1::2])
+        return target
 
 
 def _storage_meta(record: Any) -> StorageMeta | None:
     """Return the note of the writer about its save, without attributes of unexpected types."""
     if record is None:
         return None
-    noted: Mapping[str, Any] = fields(record, _StorageMeta)
+    noted: Mapping[str, Any] = fields(record, "StorageMeta")
     place = noted.get("checkpoint_id")
     modules = noted.get("modules")
     texts = {name: noted.get(name) for name in ("save_id", "load_id")}
     return StorageMeta(
-        checkpoint_id=_posix_path(place) if type(place) is _Path else place if type(place) is str else None,
+        checkpoint_id=_posix_path(place) if kind_of(place) == "Path" else place if type(place) is str else None,
         modules=list(modules) if type(modules) is list and _are(modules, str) else [],
         **{name: text if type(text) is str else None for name, text in texts.items()},
     )

@@ -41,6 +41,8 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
+_MOST_DIGITS = 611
+"""Digits of the largest integer whose length a pickle gives in one byte."""
 _SMALL = 4096
 """Largest value in bytes that :func:`encode` and :func:`decode` cache."""
 SIZED = frozenset({str, bytes, bytearray, np.ndarray})
@@ -57,21 +59,32 @@ def encode(value: Any, allow_pickle: bool = False, notes: list[str] | None = Non
 
     Raises:
         UnsafeCheckpoint: Only unpickling with code execution could restore the value.
+        ValueError: The value is, or contains, an integer that no load would accept.
     """
-    if is_plain(value):
-        return _encode_plain(value)
     try:
-        data = _dump(_plain(value, notes))
-    except (pickle.PicklingError, AttributeError, TypeError, OverflowError) as error:
+        written = pickle.dumps(value) if (plain := is_plain(value)) else b""
+        if plain and written in _encoded:
+            return _encoded[written]
+        data = _dump(value if plain else _plain(value, notes, {}))
+    except (pickle.PicklingError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot be pickled ({error})") from error
-    if not allow_pickle:
+    is_large = type(value) is int and abs(value) >= 10**_MOST_DIGITS
+    if not allow_pickle and (is_large or type(value) not in PLAIN) and data.startswith(MAGIC):
         is_array = type(value) is np.ndarray and value.ndim and not value.dtype.hasobject
         try:
             _load(_dump(value[:0]) if is_array else data, [])  # its dtype decides, and its elements take long to load
+        except UnsafeCheckpoint as error:
+            raise UnsafeCheckpoint(f"a {type(value).__name__} that no load would accept: {error}") from error
         except Exception as error:
+            if plain:
+                raise ValueError(f"a load takes no integer of more than {_MOST_DIGITS} digits") from error
             raise UnsafeCheckpoint(
                 f"a {type(value).__name__} that can only be restored by executing pickled code"
             ) from error
+    if len(_encoded) >= _MOST_KNOWN:
+        _encoded.clear()
+    if plain and data.startswith(MAGIC):  # a test's mock of torch.save must not fill the cache of later tests
+        _encoded[written] = data
     return data
 
 
@@ -149,50 +162,36 @@ def is_storable(value: Any) -> bool:
 PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def is_plain(value: Any, results: dict[int, bool] | None = None) -> bool:
-    """Return whether a value is a number or text, or a list or tuple of these, so that ``repr`` describes all of it.
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number or text, or a list or tuple of these that is not in itself."""
+    try:
+        return _is_plain(value, {})
+    except RecursionError:
+        return False
 
-    Args:
-        results: Results for lists and tuples, by ``id``. A file can name one list many times, or put it in itself.
-    """
+
+def _is_plain(value: Any, results: dict[int, bool]) -> bool:
+    """Return :func:`is_plain`. ``results`` has those of lists and tuples, by ``id``: a list can be named many times."""
     kind = type(value)
     if kind is not tuple and kind is not list:
         return kind in PLAIN
-    results = {} if results is None else results
     if id(value) not in results:
         results[id(value)] = False  # for a list that contains itself
-        results[id(value)] = all(map(is_plain, value, repeat(results)))
+        results[id(value)] = all(map(_is_plain, value, repeat(results)))
     return results[id(value)]
 
 
-_encoded: dict[str, bytes] = {}
-"""Bytes by ``repr``, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``. The same few values occur for
+_encoded: dict[bytes, bytes] = {}
+"""Bytes by the pickle, which distinguishes ``1`` from ``True`` and ``0.0`` from ``-0.0``. The same few values occur for
 every parameter of an optimizer, and torch takes a tenth of a millisecond for each."""
 _decoded: dict[bytes, Any] = {}
 """Values by the bytes of the item."""
 _MOST_KNOWN = 4096
 
 
-def _encode_plain(value: Any) -> bytes:
-    written = repr(value)
-    data = _encoded.get(written)
-    if data is None:
-        data = _dump(value)
-        if len(_encoded) >= _MOST_KNOWN:
-            _encoded.clear()
-        if data.startswith(MAGIC) and len(data) <= _SMALL:  # tests may replace torch.save by a mock
-            _encoded[written] = data
-    return data
-
-
 def _load(data: bytes, notes: list[str]) -> Any:
-    """Load a value without executing code. Most values need no stand-in: torch's globals restore them."""
-    value, stand_ins = load_bytes(data, VALUE)
-    if not stand_ins:
-        return value
-    from dcp_plugin.format.pickles.rebuild import rebuilt  # few values need it
-
-    return rebuilt(value, notes)
+    """Load a value without executing code."""
+    return load_bytes(data, VALUE, notes)
 
 
 class _Pickling:
@@ -219,17 +218,24 @@ def _dump(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _plain(value: Any, notes: list[str] | None) -> Any:
-    """Return a value with paths of other libraries, and URLs, as text, inside the standard containers too."""
+def _plain(value: Any, notes: list[str] | None, made: dict[int, Any]) -> Any:
+    """Return a value with paths of other libraries, and URLs, as text, inside the standard containers too.
+
+    Args:
+        made: Results for containers, by ``id``: one can be named many times.
+    """
     if isinstance(value, os.PathLike) and not isinstance(value, PurePath):
         if notes is not None:
             notes.append(f"{type(value).__module__}.{type(value).__qualname__} as text")
         return os.fspath(value)
-    if type(value) is dict:
-        return {_plain(key, notes): _plain(item, notes) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(item, notes) for item in value)
-    return public(value)
+    if type(value) not in (dict, list, tuple, set):
+        return public(value)
+    if id(value) not in made:
+        parts = [_plain(part, notes, made) for part in value]
+        if type(value) is dict:
+            parts = list(zip(parts, [_plain(item, notes, made) for item in value.values()], strict=True))
+        made[id(value)] = type(value)(parts)
+    return made[id(value)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,7 +296,7 @@ def decode_tensor(data: bytes | bytearray, target: torch.Tensor = _PLAIN_TENSOR)
         ValueError: Loading it could harm the process.
     """
     try:
-        return load_bytes(data, TENSOR.with_classes(classes_of(target)))[0]
+        return load_bytes(data, TENSOR.with_classes(classes_of(target)))
     except Refused as error:
         raise UnsafeCheckpoint(
             f"stored as an object of {error}, but the target is a {type(target).__name__}. Give the target that "

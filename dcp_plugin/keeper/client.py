@@ -220,6 +220,7 @@ class KeeperClient:
             except OSError as error:
                 if self._closing:
                     raise
+                self.spool.require_folder()
                 has_ended = started is not None and (started.poll() or 0) > 0  # it has not been killed
                 if has_ended or time.monotonic() > deadline:
                     folder = self.spool.folder
@@ -318,7 +319,11 @@ class KeeperClient:
         Returns:
             The directory with the extra files of this rank.
         """
-        self.journal.revoke(token, self.rank)
+        try:
+            self.journal.revoke(token, self.rank)
+        except FileNotFoundError:
+            self.spool.require_folder()
+            raise
         thread = threading.Thread(target=self._void, args=(token, path), name="dcp-revoke", daemon=True)
         thread.start()
         thread.join(self._patience)

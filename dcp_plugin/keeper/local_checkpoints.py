@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
 
 from dcp_plugin.format import json_object
@@ -88,7 +89,7 @@ class Record:
             has_types = has_types and all(type(size) is int for size in record.files.values())
             if with_hash(fields) != data or not has_types:
                 raise TypeError("a field has been changed")
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, JSONDecodeError) as error:
             raise ValueError("its record is damaged") from error
         if not all(is_inside(name) for name in record.files):
             raise ValueError("its record names files that are not below it")

@@ -195,6 +195,14 @@ class Spool:
             if client is not None and client not in needed and not self.is_used_by(client):
                 self.drop(name)
 
+    def require_folder(self) -> None:
+        """Raise NoSharedMemory if the folder is gone, or another one has its name: no keeper finds this rank there."""
+        if self._held is not None and not (self.folder / f"{self.client}{_CLIENT}").exists():
+            raise NoSharedMemory(
+                f"{self.folder} is gone: something has removed it, or files in it, during the training. A new training "
+                f"makes it again"
+            )
+
     def take_away(self) -> bool:
         """Rename the folder, to be deleted; return False if a rank uses it. In the keeper."""
         with exclusive(self.folder.parent):
@@ -272,6 +280,7 @@ class Spool:
         except OSError as error:
             with suppress(OSError):
                 path.unlink()
+            self.require_folder()
             raise NoSharedMemory(
                 f"rank {rank} cannot have {nbytes:,} bytes of shared memory in {self.folder} ({error.strerror}): give "
                 f"/dev/shm more (in a container: --shm-size, or an emptyDir with medium: Memory), or writer='thread'"

@@ -26,6 +26,7 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
@@ -148,15 +149,16 @@ class KeeperWriter:
         attached: Path | None,
     ) -> None:
         copy = HostCopy(self._pipeline, handle, ranks)
-        copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-        later = not copy.complete
-        if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
-            try:
+        try:
+            copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
+            later = not copy.complete
+            if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
                 later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
-            except BaseException:
-                copy.release()
-                raise
-        saves.start(handle, request, copy, attached, ranks, later)
+            saves.start(handle, request, copy, attached, ranks, later)
+        except BaseException:
+            if handle not in self._queue.handles:
+                copy.release()  # no thread will make the copy that training waits for
+            raise
 
     def idle_ranks(self, begins_save: bool = False) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
@@ -306,9 +308,13 @@ class KeptSaves:
         """
 
         if not later:
-            save = self._hand_over(handle, request, copy.finish(), attached, ranks)
-            timed = self._timed(request)
-            self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
+            staged = copy.finish()
+
+            def follow(save: _HandedOver) -> None:
+                timed = self._timed(request)
+                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
+
+            self._hand_over(handle, request, staged, attached, ranks, follow)
             return
         request = self._timed(request)
 
@@ -336,8 +342,12 @@ class KeptSaves:
         staged: Attempt[StagedState],
         attached: Path | None,
         ranks: Ranks,
+        follow: Callable[[_HandedOver], None] | None = None,
     ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
+
+        Args:
+            follow: Starts the thread that follows the save; None if this is that thread.
 
         Raises:
             CheckpointError: On every rank.
@@ -365,14 +375,18 @@ class KeptSaves:
         pool = self._next()
         try:
             self.client.hand_over(request.path, token, job, attached, ranks)
+            save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
+            with interrupts_held():
+                if follow is not None:
+                    follow(save)
+                pool.written = self._last_written = save.written
+                self._count += 1
+                self._newest = token, handle
+                handle.set_handed_over()
         except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
-            pool.memory.free()
+            if follow is None or handle not in self._queue.handles:
+                pool.memory.free()
             raise
-        save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
-        pool.written = self._last_written = save.written
-        self._count += 1
-        self._newest = token, handle
-        handle.set_handed_over()
         return save
 
     def _job(
@@ -445,10 +459,10 @@ class KeptSaves:
         try:
             if (end := self.client.wait(token, "end").end) is not None:
                 return end
-            why = f"the keeper has not published it within {self._config.timeout:.0f} s, and goes on"
+            kept, why = "in memory", f"the keeper has not published it within {self._config.timeout:.0f} s, and goes on"
         except (KeeperLost, NoSharedMemory) as error:
-            why = str(error)
-        kept = "in memory" if local is None else "complete in local_dir"
+            kept, why = "in memory" if isinstance(error, KeeperLost) else "lost", str(error)
+        kept = kept if local is None else "complete in local_dir"
         raise SaveFailed(f"{request.path} is {kept}, and not durable: {why}")
 
     def _meet_when_written(self, save: _HandedOver, request: SaveRequest) -> str:

@@ -453,7 +453,7 @@ def _device(map_location: Any) -> torch.device:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if callable(map_location):
-        storage = map_location(torch.empty(0, device="cpu").untyped_storage(), "cpu")
+        storage = map_location(torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage(), "cpu")
         map_location = None if storage is None else storage.device
     return torch.device(map_location or "cpu")
 

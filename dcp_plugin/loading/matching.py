@@ -26,7 +26,6 @@ from dcp_plugin.paths import Where
 from dcp_plugin.records import LoadReport, Match, OpenCheckpoint
 from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
-from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.tensors._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.types import KeyPath, LocalChunk, ShardedValue, Wanted
 
@@ -308,8 +307,8 @@ class Matching:
     def _judge_class(self, adapter: OptimizerAdapter, name: str, want: Wanted) -> None:
         """Warn if the state is that of another optimizer class. If this optimizer cannot use it, nothing is loaded."""
         recorded = self.summary.optimizers.get(name, "") if self.summary else ""
-        current = class_name(type(adapter.optimizer))
-        if current in recorded.split(", "):  # ranks may have optimizers of different classes under one name
+        current = adapter.classes()
+        if set(current.split(", ")) <= set(recorded.split(", ")):  # of all ranks and of all optimizers of a list
             return
         lacking = adapter.lacks(recorded)
         if not lacking:

@@ -51,7 +51,6 @@ from dcp_plugin.state.adapters import (
     replica_keys,
     shared_keys,
 )
-from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication
 from dcp_plugin.tensors._torch import is_tensor
@@ -138,7 +137,7 @@ class SavePipeline:
         kept = leaves if self.selection is None else self.selection.without_excluded(leaves)
         optimizers = optimizers_in(parts, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
-        classes = {name: class_name(type(adapter.optimizer)) for name, adapter in optimizers.items()}
+        classes = {name: adapter.classes() for name, adapter in optimizers.items()}
         compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
         shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
         details = StateDetails(

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from dcp_plugin import events
 from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors._torch import before_threads_end
 
@@ -340,17 +341,14 @@ class SaveQueue:
         ``copy`` ends with :meth:`SaveHandle.set_staged`. Its result includes its failure, so that ``write`` raises the
         failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
 
-        If this call raises, on Ctrl-C for example, the save is either among :attr:`handles` and continues, or neither
+        If this call raises, the save is either among :attr:`handles` and continues, on Ctrl-C for example; or neither
         function runs.
         """
         before = next(reversed(self._saves), None)
-        decided = threading.Lock()  # the thread or, after an error, start() acquires it: the first decides
         returning = threading.Event()
 
         def run() -> None:
             returning.wait(0.1)  # else the thread takes the GIL while thread.start() waits for it
-            if not decided.acquire(blocking=False):
-                return
             try:
                 staged = copy()
                 if thread.ident is not None:
@@ -369,20 +367,17 @@ class SaveQueue:
 
         thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # wait_at_exit() waits
         _wait_when_the_program_ends()
-        try:
+        with interrupts_held():
             self._saves[handle] = thread
             _unattended.add(self)
             try:
                 thread.start()
-            except RuntimeError:  # the process has as many threads as it may have: the other ranks must not wait for it
+            except Exception:  # the process has as many threads as it may have
+                pass
+            finally:
                 returning.set()
-                run()
-        except BaseException:
-            if decided.acquire(blocking=False):
-                self._saves.pop(handle, None)
-            raise
-        finally:
-            returning.set()
+        if thread.ident is None:  # the other ranks must not wait for this one
+            run()
 
     def wait_for_all_but(self, count: int) -> list[SaveHandle]:
         """Wait for the oldest saves until ``count`` remain; for all saves if one of them failed.

@@ -136,12 +136,11 @@ class CallingThread(Writer):
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
             ranks.agree(f"add files to {path}", add)
-        except Exception as error:
+        except BaseException as error:
             publication.discard()
-            raise_as_failed_save(error, path)
-        except BaseException:  # Ctrl-C
-            publication.discard()
-            raise
+            if isinstance(error, Exception):
+                raise_as_failed_save(error, path)
+            raise  # Ctrl-C
         return publication
 
     def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:

@@ -44,6 +44,7 @@ from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
 from dcp_plugin.state.names import Parts, is_list_of, parameter_names, trained_module
 from dcp_plugin.state.optimizer import (
     OwnLayout,
+    class_name,
     flatten_optimizer,
     flatten_tree,
     flatten_trees,
@@ -496,6 +497,10 @@ class OptimizerAdapter(StateAdapter):
             if not listed.keys() & state.keys():  # a parameter may really have the name "0"
                 return state | listed, unusual | paths
         return state, unusual
+
+    def classes(self) -> str:
+        """Return the name under which a checkpoint records the class; for several optimizers, separated by ", "."""
+        return class_name(type(self.optimizer))
 
     def shards(self) -> dict[str, Box]:
         """Return the parts of sharded parameters (:func:`~dcp_plugin.state.optimizer.shards_of`) after a gather."""

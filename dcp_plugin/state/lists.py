@@ -116,6 +116,9 @@ class OptimizerListAdapter(ListAdapter, OptimizerAdapter):  # type: ignore[misc]
         super().__init__(name, parts, module)
         self.optimizer = parts[0].optimizer
 
+    def classes(self) -> str:
+        return ", ".join(dict.fromkeys(part.classes() for part in self.parts))
+
     def shards(self) -> dict[str, Box]:
         return _merged([part.shards() for part in self.parts])  # type: ignore[no-any-return]
 

@@ -12,7 +12,8 @@ differs; ``CONFORMANCE_EXAMPLES=500`` draws more combinations of the lists than 
 
 The oracle is stock DCP; ``oracle="torch.save"`` or ``"right"`` (the training that was not interrupted) where DCP
 cannot do what is asked. What differs on purpose is declared in the entry, by a constant of ``differences.py``, with its
-reason in ``docs/differences.md``. A corpus is an entry in ``CORPORA`` of ``cases.py``.
+reason in ``docs/differences.md``. A corpus is an entry in ``CORPORA`` of ``cases.py``. The corpus *ranks* has a rule of
+its own, in ``ranks.py``; ``python -m tests.conformance ranks/ --table`` prints its verdicts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def warm_up() -> None:
         "torchmetrics",
         "peft",
         "lightning.pytorch",
+        "lightning.fabric",
+        "accelerate",
         "transformers",
     ):
         launch.preload(module)

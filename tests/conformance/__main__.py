@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="show what is declared, what only ours can do, and what both cannot"
     )
+    parser.add_argument("--table", action="store_true", help="print every case with its verdict")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="show the N cases that take longest")
     arguments = parser.parse_args()
     chosen = [find(name) for name in arguments.names if name.startswith("random/")] or [
@@ -27,6 +28,8 @@ def main() -> None:
     for name, verdict in verdicts(chosen).items():
         kind = verdict.kind
         counts[kind] += 1
+        if arguments.table:
+            print(f"{name:75} {verdict.outcome or kind}")
         if kind in ("different", "invalid") or (kind != "same" and arguments.all):
             print(f"{kind:9} {name}\n{verdict.told(arguments.all)}")
     for seconds, tool, name in sorted(slowest(), reverse=True)[: arguments.slowest]:

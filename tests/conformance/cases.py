@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.conformance import containers, hooks, interchange, per_rank, programs, runs, settings, tensors
+from tests.conformance import containers, hooks, interchange, per_rank, programs, ranks, runs, settings, tensors
 from tests.conformance.differences import CALLED_IN_ONE_ORDER
 from tests.conformance.modules import MODULES, ModuleEntry, Small
 from tests.conformance.moments import MOMENTS, Moment
@@ -15,6 +15,7 @@ from tests.conformance.optimizers import OPTIMIZERS, OptimizerEntry
 from tests.conformance.tools import Tool
 from tests.conformance.trace import Trace
 from tests.conformance.training import WORLD_SIZE, resume
+from tests.conformance.verdict import Seen, Verdict
 
 UserCode = Callable[[Tool, Trace], None]
 
@@ -28,6 +29,10 @@ class Case:
     oracle: str = "stock"
     differs: Mapping[str, str] = field(default_factory=dict)
     must_work: bool = False
+    of_stock: str = ""
+    """The case that stock runs in its place, by name."""
+    judge: Callable[[Seen, Seen], Verdict] | None = None
+    """The rule of a corpus of its own."""
 
 
 def _cases(
@@ -51,6 +56,8 @@ def _cases(
             entry.oracle,
             entry.differs_in(variant),
             must_work and entry.must_work,
+            f"{corpus}/{entry.of_stock(variant)}-{name}",
+            getattr(entry, "judge", None),
         )
         for name, entry in entries.items()
         for variant in entry.variants
@@ -81,6 +88,7 @@ CORPORA: dict[str, dict[str, Case]] = {
     "interchange": _cases("interchange", interchange.ENTRIES, interchange.run, must_work=False),
     "containers": _cases("containers", containers.CONTAINERS, containers.run),
     "per_rank": _cases("per_rank", per_rank.ENTRIES, per_rank.run),
+    "ranks": _cases("ranks", ranks.ENTRIES, ranks.run),
     "settings": _cases("settings", settings.ENTRIES, settings.run),
 }
 

@@ -25,3 +25,7 @@ class Entry:
 
     def differs_in(self, variant: str) -> Mapping[str, str]:
         return self.differs
+
+    def of_stock(self, variant: str) -> str:
+        """Return the variant of which the oracle is asked."""
+        return variant

@@ -22,7 +22,7 @@ from tests.conformance.differences import (
     Differs,
 )
 from tests.conformance.entries import Entry
-from tests.conformance.runs import _quiet
+from tests.conformance.runs import quiet
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
 
@@ -216,7 +216,7 @@ def run(entry: HookEntry, variant: str, tool: Tool, trace: Trace) -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning.stock_training import fit
 
-    _quiet()
+    quiet()
     model_class, counter_class = _classes()
     kind: Any = type("Hooked", (model_class,), {"entry": entry})
     layout, path = LAYOUTS[variant], tool.folder / "first.ckpt"

@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests import launch
 from tests.conformance.cases import Case, find
 from tests.conformance.tools import TOOLS
 from tests.conformance.trace import Raised, Trace, tracing
-from tests.conformance.verdict import Verdict, judge
+from tests.conformance.verdict import Seen, Verdict, judge
 
 _NOT_MET = "the ranks of this case did not meet"
 SECONDS_PER_WAIT = 15
@@ -36,18 +36,19 @@ def verdicts(cases: Iterable[Case]) -> dict[str, Verdict]:
     for case in cases:
         batches["ours", case.world_size].append(case.name)
         if case.oracle in TOOLS:
-            batches[case.oracle, case.world_size].append(case.name)
-    seen = {batch: run_cases(tuple(names), *batch) for batch, names in batches.items()}
-    return {
-        case.name: judge(
-            seen["ours", case.world_size][case.name],
-            seen[case.oracle if case.oracle in TOOLS else "ours", case.world_size][case.name],
-            case.oracle,
-            case.differs,
-            case.must_work,
-        )
-        for case in cases
-    }
+            batches[case.oracle, case.world_size].append(case.of_stock or case.name)
+    seen = {batch: run_cases(tuple(dict.fromkeys(names)), *batch) for batch, names in batches.items()}
+    return {case.name: _judged(case, seen) for case in cases}
+
+
+def _judged(case: Case, seen: Mapping[tuple[str, int], Mapping[str, Seen]]) -> Verdict:
+    ours = seen["ours", case.world_size][case.name]
+    if case.oracle not in TOOLS:
+        return judge(ours, ours, case.oracle, case.differs, case.must_work)
+    stock = seen[case.oracle, case.world_size][case.of_stock or case.name]
+    if case.judge is not None:
+        return case.judge(ours, stock)
+    return judge(ours, stock, case.oracle, case.differs, case.must_work)
 
 
 @functools.cache

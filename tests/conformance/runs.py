@@ -44,7 +44,7 @@ def run(entry: RunEntry, variant: str, tool: Tool, trace: Trace) -> None:
     entry.code(tool, trace)
 
 
-def _forget_process() -> None:
+def forget_process() -> None:
     """Forget what Accelerate keeps of a process: the user's next process begins without."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -70,7 +70,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 # Lightning
 
 
-def _quiet() -> None:
+def quiet() -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "dcp_plugin"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -187,7 +187,7 @@ def _fit(
     watch: Any = None,
 ) -> None:
     """Train, and train again from what that has left: with the same callbacks, and one that sees everything."""
-    _quiet()
+    quiet()
     folder, model = tool.folder / "checkpoints", functools.partial(_module(), optimizer)
     given, watch = callbacks(folder), watch or _watch()()
     with trace.during("save"):
@@ -332,7 +332,7 @@ class _Script:
         from accelerate import Accelerator
         from accelerate.utils import ProjectConfiguration
 
-        _forget_process()
+        forget_process()
         options = {"automatic_checkpoint_naming": True, **(project or {})}
         configuration = ProjectConfiguration(str(tool.folder / "project"), **options)
         self.accelerator = Accelerator(cpu=True, project_config=configuration, gradient_accumulation_steps=2)
@@ -385,7 +385,7 @@ def _accelerate(
     skip: int = 0,
     **start: Any,
 ) -> None:
-    _quiet()
+    quiet()
     script = _Script(tool, **start)
     script.train(trace, "before", epochs=2)
     trace.before(*script.objects)
@@ -472,7 +472,7 @@ def _fabric(
     """
     from lightning.fabric import Fabric
 
-    _quiet()
+    quiet()
 
     def start(seed: int) -> tuple[Any, Any, Any]:
         fabric = Fabric(accelerator="cpu", devices=1)
@@ -536,7 +536,7 @@ def _transformers(
 
     from dcp_plugin.transformers import DCPTrainerMixin
 
-    _quiet()
+    quiet()
     transformers.utils.logging.set_verbosity_error()
 
     class Watch(transformers.TrainerCallback):  # type: ignore[misc]
@@ -572,7 +572,7 @@ def _transformers(
             return {"loss": (out - labels).square().mean(), "logits": out}
 
     def go(seed: int, options: Mapping[str, Any]) -> Any:
-        _forget_process()
+        forget_process()
         options = dict(options)
         resume = options.pop("resume", None)
         defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 3, "logging_steps": 2}

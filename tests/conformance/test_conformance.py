@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tests.conformance.cases import CORPORA, Case, all_cases, combinable, find
 from tests.conformance.differences import titles
 from tests.conformance.launching import verdicts
+from tests.conformance.ranks import still_wrong
 from tests.conformance.verdict import Verdict
 from tests.sampling import is_sampled
 
 ONE_OF = {
     "modules": 24, "optimizers": 24, "tensors": 24, "interchange": 24,
-    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16,
+    "programs": 6, "runs": 8, "hooks": 12, "moments": 10, "containers": 4, "settings": 16, "ranks": 48,
 }  # fmt: skip
 """Sizes of samples. Of the cases that declare no difference, ``make test`` runs one of so many, ``make test-long`` the
 rest. Cases of the other corpora always run."""
@@ -96,6 +97,13 @@ def test_containers(case: Case) -> None:
 @pytest.mark.parametrize("case", _parameters("per_rank"))
 def test_per_rank(case: Case) -> None:
     _check(case, "per_rank")
+
+
+@pytest.mark.parametrize("case", _parameters("ranks"))
+def test_ranks(case: Case, request: pytest.FixtureRequest) -> None:
+    if reason := still_wrong(case.name):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    _check(case, "ranks")
 
 
 @pytest.mark.parametrize("case", _parameters("settings"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,7 @@ class Tool:
     def do(self, phase: str, action: Any, state: State, name: str = "checkpoint") -> None:
         """Save or load by any function of a state and a path."""
         random = torch.get_rng_state()
-        with self.trace.during(phase), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with self.trace.during(phase), _warnings_noted(self.trace):
             try:
                 action(state, self.folder / name)
             except BaseException as error:
@@ -57,6 +57,18 @@ class Tool:
 
     def _load(self, state: State, path: Path) -> None:
         raise NotImplementedError
+
+
+@contextmanager
+def _warnings_noted(trace: Trace) -> Iterator[None]:
+    """Show no warning, and keep those of this package."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            ours = [each for each in caught if {"dcp_plugin", "conformance"} & {*Path(each.filename).parts}]
+            trace.said += [str(each.message) for each in ours]
 
 
 class Ours(Tool):

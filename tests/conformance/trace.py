@@ -61,6 +61,8 @@ class Trace:
     right: dict[str, Words] = field(default_factory=dict)
     """What would be right, as far as that is known without another tool."""
     done: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """Warnings, lines of the log and errors of this package during saves and loads."""
     seconds: float = 0.0
 
     @contextmanager

@@ -25,6 +25,8 @@ class Verdict:
     """The case itself is wrong: its code does not run."""
     declared: dict[str, str] = field(default_factory=dict)
     """What the case declares, of what differs."""
+    outcome: str = ""
+    """How it ended, where a corpus has a rule of its own."""
     both_fail: str = ""
     """It works with neither, and the exceptions are alike."""
 

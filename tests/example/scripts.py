@@ -37,6 +37,7 @@ def run(script: str, strategy: str, run_dir: Path, *settings: str) -> str:
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", GROUP_WORLD_SIZE="1")
     cfg = compose(f"run_dir={run_dir}", f"strategy={strategy}", *TINY, *settings)
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", "parameters or optimizer state that should be equal")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(script).main.__wrapped__(cfg)
     return printed.getvalue()

@@ -110,9 +110,29 @@ def _huge(rng: random.Random) -> bytes:
     )  # fmt: skip
 
 
+def _endless(rng: random.Random) -> bytes:
+    """Containers of which each has another one twice, filled from the inside out or from the outside in; an array of
+    elements without bytes."""
+    levels = rng.choice([3, 12, 20, 60])
+    put, get = ([code + (9_000 + n).to_bytes(4, "little") for n in range(levels + 1)] for code in (b"r", b"j"))
+    start, end = rng.choice(
+        [(b"(", b"t"), (b"](", b"e"), (b"}(K\0", b"K\1Nu"), (b"cbuiltins\nfrozenset\n](", b"e\x85R")]
+    )
+    inside = b")" + put[0] + b"".join(b"0" + start + get[n] * 2 + end + put[n + 1] for n in range(levels))
+    outside = b"".join(b"]" + one + b"0" for one in put)
+    outside += b"".join(get[n] + b"(" + get[n + 1] * 2 + b"e0" for n in range(levels)) + get[0]
+    dtype = b"cnumpy\ndtype\n(X\2\0\0\0V0\x89\x88tR(K\3X\1\0\0\0|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+    empty = b"c_codecs\nencode\nX\0\0\0\0X\6\0\0\0latin1\x86R"
+    array = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\0\x85" + empty + b"tR"
+    array += (
+        b"(K\1\x8a\6" + rng.choice([b"\5", b"\0\0\0\0\0\1"]).ljust(6, b"\0") + b"\x85" + dtype + b"\x89" + empty + b"tb"
+    )
+    return rng.choice([inside, outside, array])
+
+
 def _attack(rng: random.Random) -> bytes:
     """Something complete that leaves one object."""
-    text, name, number, nested = _text(rng), _name(rng), _number(rng), _nested(rng)
+    text, name, number, nested = _text(rng), _name(rng), _number(rng), rng.choice([_nested, _endless])(rng)
     many = rng.choice([1_000, 20_000])
     return rng.choice(
         [
@@ -139,7 +159,7 @@ def hostile_pickle(rng: random.Random, honest: bytes) -> bytes:
             case 1:
                 tokens[at] = _attack(rng)
             case 2:
-                tokens.insert(at, rng.choice([_huge, _name, _text, _number, _nested])(rng))
+                tokens.insert(at, rng.choice([_huge, _name, _text, _number, _nested, _endless])(rng))
             case 3:
                 del tokens[at]
             case 4:
@@ -334,6 +354,14 @@ def _load(path: Path) -> None:
     dcp.load(state, path, dcp.PartialLoad(missing="ignore"), strict=False)
 
 
+def _again(path: Path) -> None:
+    """What is read can be saved, and compared."""
+    with tempfile.TemporaryDirectory() as made:
+        dcp.save(dcp.read(path), Path(made, "ck"))
+        dcp.read(Path(made, "ck"))
+        dcp.diff(path, Path(made, "ck"))
+
+
 WAYS: dict[str, Callable[[Path], Any]] = {
     "latest": lambda path: dcp.latest(path.parent),
     "list": lambda path: dcp.list_checkpoints(path.parent),
@@ -341,6 +369,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "inspect": dcp.inspect,
     "verify": dcp.verify,
     "load": _load,
+    "again": _again,
 }
 _NEVER_RAISE = ("latest", "list")
 """Except that ``latest`` refuses to pass over the checkpoint of a newer version: a start would replace it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -46,6 +47,7 @@ from dcp_plugin.keeper.spool import SLAB, Spool
 from dcp_plugin.keeper.wire import Channel
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, as_path, options_of, resolved
+from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.storage import writer
 from dcp_plugin.storage.writer import Publication
 from tests import launch, programs
@@ -366,6 +368,54 @@ def test_a_stopped_keeper_makes_close_name_the_save_that_is_not_durable(tmp_path
         with pytest.raises(SaveFailed, match=r"step-1 is complete in local_dir, and not durable: the keeper of rank 0"):
             checkpointer.close()
         assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/step-1"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in place of ``/dev/shm``, which a test may remove."""
+    memory = Path(tempfile.mkdtemp(dir=spool._MEMORY))
+    monkeypatch.setattr(spool, "_MEMORY", memory)
+    yield memory
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def test_removed_shared_memory_is_named_and_the_next_save_is_made_without_a_keeper(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = dcp.Checkpointer(async_save=True, writer="process", timeout=HANG)
+    checkpointer.save({"n": 0}, tmp_path / "run/step-0").wait()
+    keeper = _keeper_of(tmp_path / "run", None)
+    os.kill(keeper, signal.SIGSTOP)
+    handle = checkpointer.save({"weights": torch.ones(1000)}, tmp_path / "run/step-1")
+    shutil.rmtree(spool.base_directory())
+    os.kill(keeper, signal.SIGKILL)
+    with pytest.raises(dcp.CheckpointError, match=rf"{memory}/.* is gone"):
+        handle.wait(keeper_client._START_SECONDS / 2)
+    checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-2").wait(HANG)
+    checkpointer.close()
+    assert torch.equal(_weights(tmp_path / "run/step-2"), torch.arange(1000.0))
+    assert re.search(rf"step-2 is saved without a keeper: {memory}/.* is gone", caplog.text)
+
+
+def test_ctrl_c_after_the_hand_over_is_raised_when_the_save_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save waits for the end of this one, and nothing else would say that it has ended."""
+    set_handed_over = SaveHandle.set_handed_over
+
+    def interrupted(handle: SaveHandle) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        set_handed_over(handle)
+
+    monkeypatch.setattr(SaveHandle, "set_handed_over", interrupted)
+    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-1")
+    checkpointer.save({"weights": torch.zeros(1000)}, tmp_path / "run/step-2").wait(HANG)
+    checkpointer.close()
+    assert torch.equal(_weights(tmp_path / "run/step-1"), torch.arange(1000.0))
+    assert torch.equal(_weights(tmp_path / "run/step-2"), torch.zeros(1000))
 
 
 def test_fewer_copies_than_asked_for_are_a_warning_and_a_field_of_events(

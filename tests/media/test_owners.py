@@ -278,7 +278,6 @@ ELSEWHERE = {
     },
     "paths that the user has named": {
         *("media/disk/commit.py remove", "media/disk/commit.py note", "media/disk/commit.py write"),
-        "transformers/_transformers.py write_model_files",
     },
     "the class itself": {f"media/disk/posix.py {name}" for name in ("rename", "take", "give", "delete", "remove")},
 }

@@ -63,6 +63,7 @@ def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
     else:
         ran = subprocess.run([name, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG)
     assert ran.returncode in (0, -signal.SIGKILL), f"$ {command}\n{ran.stdout}{ran.stderr[-3000:]}"
+    assert "should be equal on several ranks" not in (ran.stderr or ""), ran.stderr
     return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
 
 

@@ -75,7 +75,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(package: str, script: 
     assert code == -signal.SIGKILL, errors
     code, said, errors = run("-c", COUNTING, example, "stopped", cwd=tmp_path)
     assert code == 0, errors
-    assert "made 6 steps" in said
+    fills = script == "torchtitan_storage"  # torchtitan makes a step to have a state to load into
+    assert f"made {6 + fills} steps" in said
 
     ends = [dcp_plugin.latest(tmp_path / name) for name in ("straight", "stopped")]
     assert [end and end.name.rpartition("-")[2] for end in ends] == ["10", "10"]

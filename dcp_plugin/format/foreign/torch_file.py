@@ -38,7 +38,6 @@ LIGHTNING = "pytorch-lightning_version"
 """Key that all of Lightning's checkpoints have."""
 _EXTRA_STATE = "_extra_state"
 _DEPTH = 3
-_MOST_VISITS = 3_000_000
 
 Tree = Mapping[Any, Any]
 
@@ -107,13 +106,12 @@ def read_file(files: Files, name: str) -> Contents:
             raise CheckpointMismatch(
                 f"{archive.label} holds a {held}, not a state dict or a dictionary that contains a state dict"
             )
-        visits = _Visits()
-        optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree, visits))
+        optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree))
         named = _modules(archive, tree, refusal, bool(optimizers))
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
         contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
-        leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in visits.of(state)]
-        other_leaves = _other_leaves(tree, {id(state) for state in named.values()}, visits)
+        leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in state.items()]
+        other_leaves = _other_leaves(tree, {id(state) for state in named.values()})
         leaves += [(key, leaf) for key, leaf in other_leaves if key.partition(".")[0] not in named]
         contents.kinds = {**dict.fromkeys(named, "module"), **dict.fromkeys(optimizers, "optimizer")}
         for optimizer in optimizers.values():
@@ -132,28 +130,26 @@ def read_file(files: Files, name: str) -> Contents:
     return contents
 
 
-def _optimizers(
-    node: Tree, visits: _Visits, path: tuple[str, ...] = ()
-) -> Iterator[tuple[str, dict[tuple[str | int, ...], Any]]]:
+def _optimizers(node: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[tuple[str | int, ...], Any]]]:
     """Yield the name of each optimizer, and its leaves by their paths."""
     if path and _is_optimizer(node):
-        leaves = dict(_leaves_of_optimizer(node, visits, path))
+        leaves = dict(_leaves_of_optimizer(node, path))
         plain = (_is_plain(x) if isinstance(x, torch.Tensor) else values.is_plain(x) for x in leaves.values())
         if len(node) == 2 and all(plain):
             yield ".".join(path), leaves
         return
-    for key, value in visits.of(node):
+    for key, value in node.items():
         if isinstance(key, str) and isinstance(value, Mapping) and len(path) < _DEPTH:
-            yield from _optimizers(value, visits, (*path, key))
+            yield from _optimizers(value, (*path, key))
 
 
-def _leaves_of_optimizer(node: Tree, visits: _Visits, path: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+def _leaves_of_optimizer(node: Tree, path: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
     state, groups = node["state"], node["param_groups"]
-    for number, slots in visits.of(state) if isinstance(state, Mapping) else ():
-        for slot, leaf in visits.of(slots) if isinstance(slots, Mapping) else ():
+    for number, slots in state.items() if isinstance(state, Mapping) else ():
+        for slot, leaf in slots.items() if isinstance(slots, Mapping) else ():
             yield (*path, "state", str(number), str(slot)), leaf
     for number, group in enumerate(groups) if isinstance(groups, list) else ():
-        for field, leaf in visits.of(group) if isinstance(group, Mapping) else ():
+        for field, leaf in group.items() if isinstance(group, Mapping) else ():
             yield (*path, "param_groups", number, str(field)), leaf
 
 
@@ -177,7 +173,7 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
 
     A state dict has only tensors (and extra state). The only one, or the one with a usual name, is ``model``.
     """
-    by_path = dict(_state_dicts((), tree, _DEPTH, _Visits()))
+    by_path = dict(_state_dicts((), tree, _DEPTH))
     if not by_path and any(isinstance(value, torch.Tensor) for value in tree.values()):
         by_path = {(): tree}
     usual = [path for name in _MODEL_NAMES for path in by_path if path and path[-1] == name]
@@ -196,49 +192,31 @@ def _is_certain(tree: Tree, model: Tree | None) -> bool:
     )
 
 
-class _Visits:
-    """Counter of visited entries. A dictionary in a file may be in many others, and these in many more."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_VISITS
-
-    def of(self, node: Tree) -> Iterator[tuple[Any, Any]]:
-        self._left -= len(node)
-        if self._left < 0:
-            raise CheckpointCorrupt("it names the same tensors or values too often")
-        return iter(node.items())
-
-
-def _state_dicts(
-    path: tuple[str, ...], node: Tree, depth: int, visits: _Visits
-) -> Iterator[tuple[tuple[str, ...], Tree]]:
-    items = visits.of(node)
+def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
     if not all(isinstance(key, str) for key in node) or _is_optimizer(node):
         return
     leaves = {key: value for key, value in node.items() if not key.endswith(_EXTRA_STATE)}
     if leaves and all(isinstance(value, torch.Tensor) for value in leaves.values()):
         yield path, node
         return
-    for key, value in items:
+    for key, value in node.items():
         if isinstance(value, Mapping) and depth:
-            yield from _state_dicts((*path, key), value, depth - 1, visits)
+            yield from _state_dicts((*path, key), value, depth - 1)
 
 
 def _is_optimizer(node: Tree) -> bool:
     return "param_groups" in node and "state" in node
 
 
-def _other_leaves(
-    node: Tree, taken: set[int], visits: _Visits, prefix: str = "", depth: int = _DEPTH
-) -> Iterator[tuple[str, Any]]:
+def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values outside the state dicts."""
     if id(node) in taken or _is_optimizer(node) or not depth:
         return
-    for key, value in visits.of(node):
+    for key, value in node.items():
         if not isinstance(key, str):
             continue
         if isinstance(value, Mapping):
-            yield from _other_leaves(value, taken, visits, f"{prefix}{key}.", depth - 1)
+            yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
         elif isinstance(value, (torch.Tensor, StandIn)) or values.is_plain(value):
             yield prefix + key, value
 
@@ -296,6 +274,8 @@ def _structure(
         return tree, _refusal(archive, names[0]) if names else None
     except Refused as error:
         raise _refusal(archive, error) from None
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{archive.label}: {error}") from None
     except Exception as error:
         raise _why_no_structure(archive, error) from error
 

@@ -1,7 +1,8 @@
 """Pickles from files that anyone may have written: no global of theirs is imported, and no code of theirs runs.
 
-One class unpickles, :class:`~dcp_plugin.format.pickles.unpickler.Unpickler`. Each use of it lists the globals that it
-accepts and refuses any other by name. All opcodes are checked before the unpickler starts: those of ``torch.save`` by
-:mod:`~dcp_plugin.format.pickles.follow`, those of ``.metadata`` by :mod:`~dcp_plugin.format.pickles.records`. The zip
-around the former is checked by :mod:`~dcp_plugin.format.pickles.archive`.
+:mod:`~dcp_plugin.format.pickles.nodes` unpickles: it makes inert nodes, and calls and hashes nothing. What these become
+depends on the use. :mod:`~dcp_plugin.format.pickles.records` reads the nodes of a ``.metadata``.
+:mod:`~dcp_plugin.format.pickles.unpickler` makes tensors and values of those of ``torch.save``, in one walk within a
+budget (:mod:`~dcp_plugin.format.pickles.walk`); each use lists the globals that it accepts, and refuses any other by
+name. The zip around the latter is checked by :mod:`~dcp_plugin.format.pickles.archive`.
 """

@@ -10,8 +10,6 @@ import struct
 import zipfile
 from typing import BinaryIO
 
-from dcp_plugin.format.pickles.follow import MOST_PICKLE
-
 
 def check(file: BinaryIO, size: int) -> None:
     """Check the zip of a ``torch.save`` file: no record is compressed, and no two records share bytes.
@@ -40,8 +38,8 @@ def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
     if sum(m.file_size for m in members) > size or min((m.header_offset for m in members), default=1):
         raise ValueError("its records are larger than the file, or the first record is not at byte 0")
     pickles = [member for member in members if member.filename.endswith("/data.pkl")]
-    if len(pickles) != 1 or pickles[0].file_size > MOST_PICKLE:
-        raise ValueError(f"it needs exactly one data.pkl of at most {MOST_PICKLE} bytes")
+    if len(pickles) != 1:
+        raise ValueError("it needs exactly one data.pkl")
     return pickles[0]
 
 

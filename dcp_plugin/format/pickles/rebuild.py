@@ -1,7 +1,7 @@
 """Rebuilding of objects that only executing code would restore, from their pickles and without execution.
 
-While a value is unpickled, a :class:`~dcp_plugin.format.pickles.unpickler.Described` takes the place of each such
-object. :func:`rebuilt` makes the objects afterwards, so that the unpickler neither hashes nor fills them:
+While a value is walked (:mod:`~dcp_plugin.format.pickles.walk`), :func:`rebuilt` makes each such object from its
+arguments and its state, which are values by then:
 
 - an object of the classes in ``_MAKERS`` is made from arguments that are checked here;
 - an enum, a named tuple or a dataclass of the user whose class is already imported: a member is looked up, and the
@@ -20,113 +20,92 @@ import decimal
 import enum
 import io
 import math
-import operator
 import pathlib
 import re
 import sys
 import types
 import uuid
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dcp_plugin.format.pickles.unpickler import Described, Refused
+from dcp_plugin.format.pickles.unpickler import Refused, Unpickler, fill, require_kinds
+from dcp_plugin.format.pickles.walk import FEW
 from dcp_plugin.format.values import FACTORIES
 
 
-def rebuilt(value: Any, notes: list[str]) -> Any:
-    """Return the value with its objects.
+def factory(of: str) -> type:
+    """Return the class with a name, which is the factory of a defaultdict. Raises Refused for another global."""
+    if of not in FACTORIES:
+        raise Refused(of)
+    return FACTORIES[of]
+
+
+def instance(of: str, args: tuple[Any, ...]) -> Any:
+    """Return an object without attributes of a dataclass, whose state may refer to it; None for any other class."""
+    cls = None if _today(of) in _MAKERS or args else _imported(of)
+    return object.__new__(cls) if cls is not None and _is_plain_dataclass(cls) else None
+
+
+def rebuilt(walk: Unpickler, of: str, target: Any, args: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
+    """Return an object.
 
     Args:
-        notes: List to which a line is added for each object that became a plain value.
+        of: Name of its class, or of the function that makes it.
+        target: Result of :func:`instance`.
+        state: Its state, if it has any.
 
     Raises:
         Exception: :class:`Refused`, or any error that hostile arguments cause in the checks.
     """
-    return _Rebuilding(notes).of(value)
+    name = _today(of)
+    if name in _MAKERS:
+        (maker, *kinds), given = _MAKERS[name], (*args, *state)
+        require_kinds(of, given, kinds)
+        if name == "builtins.frozenset":
+            walk.check_hashes(*args)
+        walk.spend(*state or ((),))
+        return maker(*given)
+    cls = _imported(name)
+    if cls is None:
+        if state and (args or not isinstance(state[0], dict)):
+            raise Refused(f"{of}, which is not imported")
+        walk.notes.append(f"{of} is not imported")
+        content: tuple[Any, ...] = state or args
+        return content[0] if len(content) == 1 else content
+    if not _inherits(cls, "__hash__", "__eq__"):
+        walk.never_hashed.add(cls)
+    if target is not None:
+        fill(target, *state or (None,))
+        return target
+    if issubclass(cls, enum.Enum) and len(args) == 1 and not state:
+        return _member(cls, args[0], walk.notes)
+    fields = next((vars(base)["_fields"] for base in cls.__mro__ if "_fields" in vars(base)), None)
+    if not issubclass(cls, tuple) or not isinstance(fields, tuple) or state:
+        raise Refused(of)
+    if len(fields) == len(args):
+        return tuple.__new__(cls, args)
+    walk.notes.append(f"{of} has {len(fields)} fields now, and had {len(args)}")
+    return args
 
 
-class _Rebuilding:
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
-        self._made: dict[int, Any] = {}
-        self._entered: set[int] = set()
+def _today(of: str) -> str:
+    """Return the name of today for a class that Python or numpy has moved."""
+    return of.replace("pathlib._local.", "pathlib.").replace("numpy.core.", "numpy._core.")
 
-    def of(self, value: Any, hashed: bool = False) -> Any:
-        """Return the rebuilt value. ``hashed``: it is in a set or in a key, so that methods of its class would run."""
-        kind = type(value)
-        if isinstance(value, Described):
-            return self._object(value, hashed)
-        if isinstance(value, type) and issubclass(value, Described):  # a defaultdict's factory is a class as a value
-            if value.of not in FACTORIES:
-                raise Refused(value.of)
-            return FACTORIES[value.of]
-        if kind in (tuple, set):
-            made = [self.of(child, hashed or kind is set) for child in value]
-            return value if all(map(operator.is_, made, value)) else kind(made)
-        if kind in (list, dict, collections.OrderedDict, collections.Counter) and id(value) not in self._entered:
-            self._entered.add(id(value))
-            if kind is list:
-                value[:] = [self.of(child) for child in value]
-            else:
-                items = [(self.of(key, hashed=True), self.of(child)) for key, child in value.items()]
-                value.clear()
-                for key, child in items:
-                    value[key] = child
-        return value
 
-    def _object(self, described: Described, hashed: bool) -> Any:
-        name = described.of.replace("pathlib._local.", "pathlib.").replace("numpy.core.", "numpy._core.")
-        if name in _MAKERS:
-            if id(described) not in self._made:
-                args, state = self.of(described.args, name == "builtins.frozenset"), self.of(described.state)
-                self._made[id(described)] = _MAKERS[name](args, state)
-            return self._made[id(described)]
-        cls = _imported(name)
-        if cls is None:
-            return self._plain(described)
-        if hashed and not _inherits(cls, "__hash__", "__eq__"):
-            raise Refused(f"{name} as a key or in a set")
-        if id(described) not in self._made:
-            self._made[id(described)] = self._of_user(cls, described)
-        return self._made[id(described)]
-
-    def _of_user(self, cls: type, described: Described) -> Any:
-        args = self.of(described.args)
-        if issubclass(cls, enum.Enum) and len(args) == 1 and described.state is None:
-            return self._member(cls, args[0])
-        fields = next((vars(base)["_fields"] for base in cls.__mro__ if "_fields" in vars(base)), None)
-        if issubclass(cls, tuple) and isinstance(fields, tuple) and described.state is None:
-            if len(fields) == len(args):
-                return tuple.__new__(cls, args)
-            self._notes.append(f"{described.of} has {len(fields)} fields now, and had {len(args)}")
-            return args
-        if _is_plain_dataclass(cls) and not args:
-            rebuilt_object: Any = object.__new__(cls)
-            self._made[id(described)] = rebuilt_object  # its state may refer to the object itself
-            _fill(rebuilt_object, self.of(described.state))
-            return rebuilt_object
-        raise Refused(described.of)
-
-    def _member(self, cls: type[enum.Enum], value: Any) -> Any:
-        """Return the member with a value, without calling the class, which would run its ``_missing_``."""
-        for member in enum.EnumMeta.__members__.fget(cls).values():  # type: ignore[attr-defined]
-            own = object.__getattribute__(member, "_value_")
-            if type(own) is type(value) and _inherits(type(value), "__eq__") and own == value:
-                return member
-        combines = issubclass(cls, enum.Flag) and type(cls) is enum.EnumMeta and type(value) is int
-        if combines and cls._missing_.__func__ is enum.Flag._missing_.__func__:  # type: ignore[attr-defined]
-            return cls(value)
-        self._notes.append(f"{cls.__module__}.{cls.__qualname__} has no member {value!r}")
-        return value
-
-    def _plain(self, described: Described) -> Any:
-        args, state = self.of(described.args), self.of(described.state)
-        if state is not None and (args or not isinstance(state, dict)):
-            raise Refused(f"{described.of}, which is not imported")
-        self._notes.append(f"{described.of} is not imported")
-        return state if state is not None else args[0] if len(args) == 1 else args
+def _member(cls: type[enum.Enum], value: Any, notes: list[str]) -> Any:
+    """Return the member with a value, without calling the class, which would run its ``_missing_``."""
+    for member in enum.EnumMeta.__members__.fget(cls).values():  # type: ignore[attr-defined]
+        own = object.__getattribute__(member, "_value_")
+        if type(own) is type(value) and _inherits(type(value), "__eq__") and own == value:
+            return member
+    combines = issubclass(cls, enum.Flag) and type(cls) is enum.EnumMeta and type(value) is int
+    if combines and cls._missing_.__func__ is enum.Flag._missing_.__func__:  # type: ignore[attr-defined]
+        return cls(value)
+    notes.append(f"{cls.__module__}.{cls.__qualname__} has no member {value!r}")
+    return value
 
 
 def _imported(name: str) -> type | None:
@@ -164,53 +143,24 @@ def _is_plain_dataclass(cls: type) -> bool:
     return _inherits(cls, "__new__", "__reduce__", "__reduce_ex__", "__getattribute__")
 
 
-def _fill(instance: Any, state: Any) -> None:
-    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    if attributes:
-        vars(instance).update({str(name): value for name, value in attributes.items()})
-    for name, value in (slots or {}).items():
-        descriptor = next((vars(base)[name] for base in type(instance).__mro__ if name in vars(base)), None)
-        if not isinstance(descriptor, types.MemberDescriptorType):
-            raise Refused(f"{type(instance).__qualname__}.{name}")
-        descriptor.__set__(instance, value)
-
-
 # Makers of the objects of known classes, from the arguments and the state of their pickles
 
 
-def _called(function: Callable[..., Any], *kinds: type | tuple[type, ...]) -> Callable[[Any, Any], Any]:
-    """Return a maker that calls a function of Python with arguments of these types; trailing ones may be absent."""
-
-    def make(args: tuple[Any, ...], state: Any) -> Any:
-        if state is not None or len(args) > len(kinds) or not all(map(isinstance, args, kinds)):
-            raise Refused(getattr(function, "__name__", repr(function)))
-        return function(*args)
-
-    return make
+def _namespace(cls: type, state: Any = None) -> Any:
+    namespace = cls()
+    fill(namespace, state)
+    return namespace
 
 
-def _namespace(cls: type) -> Callable[[Any, Any], Any]:
-    def make(args: tuple[Any, ...], state: Any) -> Any:
-        namespace = cls()
-        _fill(namespace, state)
-        return namespace
-
-    return make
-
-
-def _path(name: str) -> Callable[[Any, Any], Any]:
-    def make(args: tuple[Any, ...], state: Any) -> Any:
-        if not all(isinstance(part, str) for part in args):
-            raise Refused(name)
-        try:
-            return getattr(pathlib, name)(*args)
-        except NotImplementedError:  # a path of the other platform
-            return getattr(pathlib, f"Pure{name}")(*args)
-
-    return make
+def _path(name: str, *args: str) -> pathlib.PurePath:
+    try:
+        made: pathlib.PurePath = getattr(pathlib, name)(*args)
+    except NotImplementedError:  # a path of the other platform
+        made = getattr(pathlib, f"Pure{name}")(*args)
+    return made
 
 
-def _bytes_io(args: tuple[Any, ...], state: Any) -> io.BytesIO:
+def _bytes_io(state: tuple[Any, ...]) -> io.BytesIO:
     content, position, attributes = state
     buffer = io.BytesIO(content)
     buffer.seek(position)
@@ -218,14 +168,9 @@ def _bytes_io(args: tuple[Any, ...], state: Any) -> io.BytesIO:
     return buffer
 
 
-def _uuid(args: tuple[Any, ...], state: Any) -> uuid.UUID:
-    return uuid.UUID(int=state["int"])
-
-
-def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+def _dtype(spec: str, align: object, copy: object, state: tuple[Any, ...]) -> np.dtype[Any]:
     """Return a dtype without numpy's ``__setstate__``, which takes raw bytes for object pointers if the state says
     so."""
-    spec: str = args[0]
     order, sub, names, fields, size = state[1:6]
     if not re.fullmatch(r"[?biufcmMSUVO]\d*", spec):
         raise Refused(f"the dtype {spec}")
@@ -252,8 +197,8 @@ def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
     return dtype if ordered == dtype else ordered
 
 
-def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
-    if args[0] is not np.ndarray:
+def _array(cls: type, empty: object, code: object, state: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    if cls is not np.ndarray:
         raise Refused("a class of arrays")
     _, shape, dtype, by_columns, content = state
     order: Any = "F" if by_columns else "C"
@@ -265,11 +210,12 @@ def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise Refused(f"an array whose shape does not fit its {len(content)} bytes")
     array = np.ndarray(shape, dtype, bytearray(content) or b"\0", order=order)
+    if array.size > max(len(content), FEW):  # its elements have no bytes
+        raise Refused(f"an array of {array.size} elements without bytes")
     return array if dtype.names else array.copy("K")  # a copy would lose the bytes between the fields
 
 
-def _scalar(args: tuple[Any, ...], state: Any) -> Any:
-    dtype, content = args
+def _scalar(dtype: np.dtype[Any], content: Any = b"") -> Any:
     if dtype.hasobject:
         raise Refused("a scalar of objects")
     return np.ndarray((), dtype, content or b"\0").copy()[()]
@@ -277,25 +223,27 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
 
 _ALIGNED = 0x80  # flag of a dtype
 _INT = (int, type(None))
-_MAKERS: dict[str, Callable[[Any, Any], Any]] = {
-    "builtins.bytes": _called(bytes),  # b"", in the protocol of torch.save
-    "builtins.frozenset": _called(frozenset, list),
-    "builtins.range": _called(range, int, int, int),
-    "builtins.slice": _called(slice, object, object, object),
-    "collections.deque": _called(collections.deque, list, _INT),
-    "collections.defaultdict": _called(collections.defaultdict, (type, type(None)), dict),
-    "datetime.date": _called(datetime.date, bytes),
-    "datetime.datetime": _called(datetime.datetime, bytes, datetime.tzinfo),
-    "datetime.time": _called(datetime.time, bytes, datetime.tzinfo),
-    "datetime.timedelta": _called(datetime.timedelta, int, int, int),
-    "datetime.timezone": _called(datetime.timezone, datetime.timedelta, str),
-    "decimal.Decimal": _called(decimal.Decimal, str),
-    "uuid.UUID": _uuid,
-    "_io.BytesIO": _bytes_io,
-    "argparse.Namespace": _namespace(argparse.Namespace),
-    "types.SimpleNamespace": _namespace(types.SimpleNamespace),
-    "numpy.dtype": _dtype,
-    "numpy._core.multiarray._reconstruct": _array,
-    "numpy._core.multiarray.scalar": _scalar,
-    **{f"pathlib.{name}": _path(name) for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")},
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_MAKERS: dict[str, tuple[Any, ...]] = {
+    "builtins.bytes": (bytes,),  # b"", in the protocol of torch.save
+    "builtins.frozenset": (frozenset, list),
+    "builtins.range": (range, int, int, int),
+    "builtins.slice": (slice, object, object, object),
+    "collections.deque": (collections.deque, list, _INT),
+    "collections.defaultdict": (collections.defaultdict, (type, type(None)), dict),
+    "datetime.date": (datetime.date, bytes),
+    "datetime.datetime": (datetime.datetime, bytes, datetime.tzinfo),
+    "datetime.time": (datetime.time, bytes, datetime.tzinfo),
+    "datetime.timedelta": (datetime.timedelta, int, int, int),
+    "datetime.timezone": (datetime.timezone, datetime.timedelta, str),
+    "decimal.Decimal": (decimal.Decimal, str),
+    "uuid.UUID": (lambda state: uuid.UUID(int=state["int"]), dict),
+    "_io.BytesIO": (_bytes_io, tuple),
+    "argparse.Namespace": (partial(_namespace, argparse.Namespace), dict),
+    "types.SimpleNamespace": (partial(_namespace, types.SimpleNamespace), dict),
+    "numpy.dtype": (_dtype, str, int, int, tuple),
+    "numpy._core.multiarray._reconstruct": (_array, type, tuple, bytes, tuple),
+    "numpy._core.multiarray.scalar": (_scalar, np.dtype, (bytes, str)),
+    **{f"pathlib.{name}": (partial(_path, name), *[str] * 1000) for name in _PATHS},
 }
+"""Functions that make the objects of known classes, and the types of their arguments; the last is the state."""

@@ -5,35 +5,39 @@ use                 is for                                          another glob
 ==================  ==============================================  ================================================
 ``STOCK_METADATA``  ``.metadata``                                   is refused
 ``TENSOR``          a tensor stored as one item of its own class    is refused
-``VALUE``           a value, or the note of another planner         is described, and rebuilt or refused afterwards
+``VALUE``           a value                                         is rebuilt or refused
 ``FILE``            a file of another tool                          has a stand-in that keeps nothing
 ==================  ==============================================  ================================================
 
-``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, with the records that replace its classes.
+``STOCK_METADATA`` is in :mod:`~dcp_plugin.format.stock_metadata`, which reads the nodes themselves.
 """
 
 from __future__ import annotations
 
 import codecs
 import io
-import pickle
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from dcp_plugin.format.pickles.follow import check_pickle
+from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.format.pickles.nodes import Name, nodes_of
+from dcp_plugin.format.pickles.walk import Walk
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.tensors._torch import TENSOR_GLOBALS, load_archive, name_of_today
+from dcp_plugin.tensors.host_memory import collector_paused
 
 _SMALL = 4096
 """Size in bytes of an archive that is too small to hide a compressed record of consequence."""
 _COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
 """Entry of a compressed record in the directory of a zip."""
-_MOST_STAND_INS = 1000
+_MOST_UNKNOWN = 1000
 """Most unknown globals in one file."""
 _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt"})
 """Modules whose globals get no stand-in; torch blocks them too, even if the user declares one of them safe."""
@@ -47,54 +51,27 @@ class Refused(Exception):
 
 
 class StandIn:
-    """Object that is not restored. Each class of such objects has a subclass of this class; the object keeps no
-    state."""
+    """Object that is not restored. Each class of such objects has a subclass of this class."""
 
     of: ClassVar[str] = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        return super().__new__(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class Described(StandIn):
-    """Object of a value that is to be rebuilt: it keeps its arguments and its state.
-
-    :mod:`dcp_plugin.format.pickles.rebuild` makes the object afterwards, or refuses it.
-    """
-
-    args: tuple[Any, ...]
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> Described:
-        described = super().__new__(cls)
-        described.args = args  # type: ignore[attr-defined]
-        return described  # type: ignore[return-value]
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+def _stand_in(of: str) -> type[StandIn]:
+    return type("StandIn", (StandIn,), {"of": of})
 
 
 @dataclass(frozen=True)
 class Use:
     """Purpose of unpickling, and the globals that it needs.
 
-    ``globals`` maps each global, by module and name with a dot between, to the object that takes its place.
-    ``stand_in`` is the class whose subclasses take the place of every other global; if None, every other global is
-    refused. ``allows_user`` adds the classes that the user has declared safe
-    (``torch.serialization.add_safe_globals``). ``prepare`` checks all opcodes of a pickle, and returns the pickle to
-    load in its place.
+    ``globals`` maps each global, by module and name with a dot between, to the object that takes its place. ``unknown``
+    returns the object in place of every other global; if None, every other global is refused. ``allows_user`` adds the
+    classes that the user has declared safe (``torch.serialization.add_safe_globals``).
     """
 
     globals: Mapping[str, Any]
-    stand_in: type[StandIn] | None = None
+    unknown: Callable[[str], Any] | None = None
     allows_user: bool = True
-    prepare: Callable[[bytes, Callable[[str, str], Any]], bytes] = check_pickle
 
     def with_classes(self, classes: Collection[type]) -> Use:
         """Return a copy of this use that also accepts some classes."""
@@ -118,35 +95,41 @@ _TENSORS: dict[str, Any] = {
 """Globals of tensors, and of their attributes that are plain values."""
 
 TENSOR = Use(_TENSORS)
-FILE = Use({**_TENSORS, "collections.Counter": Counter}, StandIn)
-VALUE = replace(FILE, stand_in=Described)
+FILE = Use({**_TENSORS, "collections.Counter": Counter}, _stand_in)
+VALUE = replace(FILE, unknown=lambda of: None)
 
 
 class Accepted:
-    """Globals of one pickle: those that its use accepts, and the stand-ins made for others."""
+    """Globals of one pickle: those that its use accepts, and what takes the place of others."""
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: Use, notes: list[str] | None = None) -> None:
         self.use = use
-        self.stand_ins: dict[str, type[StandIn]] = {}
+        self.notes = [] if notes is None else notes
+        """Lines for objects that became plain values."""
+        self.unknown: list[str] = []
+        self._names: dict[str, Any] = {}
         self._users = dict(map(_named, torch.serialization.get_safe_globals())) if use.allows_user else {}
 
     def get(self, module: str, name: str) -> Any:
-        """Return the object in place of a global. Raises Refused for a global that the use does not accept."""
+        """Return the :class:`Name` of a global, or a dtype. Raises Refused for one that the use does not accept."""
         module, name = name_of_today(module, name)
         full = f"{module}.{name}"
+        if full not in self._names:
+            value = self._value(module, full)
+            self._names[full] = value if isinstance(value, (torch.dtype, torch.qscheme)) else Name(full, value)
+        return self._names[full]
+
+    def _value(self, module: str, full: str) -> Any:
         if full in self.use.globals:
             return self.use.globals[full]
-        if module in _BLOCKED_MODULES:
-            raise Refused(full)
-        if full in self._users and not _NUMPY.fullmatch(full):
+        if full in self._users and module not in _BLOCKED_MODULES and not _NUMPY.fullmatch(full):
             return self._users[full]
-        if self.use.stand_in is None:
+        if self.use.unknown is None or module in _BLOCKED_MODULES:
             raise Refused(full)
-        if full not in self.stand_ins:
-            if len(self.stand_ins) >= _MOST_STAND_INS:
-                raise ValueError(f"it names more than {_MOST_STAND_INS} unknown globals")
-            self.stand_ins[full] = type("StandIn", (self.use.stand_in,), {"of": full})
-        return self.stand_ins[full]
+        if len(self.unknown) >= _MOST_UNKNOWN:
+            raise ValueError(f"it names more than {_MOST_UNKNOWN} unknown globals")
+        self.unknown.append(full)
+        return self.use.unknown(full)
 
 
 def _named(entry: Any) -> tuple[str, Any]:
@@ -154,19 +137,114 @@ def _named(entry: Any) -> tuple[str, Any]:
     return (entry[1], entry[0]) if isinstance(entry, tuple) else (f"{entry.__module__}.{entry.__qualname__}", entry)
 
 
-class Unpickler(pickle.Unpickler):
-    """Unpickler of one use. Python's own unpickler in C does the work, after every opcode is checked."""
+class Unpickler(Walk):
+    """Unpickler of a ``torch.save`` file: a walk that makes tensors, and the values that a use accepts.
+
+    Torch sets the attribute ``persistent_load``, and overrides ``find_class``.
+    """
 
     def __init__(self, file: BinaryIO, accepted: Accepted) -> None:
-        super().__init__(io.BytesIO(accepted.use.prepare(file.read(), accepted.get)), encoding="utf-8")
-        self._accepted = accepted
+        self._data, self._accepted, self.notes = file.read(), accepted, accepted.notes
+        super().__init__(len(self._data))
+
+    def load(self) -> Any:
+        return self.of(nodes_of(self._data, self._find))
 
     def find_class(self, module: str, name: str) -> Any:
         return self._accepted.get(module, name)
 
+    def _find(self, module: str, name: str) -> Any:
+        accepted, found = self._accepted.get(module, name), self.find_class(module, name)
+        return accepted if accepted is found else Name(accepted.of, found)  # torch has its own classes of storages
+
+    def named(self, name: Name) -> Any:
+        if name.value in (bytearray, codecs.encode):  # whoever gets it could call it
+            raise ValueError(f"its pickle has {name.of} as a value")
+        return _rebuild().factory(name.of) if name.value is None else name.value
+
+    def called(self, name: Name, args: Any, is_new: bool) -> Any:
+        require_kinds(name.of, args, _ARGUMENTS.get(name.of))
+        self.spend(args)
+        function = name.value
+        if function is None:
+            return _rebuild().instance(name.of, args)
+        if isinstance(function, type) and issubclass(function, StandIn):
+            return function()
+        if function in (bytearray, codecs.encode) and not _CODECS.fullmatch("".join(args[1:])):
+            raise ValueError("its pickle encodes text with a codec other than UTF-8, Latin-1 and ASCII")
+        if function is set:
+            self.check_hashes(*args)
+        made = function.__new__(function, *args) if is_new else function(*args)
+        if type(made) is torch.Tensor and made.layout is torch.strided and not (made.is_meta or made.is_nested):
+            self.spend((), made.nbytes - made.untyped_storage().nbytes())
+        return made
+
+    def filled(self, target: Any, name: Name, args: Any, items: list[Any], state: tuple[Any, ...]) -> Any:
+        if items and type(target) not in (OrderedDict, Counter):
+            raise ValueError(f"its pickle fills an object of {name.of} as if it were a dictionary")
+        if items:
+            self.put(target, items[::2], items[1::2])
+        if name.value is None:
+            return _rebuild().rebuilt(self, name.of, target, args, state)
+        if state and not isinstance(target, StandIn):
+            if not isinstance(name.value, type) or name.value in _WITHOUT_STATE:
+                raise ValueError(f"its pickle changes an object of {name.of}, which takes no state")
+            getattr(target, "__setstate__", partial(fill, target))(*state)
+        return target
+
+
+def _rebuild() -> ModuleType:
+    from dcp_plugin.format.pickles import rebuild  # few values need it
+
+    return rebuild
+
+
+def require_kinds(of: str, args: Any, kinds: Sequence[Any] | None) -> None:
+    """Check arguments of a call, of which the last may be absent. ``kinds`` has their types; None for any.
+
+    Raises:
+        ValueError: The arguments are others.
+    """
+    are_known = type(args) is tuple and (kinds is None or len(args) <= len(kinds))
+    if not are_known or not all(map(isinstance, args, kinds or ())):
+        raise ValueError(f"its pickle calls {of} with other arguments than torch.save writes")
+
+
+def fill(target: Any, state: Any) -> None:
+    """Set the attributes of an object, without a call of its class."""
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        vars(target).update({str(name): value for name, value in attributes.items()})
+    for name, value in (slots or {}).items():
+        descriptor = next((vars(base)[name] for base in type(target).__mro__ if name in vars(base)), None)
+        if not isinstance(descriptor, MemberDescriptorType):
+            raise Refused(f"{type(target).__qualname__}.{name}")
+        descriptor.__set__(target, value)
+
+
+_WITHOUT_STATE = (Counter, set, complex, bytearray, torch.Tensor, torch.nn.Parameter, torch.Size, torch.UntypedStorage)
+_CODECS = re.compile("utf[-_]?8|latin[-_]?1|ascii|", re.IGNORECASE)
+"""Names of fast codecs. Others, such as punycode, take quadratic time."""
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "_codecs.encode": (str, str),
+    "builtins.bytearray": ((bytes, str), str),
+    "builtins.complex": ((int, float), (int, float)),
+    "builtins.set": (list,),
+    "collections.Counter": (dict,),
+    "collections.OrderedDict": (),
+    "torch._tensor._rebuild_from_type_v2": (FunctionType, type, tuple, object),
+    **dict.fromkeys(("torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"), ()),
+}
+"""Types of the arguments of globals that could do something else with others, such as allocate memory of any size."""
+
 
 def load(
-    file: BinaryIO, size: int, use: Use, device: str = "cpu", wanted: Collection[int] | None = None
+    file: BinaryIO,
+    size: int,
+    use: Use,
+    device: str = "cpu",
+    wanted: Collection[int] | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[Any, list[str]]:
     """Load a ``torch.save`` file.
 
@@ -174,36 +252,41 @@ def load(
         size: Bytes of the file.
         device: Device of its tensors. On ``"meta"`` no payload is read.
         wanted: Offsets of the records of storages to read; None for all. The others stay on the meta device.
+        notes: List to which a line is added for each object that became a plain value.
 
     Returns:
-        The content of the file, and the names of the globals that have stand-ins in it.
+        The content of the file, and the names of its globals that the use does not know.
 
     Raises:
         Refused: The file needs a global that the use does not accept.
+        UnsafeCheckpoint: Its values exceed the budget of :mod:`~dcp_plugin.format.pickles.walk`.
         Exception: The file is damaged, or would take more memory or time than a file of its size needs.
     """
     from dcp_plugin.format.pickles.archive import check  # values are mostly small, and are checked in load_bytes
 
     check(file, size)
-    return _load(file, use, device, wanted)
+    return _load(file, use, device, wanted, notes)
 
 
-def load_bytes(data: bytes | bytearray, use: Use) -> tuple[Any, list[str]]:
-    """Load a file in memory as :func:`load` does. The check of a small archive takes a few microseconds."""
+def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
+    """Return the content of a file in memory, as :func:`load`. The check of a small archive takes microseconds."""
     file = io.BytesIO(data)
     if len(data) > _SMALL or data[:4] != MAGIC or _COMPRESSED.search(data):
-        return load(file, len(data), use)
-    return _load(file, use, "cpu", None)
+        return load(file, len(data), use, notes=notes)[0]
+    return _load(file, use, "cpu", None, notes)[0]
 
 
-def _load(file: BinaryIO, use: Use, device: str, wanted: Collection[int] | None) -> tuple[Any, list[str]]:
-    accepted = Accepted(use)
+def _load(
+    file: BinaryIO, use: Use, device: str, wanted: Collection[int] | None, notes: list[str] | None
+) -> tuple[Any, list[str]]:
+    accepted = Accepted(use, notes)
     file.seek(0)
     try:
-        return load_archive(file, Unpickler, accepted, device, wanted), list(accepted.stand_ins)
-    except Refused:
+        with collector_paused():
+            return load_archive(file, Unpickler, accepted, device, wanted), accepted.unknown
+    except (Refused, UnsafeCheckpoint):
         raise
     except Exception as error:
-        if accepted.stand_ins:  # probably the pickle does something with a stand-in that only the real object supports
-            raise Refused(next(iter(accepted.stand_ins))) from error
+        if use is not VALUE and accepted.unknown:  # the pickle does something that only the real object supports
+            raise Refused(accepted.unknown[0]) from error
         raise

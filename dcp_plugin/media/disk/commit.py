@@ -37,6 +37,7 @@ import os
 import stat
 import time
 import uuid
+import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ from typing import Any, TypeVar
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.media import (
     Leftover,
     Reservation,
@@ -72,6 +74,8 @@ class _Held:
 
     workspace: posix.OwnFolder
     target: str
+    owner: Callable[[], Reservation[Path] | None]
+    """Returns the reservation; None once the save has ended, without an end of its own if Ctrl-C came in between."""
     descriptor: int = -1
     as_a_whole: bool = False
     """True for a copy: it replaces a directory together with all files in it."""
@@ -121,8 +125,8 @@ def reserve(
             sweep(workspace)
         if reservation is None:
             reservation = _open_record(final, **({"copy_of": copy_of} if copy_of else {}))
-        held = _held[reservation.token]
-        held.as_a_whole = bool(copy_of)
+        held, timed = _held[reservation.token], replace(reservation, time=recorded)
+        held.as_a_whole, held.owner = bool(copy_of), weakref.ref(timed)
         if not (copy_of and held.workspace.has(reservation.directory.name)):
             os.mkdir(reservation.directory.name, dir_fd=held.workspace.descriptor)
     except OSError as error:
@@ -131,7 +135,7 @@ def reserve(
         if error.errno == errno.EPERM:
             raise SaveFailed(f"cannot save {final}: {error}. Have it removed, or save to another folder.") from error
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
-    return replace(reservation, time=recorded)
+    return timed
 
 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
@@ -151,7 +155,8 @@ def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
                     f"cannot copy to {final}: another process ({noted.get('pid')} on {noted.get('host')}) is copying "
                     f"the same, or died on another machine less than {lease.LEASE / 60:.0f} minutes ago."
                 )
-            _held[token] = _Held(posix.OwnFolder(workspace), str(noted["target"]), descriptor)
+            held = _Held(posix.OwnFolder(workspace), str(noted["target"]), weakref.ref(reservation), descriptor)
+            _held[token] = held
             os.lseek(descriptor, 0, os.SEEK_END)
             _note_maker(reservation)
             return reservation
@@ -184,7 +189,7 @@ def publish(reservation: Reservation[Path]) -> None:
         publish(reservation)  # another process has published or deleted there since the look
         return
     except BaseException:  # Ctrl-C, or the name is not durable: the next sweep reads the record
-        _let_go(reservation)
+        _let_go(reservation.token)
         raise
     # After the names are durable: otherwise a loss of power could undo the exchange, but not the moves of other files.
     _end_own(reservation, publishing)
@@ -230,7 +235,7 @@ def discard(reservation: Reservation[Path], all_ended: bool = True, keep: bool =
     """End a save that was not published. See :meth:`dcp_plugin.media.Medium.discard`."""
     held = _held.get(reservation.token)
     if keep or (held is not None and held.naming):
-        _let_go(reservation)
+        _let_go(reservation.token)
     elif held is not None:
         _end_own(reservation)
 
@@ -378,6 +383,8 @@ def _of_other_users(workspace: Path) -> Iterator[Leftover[Path]]:
 def _ended_saves(workspace: Path) -> Iterator[tuple[posix.OwnFolder, str, dict[str, Any]]]:
     """Yield the open workspace, the token and the contents of each record of an ended process of this user. The record
     is locked until the next one, where the file system has locks. Skip a record that cannot be opened."""
+    for token in [token for token, held in list(_held.items()) if held.owner() is None]:
+        _let_go(token)
     with suppress(OSError):
         for folder, token in _records(workspace, posix.OwnFolder):
             with suppress(OSError):
@@ -572,8 +579,9 @@ def _note_maker(reservation: Reservation[Path], **entries: str) -> None:
     """Note in a record that this process has made it, and begin its heartbeat."""
     held, record = _held[reservation.token], reservation.directory.with_suffix(".json")
     _note_in_record(reservation, {**lease.maker(time.time()), "mount": posix.mount_of(held.descriptor), **entries})
-    # By its path: the descriptor may belong to another file once the record is closed.
-    held.stop_heartbeat = lease.start_heartbeat(lambda: os.utime(record, follow_symlinks=False))
+    with interrupts_held():
+        # By its path: the descriptor may belong to another file once the record is closed.
+        held.stop_heartbeat = lease.start_heartbeat(lambda: os.utime(record, follow_symlinks=False))
 
 
 def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
@@ -582,7 +590,7 @@ def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
     workspace = posix.OwnFolder(reservation.directory.parent)
     target = _name_in(workspace.path, reservation.final)
     # Before the record exists: a sweep in another thread of this process could lock it, and would drop the lock.
-    held = _held[reservation.token] = _Held(workspace, target)
+    held = _held[reservation.token] = _Held(workspace, target, weakref.ref(reservation))
     try:
         descriptor, _ = _locked(workspace, reservation.token, create=True)
         if descriptor is None:
@@ -592,7 +600,7 @@ def _make_record(final: Path, entries: dict[str, str]) -> Reservation[Path]:
         # Before the directory of the save: a sweep after a loss of power finds garbage by its record.
         workspace.sync()
     except BaseException:
-        _let_go(reservation, finished=True)
+        _let_go(reservation.token, finished=True)
         raise
     return reservation
 
@@ -621,7 +629,7 @@ def _end_own(reservation: Reservation[Path], publishing: str | None = None) -> N
     is_over = False
     with suppress(OSError):
         is_over = _end(_held[reservation.token].workspace, reservation.token, reservation.final, publishing)
-    _let_go(reservation, is_over)
+    _let_go(reservation.token, is_over)
 
 
 def _end(workspace: posix.OwnFolder, token: str, final: Path | None, publishing: str | None) -> bool:
@@ -661,18 +669,20 @@ def _end(workspace: posix.OwnFolder, token: str, final: Path | None, publishing:
     return not remaining
 
 
-def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
+def _let_go(token: str, finished: bool = False) -> None:
     """Drop the lock, and delete the record of a finished save. Otherwise the next save in the folder, by this process
     too, sweeps the files of the record."""
-    held = _held.pop(reservation.token, None)
+    held = _held.get(token)
     if held is None:
         return
-    held.stop_heartbeat()
     if finished:
-        held.workspace.delete(f"{reservation.token}.json")
-    held.workspace.close()
-    with suppress(OSError):
-        os.close(held.descriptor)
+        held.workspace.delete(f"{token}.json")
+    with interrupts_held():
+        del _held[token]
+        held.stop_heartbeat()
+        held.workspace.close()
+        with suppress(OSError):
+            os.close(held.descriptor)
     with suppress(OSError):  # not if other saves are using it
         held.workspace.remove()
 

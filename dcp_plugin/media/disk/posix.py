@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from dcp_plugin.errors import SaveFailed
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.media import scatter
 
 _RENAME_EXCHANGE = 2
@@ -98,10 +99,10 @@ class Folder:
     """
 
     def __init__(self, path: Path, within: Folder | None = None) -> None:
-        self.path = path
+        self.path, self.descriptor = path, -1
         flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _OWN
         try:
-            self.descriptor: int = (
+            self.descriptor = (
                 os.open(path, flags) if within is None else os.open(path.name, flags, dir_fd=within.descriptor)
             )
         except OSError as error:
@@ -116,7 +117,12 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        with interrupts_held():
+            descriptor, self.descriptor = self.descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    __del__ = close  # Ctrl-C may come before the close
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.descriptor))

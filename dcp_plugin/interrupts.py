@@ -1,0 +1,29 @@
+"""Ctrl-C while a thread, a lock or memory changes hands: the only place in which this package holds SIGINT back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back in the main thread, and deliver it to the handler of the user when the block ends.
+
+    Inside are only statements that cannot wait: no collective, no start of a process, no file of a network. In another
+    thread this has no effect, since Python raises KeyboardInterrupt in the main thread alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    arrived: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
