@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dcp_plugin.records import LoadReport
     from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
-    from dcp_plugin.saving.cheapest_interval import SaveInterval
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.start import Restart, resolve_resume, resume_or_init
     from dcp_plugin.state.per_rank import PerRank
@@ -80,7 +79,6 @@ _HOMES = {
     "dcp_plugin.tools.verify": ("VerifyReport", "verify"),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
-    "dcp_plugin.saving.cheapest_interval": ("SaveInterval",),
     "dcp_plugin.state.per_rank": ("PerRank",),
     "dcp_plugin.state.random_streams": ("RandomStreams",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
@@ -130,7 +128,6 @@ __all__ = [
     "Run",
     "SaveFailed",
     "SaveHandle",
-    "SaveInterval",
     "ShardedLoadPlanner",
     "ShardedReader",
     "ShardedSavePlanner",

@@ -35,7 +35,6 @@ from dcp_plugin.types import CheckpointState
 
 if TYPE_CHECKING:
     from dcp_plugin.partial import PartialLoad
-    from dcp_plugin.saving.cheapest_interval import SaveInterval
 
 
 class Checkpointer:
@@ -77,7 +76,7 @@ class Checkpointer:
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
         self._source = source_of(self.config)
         self.save_timing = SaveTiming(self.config, lambda: self._queue.is_saving)
-        """Measurement of steps and of the cost of saves, for integrations."""
+        """Measurement of steps, for integrations."""
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +155,6 @@ class Checkpointer:
         """
         began = time.monotonic()
         handle = SaveHandle(as_path(path, self.config.storage_options), step)
-        handle.on_published(self.save_timing.published)
         call = Call.save(handle.path, step)
         with self._queue.beginning(handle), together(call):
             if self.config.finish_on_sigterm:
@@ -168,10 +166,7 @@ class Checkpointer:
                 handle.set_skipped()
                 return handle
             ranks = self._writer.idle_ranks(begins_save=True)
-            training = self.save_timing.record(handle.path)
-            request = SaveRequest(
-                handle.path, call, step, began, None, views or {}, aliases or {}, files, durable, training
-            )
+            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
             self._writer.submit(handle, request, live, ranks)
@@ -267,8 +262,6 @@ class Checkpointer:
                 loading = Loading(ranks, self.config, location, partial, strict, files, mode)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
-            summary = loading.opened.summary
-            self.save_timing.loaded(location, summary.training if summary is not None else {})
             return report
 
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
@@ -396,11 +389,9 @@ class Checkpointer:
 
         Rank 0 decides. Most calls only compare two numbers. About ten calls in an interval, and at least one per
         minute, broadcast the decision. A save that was not due also restarts the interval. No save is due while another
-        is in flight. With ``"auto"`` the first save is due after a minute, and its cost determines the next one.
-        Without ``save_interval`` no save is ever due, and no message is sent.
+        is in flight. Without ``save_interval`` no save is ever due, and no message is sent.
 
-        The first call starts the measurement of steps. Each later checkpoint records the seconds of training and the
-        number of restarts of its run, from which a resume goes on counting.
+        The first call starts the interval and the measurement of steps.
 
         Args:
             step: Any number that changes from step to step. A repeated call for the same step returns the same answer.
@@ -419,18 +410,6 @@ class Checkpointer:
             >>> checkpointer.close()
         """
         return self.save_timing.due(step, self._groups.front)
-
-    def step_ended(self) -> None:
-        """Measure a step for :meth:`proposed_interval`, in a loop that does not call :meth:`due`."""
-        self.save_timing.step_ended()
-
-    def proposed_interval(self) -> SaveInterval | None:
-        """Return the cheapest interval between saves, based on current measurements; None before the first save.
-
-        Call this on rank 0: each rank measures only itself, and rank 0 decides. :meth:`due` measures steps; without
-        it, the cost of a save is the duration of its call.
-        """
-        return self.save_timing.proposal
 
     @property
     def ranks(self) -> Ranks:

@@ -121,14 +121,12 @@ class CheckpointConfig:
     hanging save does not keep the process alive. The grace period must be long enough for a save, since SIGKILL ends
     the save. The first save in the main thread installs the handler, and ``close`` removes it."""
 
-    save_interval: float | Literal["auto"] | None = None
-    """Seconds of training between two saves, applied by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
-    the cheapest interval, computed from the cost of saves and from the restarts of the run, which its
-    checkpoints count. None: only the caller decides when to save."""
+    save_interval: float | None = None
+    """Seconds of training between two saves, applied by ``checkpointer.due(step)`` and by the integrations. None: only
+    the caller decides when to save."""
 
     events: str | None = None
-    """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error) and
-    for each proposed interval."""
+    """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error)."""
 
     io_threads: int = 2
     """Threads per rank that write or read files. A rank writes at most as many data files per checkpoint, plus files
@@ -240,8 +238,8 @@ class CheckpointConfig:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: with 0 no thread would write.")
         if not self.timeout > 0:  # refuses NaN as well, unlike timeout <= 0
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
-        if isinstance(self.save_interval, (int, float)) and not self.save_interval > 0:
-            raise ValueError(f"save_interval must be positive seconds, 'auto' or None, got {self.save_interval}.")
+        if self.save_interval is not None and not self.save_interval > 0:
+            raise ValueError(f"save_interval must be positive seconds or None, got {self.save_interval}.")
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(
                 f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."

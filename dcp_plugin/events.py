@@ -115,21 +115,6 @@ class SaveAborted:
 
 
 @dataclass(frozen=True)
-class IntervalProposed:
-    """Rank 0 proposes an interval between saves, based on all measurements at the publication of the checkpoint."""
-
-    path: Where
-    step: int | None
-    seconds: float
-    """Time of training between two saves."""
-    steps: int | None
-    cost_seconds: float
-    """Time that the training loses by one save."""
-    mtbf_seconds: float
-    """Mean seconds of training between two failures."""
-
-
-@dataclass(frozen=True)
 class ReplicasDiffer:
     """Parameters or optimizer state that should be equal on several ranks differ, found at a save and once in a run.
 
@@ -145,7 +130,7 @@ class ReplicasDiffer:
     rank: int = 0
 
 
-Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer
+Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted | ReplicasDiffer
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
@@ -192,12 +177,8 @@ def emit(event: Event, json_lines: str | None = None) -> None:
 
 
 def append_to(json_lines: Path, event: Event) -> None:
-    """Append the end of a save, the interval proposed after it, or a difference between ranks to a file as one line of
-    JSON, on rank 0."""
-    if (
-        isinstance(event, SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer)
-        and getattr(event, "rank", 0) == 0
-    ):
+    """Append the end of a save, or a difference between ranks, to a file as one line of JSON, on rank 0."""
+    if isinstance(event, SaveFinished | SaveAborted | ReplicasDiffer) and event.rank == 0:
         json_lines.parent.mkdir(parents=True, exist_ok=True)
         with json_lines.open("a") as file:  # one write: programs that share the file do not cut each other's lines
             file.write(json.dumps(as_json(event)) + "\n")
@@ -232,10 +213,10 @@ def is_in_subscriber() -> bool:
     return getattr(_here, "in_subscriber", False)
 
 
-_NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval", ReplicasDiffer: "differ"}
+_NAMES = {SaveFinished: "saved", SaveAborted: "failed", ReplicasDiffer: "differ"}
 
 
-def as_json(event: SaveFinished | SaveAborted | IntervalProposed | ReplicasDiffer) -> dict[str, object]:
+def as_json(event: SaveFinished | SaveAborted | ReplicasDiffer) -> dict[str, object]:
     """Return the fields of an event, its name and the current time, as values of JSON."""
     values: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
     values |= {name: getattr(event, name) for item in fields(event) if (name := item.name) != "record"}

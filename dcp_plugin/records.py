@@ -80,8 +80,6 @@ class SaveRequest:
     """Function that adds the caller's files to a directory. With it, other files at the path stay."""
     durable: bool = False
     """True to copy the save from ``local_dir`` to its path, independent of ``durable_every``."""
-    training: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of training and failures of the run so far; empty if they are not counted."""
 
 
 @dataclass(frozen=True)

@@ -353,11 +353,6 @@ class Attachment(BaseAttachment):
 
     # Methods for scripts
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        """Log figures with the accelerator's trackers, which log on the main process."""
-        if self._accelerator.trackers:
-            self._accelerator.log(figures, step=step)
-
     def wait(self) -> None:
         super().wait()
         self._alone.wait()

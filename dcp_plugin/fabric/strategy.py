@@ -119,11 +119,6 @@ class Attachment(BaseAttachment):
     def world_size(self) -> int:
         return getattr(self._strategy, "world_size", 1)
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        """Log figures with the Fabric's loggers, which log on rank 0."""
-        if self.fabric is not None and self.fabric.loggers:
-            self.fabric.log_dict(figures, step)
-
     def resume_or_init(
         self,
         state: dict[str, Any],

@@ -98,9 +98,8 @@ class Summary:
     ``exclude`` lists the globs of keys that were not saved. ``reused`` counts the ``bytes`` and ``items`` that were
     linked from the checkpoint ``from`` instead of written. ``metrics`` are numbers that belong to the checkpoint, such
     as its validation loss; not all are finite. ``launch`` names the launch (torchrun's, SLURM's) and the rank that
-    published the checkpoint. ``training`` has the ``seconds`` of training and the ``failures`` of the run until
-    this save, if its loop calls ``due``. ``differing`` has the first :data:`MOST_DIFFERING` keys of parameters
-    or optimizer state that differed between ranks at this save or at an earlier one of the run, with the ranks.
+    published the checkpoint. ``differing`` has the first :data:`MOST_DIFFERING` keys of parameters or optimizer state
+    that differed between ranks at this save or at an earlier one of the run, with the ranks.
     """
 
     step: int | None
@@ -122,7 +121,6 @@ class Summary:
     exclude: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     launch: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, float] = field(default_factory=dict)
     differing: dict[str, list[int]] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
@@ -163,7 +161,6 @@ class Summary:
                 raise ValueError("fingerprints, the save's id, kinds and classes must be text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             numbers = [summary.time, summary.step or 0, summary.world_size, summary.payload_bytes]
-            numbers += [summary.training[name] for name in ("seconds", "failures") if summary.training]
             if not all(type(number) in (int, float) and abs(number) < _MOST_NUMBER for number in numbers):
                 raise ValueError("times, steps and counts must be numbers")
             if not all(type(rank) is int for ranks in summary.differing.values() for rank in ranks):

@@ -15,7 +15,6 @@ from typing import Self
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.saving.cheapest_interval import SaveInterval
 
 
 class FrameworkCheckpointer(Checkpointer):
@@ -53,9 +52,6 @@ class Saver(ABC):
     def world_size(self) -> int:
         """Number of ranks that save and load together."""
 
-    def log(self, figures: dict[str, float], step: int) -> None:  # noqa: B027  # Lightning's loggers get more
-        """Log figures with the loggers of the framework, on the ranks that have loggers; by default do nothing."""
-
     @property
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer that saves and loads, made at its first use."""
@@ -68,18 +64,8 @@ class Saver(ABC):
         return as_path(path, self.config.storage_options)
 
     def due(self, step: int) -> bool:
-        """Return whether a save is due by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
-
-        When a save is due, the loggers get the figures of its interval: ``checkpoint/proposed_interval_seconds``.
-        """
-        due = self.checkpointer.due(step)
-        if due and (proposed := self.proposed_interval()) is not None:
-            self.log(proposed.figures(), step)
-        return due
-
-    def proposed_interval(self) -> SaveInterval | None:
-        """Return the interval to save at: see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
-        return self.checkpointer.proposed_interval()
+        """Return whether a save is due by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective."""
+        return self.checkpointer.due(step)
 
     def wait(self) -> None:
         """Wait until no save is in flight.

@@ -11,10 +11,9 @@ Rank 0 reports a save to the log and the loggers, in the training's thread, when
 
 - Each save is a line of text, and a call of ``log_metrics`` with ``checkpoint/blocked_seconds`` (of the training),
   ``checkpoint/seconds`` (until the save was on disk), ``checkpoint/gigabytes`` (of the complete checkpoint) and
-  ``checkpoint/gb_per_second`` (of written bytes, without linked ones), and with the figures of the proposed interval
-  (``checkpoint/proposed_interval_seconds`` and its inputs). These do not pass through the trainer's own metrics, so
-  nothing is monitored, shown in the progress bar or stored because of them. The step is that of the report, which with
-  saves in the background is a few after the saved step: many loggers want steps in order.
+  ``checkpoint/gb_per_second`` (of written bytes, without linked ones). These do not pass through the trainer's own
+  metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is that of the report,
+  which with saves in the background is a few after the saved step: many loggers want steps in order.
 - ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun. The plugin delays this call until the
   checkpoint is published, too.
 """
@@ -329,21 +328,17 @@ class DCPCheckpointIO(Saver):
                 "checkpoint/gigabytes": total / 1e9,
                 "checkpoint/gb_per_second": per_second / 1e9,
             }
-            proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
-            self.on_saved(figures | (proposed.figures() if proposed is not None else {}))
+            self.on_saved(figures)
 
     def is_due(self, step: int) -> bool:
-        """Return after a batch whether a save is due by ``save_interval``, and measure the steps. Collective.
+        """Return after a batch whether a save is due by ``save_interval``. Collective.
 
         Args:
             step: Number of optimizer steps. No save is due after further batches of the same step, or after the first
                 batch of a fit, which may be within a step.
         """
         before, self._asked = self._asked, step
-        if before in (None, step):
-            return False
-        if self.config.save_interval is None:
-            self.checkpointer.step_ended()
+        if before in (None, step) or self.config.save_interval is None:
             return False
         return self.checkpointer.due(step)
 

@@ -20,7 +20,7 @@ from dcp_plugin.planning import load_balance  # noqa: F401
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import GatheredState, LiveState, SaveRequest, StagedState
 from dcp_plugin.runs import launches, retention  # noqa: F401
-from dcp_plugin.saving import cheapest_interval, progress  # noqa: F401
+from dcp_plugin.saving import progress  # noqa: F401
 from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import CallingThread

@@ -377,7 +377,6 @@ class SavePipeline:
             exclude=self._config.exclude,
             base=staged.base,
             metrics=staged.details.metrics,
-            training=request.training,
             differing=self._drift.ranks if self._drift is not None else {},
         )
 

@@ -114,7 +114,6 @@ class Facts:
     base: Mapping[str, str] = field(default_factory=dict)
     reused: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    training: Mapping[str, float] = field(default_factory=dict)
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
@@ -257,7 +256,6 @@ def compose(
         exclude=list(facts.exclude),
         metrics=dict(facts.metrics),
         launch=launch_record(),
-        training=dict(facts.training),
         differing={key: list(ranks) for key, ranks in islice(facts.differing.items(), MOST_DIFFERING)},
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary

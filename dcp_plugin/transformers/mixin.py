@@ -260,9 +260,6 @@ class TrainerAdapter(BaseAttachment):
     def world_size(self) -> int:
         return int(self._trainer.args.world_size)
 
-    def log(self, figures: dict[str, float], step: int) -> None:
-        self._trainer.log(figures)
-
     def detach(self) -> None:
         """Finish the save in flight, at the end of a training."""
         try:

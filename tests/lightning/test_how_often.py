@@ -1,4 +1,4 @@
-"""``save_interval`` under a real trainer: what is saved when a save is due, and what loggers are told."""
+"""``save_interval`` under a real trainer: what is saved when a save is due."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_due_is_saved_to_one_name_and_the_last_resumes_from_there(place:
 
 
 @on_ranks(1)
-def test_one_save_for_each_step_of_the_optimizer_and_figures_for_the_loggers(tmp_path: Path) -> None:
+def test_one_save_for_each_step_of_the_optimizer(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
     from tests.lightning import training as t
@@ -67,15 +67,12 @@ def test_one_save_for_each_step_of_the_optimizer_and_figures_for_the_loggers(tmp
     with open(tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row.get("checkpoint/seconds")]
     assert len(rows) == 4
-    assert all(float(row["checkpoint/proposed_interval_seconds"]) > 0 for row in rows)
-    assert all(float(row["checkpoint/mtbf_seconds"]) > 86_400 for row in rows)
-    assert all(float(row["checkpoint/cost_seconds"]) > 0 for row in rows)
 
 
 @on_ranks(1)
 def test_without_a_place_for_them_the_fit_does_not_begin() -> None:
     from tests.lightning import training as t
 
-    trainer = t.trainer_for("single", plugin=t.DCPCheckpointIO(save_interval="auto"))
+    trainer = t.trainer_for("single", plugin=t.DCPCheckpointIO(save_interval=60.0))
     with pytest.raises(ValueError, match="this Trainer has none: add one"):
         trainer.fit(t.Model(), t.plain_loader("single"))

@@ -14,15 +14,13 @@ from tests.places import is_tidy
 @pytest.mark.one_of
 @pytest.mark.parametrize(("strategy", "saved"), [("no", []), ("steps", [3, 6])])
 @on_ranks(2)
-def test_a_trainer_saves_when_due_and_tells_its_loggers(tmp_path: Path, strategy: str, saved: list[int]) -> None:
+def test_a_trainer_saves_when_due(tmp_path: Path, strategy: str, saved: list[int]) -> None:
     from tests.transformers_trainer import training as t
 
     trainer = t.trainer(tmp_path, "ddp", config=CheckpointConfig(save_interval=1e-9), save_strategy=strategy)
     trainer.train()
     there = {int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*")}
     assert there >= {2, 3, 4, 5, 6, *saved}
-    figures = [entry for entry in trainer.state.log_history if "checkpoint/proposed_interval_seconds" in entry]
-    assert figures and all(entry["checkpoint/cost_seconds"] > 0 for entry in figures)
     assert resolve_resume("auto", tmp_path) == tmp_path / "checkpoint-6"
 
 
@@ -34,4 +32,3 @@ def test_without_an_interval_a_trainer_is_as_before(tmp_path: Path) -> None:
     trainer.train()
     assert {path.name for path in tmp_path.iterdir()} >= {"checkpoint-3", "checkpoint-6"}
     assert is_tidy(tmp_path)
-    assert not any("checkpoint/proposed_interval_seconds" in entry for entry in trainer.state.log_history)
