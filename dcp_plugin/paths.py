@@ -326,11 +326,6 @@ def public(path: Where | None) -> Path | str | None:
     return str(path) if isinstance(path, ObjectPath) else path
 
 
-def uri_of(path: Where) -> str:
-    """Return the URL of a path in readable form. ``Path.as_uri`` would turn ``epoch=3`` into ``epoch%3D3``."""
-    return str(path) if isinstance(path, ObjectPath) else f"file://{path}"
-
-
 def are_on_same_medium(first: Where, second: Where) -> bool:
     """Return whether two paths are on the file system, or in the same bucket."""
     stores = {path.store if isinstance(path, ObjectPath) else "" for path in (first, second)}

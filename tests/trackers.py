@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dcp_plugin
+from tests.programs import ROOT
+
+GUIDE = ROOT / "docs/guides/trackers.md"
+
 
 @dataclass(frozen=True)
 class Logged:
     """A checkpoint in a run."""
 
-    said: dict[str, Any]
-    references: dict[str, str]
-    """URIs by name; W&B has a digest beside each, MLflow no more than the URI."""
+    facts: dict[str, Any]
+    references: list[str]
     digest: str
+    """Text by which W&B tells versions apart; MLflow has none."""
     aliases: list[str]
+
+    def refers_to(self, uri: str) -> bool:
+        """Return whether every reference is to this checkpoint, or to a file in it."""
+        return self.facts["uri"] == uri and all(f"{one}/".startswith(f"{uri}/") for one in self.references)
+
+
+def recipe(**names: Any) -> dict[str, Any]:
+    """Return the functions of the guide to trackers. They see ``names`` as global variables."""
+    code = ast.parse("".join(re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)))
+    code.body = [part for part in code.body if isinstance(part, (ast.Import, ast.FunctionDef))]
+    functions = {"dcp": dcp_plugin, **names}
+    exec(compile(code, GUIDE, "exec"), functions)
+    return functions
 
 
 class Wandb:
@@ -50,11 +70,10 @@ class Wandb:
     def _read(self, artifact: Any) -> Logged:
         assert artifact.type == "model" and artifact.name == f"model-{self.run.id}"
         entries = artifact.manifest.contents
-        assert not any(entry.local_path for entry in entries), "there is something to upload"
-        (entry,) = entries
-        said = json.loads(artifact.metadata)
-        assert entry.size == said["bytes"]
-        return Logged(said, {entry.path: entry.ref}, entry.digest, sorted(artifact.aliases))
+        assert entries and not any(entry.local_path for entry in entries), "there is something to upload"
+        digest = "".join(f"{entry.path} {entry.digest}\n" for entry in entries)  # of these W&B makes a hash
+        facts = json.loads(artifact.metadata)
+        return Logged(facts, [entry.ref for entry in entries], digest, sorted(artifact.aliases))
 
 
 def _of_leveldb(log: bytes, header: int = 7, block: int = 1 << 15) -> Iterator[bytes]:
@@ -86,8 +105,8 @@ class Mlflow:
         tags = self.client.get_run(run_id).data.tags
         found = []
         for file in self.client.list_artifacts(run_id, "checkpoints"):
-            said = json.loads(Path(self.client.download_artifacts(run_id, file.path)).read_text())
-            aliases = [name for name, uri in tags.items() if name.startswith("checkpoint.") and uri == said["uri"]]
-            name = file.path.removeprefix("checkpoints/").removesuffix(".json")
-            found.append(Logged(said, {name: said["uri"]}, "", sorted(aliases)))
+            facts = json.loads(Path(self.client.download_artifacts(run_id, file.path)).read_text())
+            tagged = [name for name, uri in tags.items() if uri == facts["uri"]]
+            aliases = sorted(name.removeprefix("checkpoint.") for name in tagged if name.startswith("checkpoint."))
+            found.append(Logged(facts, [facts["uri"]], "", aliases))
         return found

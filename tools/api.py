@@ -23,8 +23,6 @@ MODULES = (
     "dcp_plugin.transformers",
     "dcp_plugin.hf",
 )
-ALSO = {"dcp_plugin.tracking": ("log_checkpoint",)}
-"""Modules without ``__all__``, and what is public of them."""
 
 
 class _Unquoted(str):
@@ -75,10 +73,10 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 def current() -> str:
     """What the package has now."""
     lines = ["# Written by: python -m tools.api"]
-    for module in (*MODULES, *ALSO):
+    for module in MODULES:
         found = importlib.import_module(module)
         lines += ["", f"[{module}]"]
-        for name in sorted(ALSO.get(module) or found.__all__):
+        for name in sorted(found.__all__):
             lines += _entry(name, getattr(found, name))
     return "\n".join(lines) + "\n"
 

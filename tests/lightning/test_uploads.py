@@ -1,5 +1,5 @@
 """With ``log_model``, W&B and MLflow get the artifacts that they get of stock, under the same aliases; without it, what
-is logged by reference."""
+the recipe of the guide logs."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ def test_loggers_get_the_artifacts_that_they_get_of_stock(tmp_path: Path, packag
 
 
 @on_ranks(1)
-def test_loggers_take_what_is_logged_by_reference(tmp_path: Path) -> None:
+def test_the_recipe_of_the_guide_notes_a_checkpoint_in_the_runs_of_loggers(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
-    from dcp_plugin.tracking import log_checkpoint
     from tests.lightning import training as t
 
     runs = trackers.Wandb(tmp_path), trackers.Mlflow(tmp_path)
@@ -74,13 +73,13 @@ def test_loggers_take_what_is_logged_by_reference(tmp_path: Path) -> None:
     io = t.DCPCheckpointIO(async_save=True)
     trainer = t.trainer_for("single", [saving], plugin=io, logger=loggers, max_epochs=1, max_steps=-1)
     trainer.fit(t.Model(), t.plain_loader("single"))
-    for logger in trainer.loggers:
-        log_checkpoint(saving.best_model_path, logger, aliases=["best"])
-    expected = {"epoch=0.ckpt": f"file://{tmp_path}/saved/epoch=0.ckpt"}
-    for run, best in zip(runs, ("best", "checkpoint.best"), strict=True):
+    recipe = trackers.recipe()
+    recipe["to_wandb"](saving.best_model_path, trainer.loggers[0].experiment, ["best"])
+    recipe["to_mlflow"](saving.best_model_path, trainer.loggers[1].run_id, ["best"])
+    for run in runs:
         (logged,) = run.logged()
-        assert logged.references == expected and best in logged.aliases
-        assert logged.said["step"] == trainer.global_step == 3
+        assert logged.refers_to(f"file://{tmp_path}/saved/epoch=0.ckpt") and "best" in logged.aliases
+        assert logged.facts["step"] == trainer.global_step == 3
 
 
 def _wandb(root: Path, log_model: Any) -> Any:

@@ -34,7 +34,7 @@ LAYERS = [
     ("keeper",),
     ("checkpointer", "api", "start"),
     ("tools",),
-    ("integration", "tracking"),
+    ("integration",),
     ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -136,7 +136,11 @@ BEFORE = {  # a script that works without us, or what an earlier section has mad
     "Credentials": "",
     "Settings": "state = {'model': model, 'optim': optimizer}\ntrain()",
     "A loop that saves when it is due": "",
-    "Trackers": "import os; os.environ.update(WANDB_MODE='offline', WANDB_SILENT='true', WANDB_X_DISABLE_STATS='true')",
+    "Trackers": """
+import os
+os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_X_DISABLE_STATS="true")
+os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_TRACKING_URI="mlruns")
+""",
 }
 AFTER = {  # what holds when the same code has run a second time; True if it has not failed
     "Quickstart": "state['step'] == 300 and dcp.inspect('run/step-300').step == 300",
@@ -156,7 +160,8 @@ AFTER = {  # what holds when the same code has run a second time; True if it has
     "Credentials": "'example' not in repr(checkpointer.config)",
     "Settings": "handle.done() and dcp.latest('run').name == 'step-4'",
     "A loop that saves when it is due": "start.how == 'fresh' and step == 100",  # sooner than the first is due
-    "Trackers": "handle.done() and run.id and dcp.inspect('run/step-100').step == 100",
+    "Trackers": "handle.done() and run.id and dcp.inspect(facts_of('run/step-100')['uri']).step == 100 "
+    "and 'checkpoint.best' in mlflow.get_run(started.info.run_id).data.tags",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"
 LANGUAGES = {"python", "console", "bash", "yaml", "json", "text", "mermaid", "{eval-rst}", "{toctree}"}
