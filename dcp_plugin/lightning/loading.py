@@ -89,6 +89,8 @@ class Loaded:
     """The names of optimizers with state in the checkpoint; empty for a checkpoint of weights alone, and for a file."""
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     """The flat state of each optimizer; empty before the optimizers are loaded."""
+    peeked: list[dict[str, Any]] = field(default_factory=list)
+    """The flat state of each optimizer that hooks were given before the optimizers existed."""
     numbers: list[list[str]] = field(default_factory=list)
     """The names of the parameters of each optimizer, if hooks see their numbers."""
     count: int = 0

@@ -33,6 +33,7 @@ from dcp_plugin.start import Restart
 from dcp_plugin.state import (
     OwnLayout,
     OwnNames,
+    flatten_optimizer,
     gather_optimizer,
     gather_with_names,
     inside_ddp,
@@ -248,6 +249,7 @@ class LightningAdapter(StrategyAdapter):
             states = loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
         elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
             states = loading.peek_at_optimizers(loaded, self.checkpointer)
+            loaded.peeked = [flatten_optimizer(state) for state in states]
         loaded.checkpoint["optimizer_states"], loaded.numbers = loading.numbered(states)
 
     @override
@@ -271,6 +273,7 @@ class LightningAdapter(StrategyAdapter):
         optimizers = self.strategy.optimizers[: len(states)]
         if not loaded.optimizers:
             loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+            loaded.optimizers = loaded.peeked or loaded.optimizers  # what hooks were given: they may have changed it
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             loading.apply_optimizers(self.model, optimizers, loaded, states, strict)

@@ -23,6 +23,7 @@ from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValu
 from dcp_plugin.format.summary import Base
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.open import check_files
+from dcp_plugin.storage.published import check_metadata
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
@@ -112,6 +113,8 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         ('w', (2, 3), ['step'])
     """
     with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
+        if reader.opened.summary is not None:
+            check_metadata(reader.opened.files, reader.opened.summary)
         return replace(info_of(reader), damaged=_damaged(reader))
 
 
