@@ -101,8 +101,8 @@ def test_per_rank(case: Case) -> None:
 
 @pytest.mark.parametrize("case", _parameters("ranks"))
 def test_ranks(case: Case, request: pytest.FixtureRequest) -> None:
-    if reason := still_wrong(case.name):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    if reason := still_wrong(case.name):  # not strict: its patterns cover cases that only some saves get wrong
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     _check(case, "ranks")
 
 
