@@ -1,7 +1,7 @@
 """Ranks that hold different things: the rule, for saves and for loads.
 
 **A checkpoint has one value for each key. Ranks that hold a key hold the same value, or shards of one, or they are
-named.** Everything that is decided for all ranks, is decided from what all of them hold, never from rank 0 alone:
+named.** What is decided for all ranks follows from what all of them hold, never from rank 0 alone:
 
 ==============================  =====================================================================================
 names, kinds, optimizers        the union of all ranks (:class:`~dcp_plugin.planning.local_inventory.Description`)
