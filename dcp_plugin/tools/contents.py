@@ -23,7 +23,6 @@ from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValu
 from dcp_plugin.format.summary import Base
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.open import check_files
-from dcp_plugin.storage.published import check_metadata
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
@@ -112,10 +111,14 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         >>> info.tensors[0].key, info.tensors[0].shape, info.values
         ('w', (2, 3), ['step'])
     """
-    with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
-        if reader.opened.summary is not None:
-            check_metadata(reader.opened.files, reader.opened.summary)
-        return replace(info_of(reader), damaged=_damaged(reader))
+    try:
+        with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+            return info_of(reader)
+    except CheckpointCorrupt:
+        with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
+            if damaged := _damaged(reader):
+                return replace(info_of(reader), damaged=damaged)
+        raise  # the damage is not in a data file
 
 
 def _damaged(reader: ShardedReader) -> dict[str, str]:
