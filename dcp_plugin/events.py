@@ -198,12 +198,13 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
             except BaseException as error:
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                     raise
-                is_one_of_many = isinstance(event, BytesWritten)
-                if not (is_one_of_many and callback in _reported):
-                    name = type(event).__name__
-                    logger.error("a callback for %s of %s failed; the save goes on", name, event.path, exc_info=error)
-                if is_one_of_many:
+                if isinstance(event, BytesWritten):
+                    if callback in _reported:
+                        continue
                     _reported.append(callback)
+                logger.error(
+                    "a callback for %s of %s failed; the save goes on", type(event).__name__, event.path, exc_info=error
+                )
     finally:
         _here.in_subscriber = outside
 

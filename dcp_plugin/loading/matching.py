@@ -24,7 +24,7 @@ from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.format.keys import join, without_rank
 from dcp_plugin.paths import Where
 from dcp_plugin.records import LoadReport, Match, OpenCheckpoint
-from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
+from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.tensors._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.types import KeyPath, LocalChunk, ShardedValue, Wanted
@@ -241,15 +241,20 @@ class Matching:
         """
         for adapter in adapters:
             name = adapter.name
-            if name in self._objects and adapter.kind not in ("module", "optimizer"):
-                self.match.wanted[name] = Wanted()  # None or {} in place of an object that another rank has
+            if name in self._objects and isinstance(adapter, TreeAdapter) and adapter.stands_for_nothing:
+                self.match.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
                 continue
             if adapter.entry is not None and not self._is_about(adapter):
                 if (of_rank := self._name_on_rank(adapter.entry)) is not None:
                     yield adapter, of_rank
                 continue
-            is_absent = name not in self._kinds and name not in self.index and not self.index.under(f"{name}.")
-            if is_absent and adapter.kind in ("module", "optimizer") and not self._is_about(adapter):
+            is_absent = (
+                adapter.kind in ("module", "optimizer")
+                and name not in self._kinds
+                and name not in self.index
+                and not self.index.under(f"{name}.")
+            )
+            if is_absent and not self._is_about(adapter):
                 others = {*self._objects, *self.names_here}
                 alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in others]
                 if len(alike) == 1 and list(self._objects.values()).count(adapter.kind) == 1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -379,11 +378,11 @@ def above_others(keys: Collection[str], others: Iterable[str], per_rank: Collect
 
 
 def _has_below(front: str, ordered: list[str], is_per_rank: bool) -> bool:
-    for other in itertools.islice(ordered, bisect.bisect(ordered, front), None):
-        if not other.startswith(front):
-            return False
-        if not (is_per_rank and other.removeprefix(front).partition(".")[0].isdecimal()):
+    at = bisect.bisect(ordered, front)
+    while at < len(ordered) and ordered[at].startswith(front):
+        if not (is_per_rank and ordered[at].removeprefix(front).partition(".")[0].isdecimal()):
             return True
+        at += 1
     return False
 
 

@@ -558,6 +558,10 @@ class TreeAdapter(StateAdapter):
     def live(self) -> Any:
         return self._value
 
+    @property
+    def stands_for_nothing(self) -> bool:
+        return self.kind == "value" and not is_tensor(content := self.content()) and _is_open(content)
+
     @abstractmethod
     def content(self) -> Any:
         """Return the data that the object has now."""

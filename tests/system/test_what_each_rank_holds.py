@@ -451,3 +451,17 @@ def test_equal_nans_and_zeros_of_either_sign_are_no_alarm(tmp_path: Path) -> Non
         for step in range(8):
             checkpointer.save({"model": model}, tmp_path / f"step-{step}")
     assert messages == []
+
+
+@on_ranks(2)
+def test_a_mapping_beside_a_module_of_its_name_is_loaded_and_not_passed_over(tmp_path: Path) -> None:
+    """Rank 1 has the state dict of a module that rank 0 has as an object."""
+    saved = nn.Linear(2, 2)
+    for parameter in saved.parameters():
+        nn.init.constant_(parameter, 5)
+    dcp.save({"model": saved}, tmp_path / "ck")
+    module = nn.Linear(2, 2)
+    mapping = {key: torch.zeros_like(value) for key, value in module.state_dict().items()}
+    dcp.load({"model": module if dist.get_rank() == 0 else mapping}, tmp_path / "ck")
+    loaded = module.state_dict() if dist.get_rank() == 0 else mapping
+    assert all(bool((value == 5).all()) for value in loaded.values())
