@@ -62,9 +62,9 @@ class Checkpointer:
         []
     """
 
-    _compares_ranks = True
-    """True if the first save warns of data that differs between ranks. Frameworks in which the values of rank 0 apply
-    by definition have a subclass that sets it to False."""
+    _compared: tuple[str, ...] = ("",)
+    """Starts of the keys of data that the first save compares between ranks: all keys. The subclass for frameworks
+    names the user's own objects, since loops and samplers may differ."""
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
@@ -168,7 +168,7 @@ class Checkpointer:
             ranks = self._writer.idle_ranks(begins_save=True)
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compared, is_data)
             self._writer.submit(handle, request, live, ranks)
             self.save_timing.paused(time.monotonic() - began, saving=True)
         return handle

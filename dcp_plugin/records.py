@@ -94,8 +94,8 @@ class LiveState:
     """Modules and optimizers whose state dicts are in ``state`` without the objects."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Numbers, or tensors of one element."""
-    compares_ranks: bool = True
-    """True if the first save warns of data that differs between ranks."""
+    compared: tuple[str, ...] = ("",)
+    """Starts of the keys of data whose differences between ranks are named at the first save."""
     is_data: bool = False
     """True if an object in a mapping of ``state`` is a value, whose ``state_dict`` is not called."""
 

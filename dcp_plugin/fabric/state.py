@@ -97,8 +97,32 @@ def inside_ddp_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
 
 
-def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
-    """Return the state under the names of the table above."""
+def kinds_of(state: Mapping[Any, Any]) -> dict[Any, str]:
+    """Return ``"model"`` or ``"optim"`` by the user's name; for all other values, an empty text."""
+    return {
+        name: MODEL if isinstance(value, nn.Module) else OPTIM if isinstance(value, Optimizer) else ""
+        for name, value in state.items()
+    }
+
+
+def names_of(kinds: Mapping[Any, str]) -> dict[Any, str]:
+    """Return the names of models, then of optimizers in a checkpoint, given their :func:`kinds_of` all ranks."""
+    users = {each: [name for name, kind in kinds.items() if kind == each] for each in (MODEL, OPTIM)}
+    return {
+        user: name
+        for kind, of_kind in users.items()
+        for user, name in zip(of_kind, numbered(kind, len(of_kind)), strict=True)
+    }
+
+
+def named_state(
+    adapter: FabricAdapter, state: Mapping[str, Any], names: Mapping[Any, str], filters: Mapping[str, Filter]
+) -> dict[str, Any]:
+    """Return the state under the names of the table above.
+
+    Args:
+        names: The names of models and optimizers. Where another rank has one of them, this rank may have None.
+    """
     extra: dict[str, Any] = {}
     if adapter.attachment.config.rng:
         rank, device = adapter.rank, adapter.strategy.root_device
@@ -108,19 +132,17 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     if are_tensors and not any(name[:at] in state for name in state for at in range(len(name)) if name[at] == "."):
         return {MODEL: _StateDict(state), EXTRA: {**extra, NAMES: {MODEL: ""}}}
     state = inside_ddp_of(state)
-    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
-    users = [*modules, *optimizers]
-    ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
     trained = trained_modules(adapter, state)
     named = {
         name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
-        for user, name in zip(users, ours, strict=True)
+        for user, name in names.items()
+        if user in state
     }
     named.update(names_for(trained, of_kind(nn.Module, named).values()))
-    stored = {user: _stored_name(user) for user in state if user not in users}
+    stored = {user: _stored_name(user) for user in state if user not in names}
     extra |= {name: _extra(adapter, state[user], filters.get(user)) for user, name in stored.items()}
     changed = {f"{EXTRA}.{name}": user for user, name in stored.items() if user != name}
-    return {**named, EXTRA: {**extra, NAMES: {**dict(zip(ours, users, strict=True)), **changed}}}
+    return {**named, EXTRA: {**extra, NAMES: {name: user for user, name in names.items()} | changed}}
 
 
 class _StateDict(dict[str, Any]):
@@ -164,8 +186,10 @@ def _trained(
         return loose_module(optimizer)
 
 
-def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks | None:
     """Return the part of a module's, or an optimizer's, state dict that passes a filter, as Fabric defines it."""
+    if value is None:  # another rank has the object
+        return None
     if trained is None:
         return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
 
