@@ -387,7 +387,12 @@ def load(
     contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, data))
     if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
-    places = _places(state, contents, strict)
+    sharded = contents.sharded if adapter.keeps_shards else ()  # None stays None, since the full model may not fit
+    places = {
+        name: place
+        for name, place in _places(state, contents, strict).items()
+        if state[name] is not None or place not in sharded
+    }
     target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), modules.values())}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))

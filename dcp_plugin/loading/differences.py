@@ -142,13 +142,13 @@ class Differences:
             lacking = [join(adapter.name, key) for key in want.lacking if self._matching.selects(adapter.name, key)]
             self._match.report.missing.extend(lacking)
             self._lacking.extend(lacking)
+        # From a file, stock hands all weights to None, and to a module whose own state_dict is empty on this rank.
+        gets_all = self._mode is LoadMode.RESTORE and (want.empty or adapter.stands_for_nothing)
         handed = []
         for key, target in want.extra.items():
             stored, full = key_map.stored(key), join(adapter.name, key)
             if not self._matching.selects(adapter.name, key):
                 continue
-            # A file of stock hands all of its weights to a module whose own state_dict is empty on this rank.
-            gets_all = want.empty and self._mode is LoadMode.RESTORE
             if gets_all or self._is_handed(adapter, stored, key in want.in_room):
                 made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
                 if self._matching.accept(full, made, want.refused.get(key)):
