@@ -37,13 +37,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed.checkpoint.planner import ReadItem
-
 from dcp_plugin.calls import Call
 from dcp_plugin.errors import size
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
@@ -51,7 +48,9 @@ from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.planner import ReadItem
 
+    from dcp_plugin.format.metadata import Aliases, Views
     from dcp_plugin.format.values import WholeItem
     from dcp_plugin.planning.save import RankPlan
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import default_path
-from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
+from dcp_plugin.format.columns import MAPPING_CLASSES, default_path
+from dcp_plugin.format.values import mapping_class
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import KeyPath, Shape
 

@@ -23,18 +23,19 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from isal.isal_zlib import crc32
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.tensors._torch import pickled_parts
 from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
+
+if TYPE_CHECKING:
+    import torch
 
 SMALLEST_BLOCK = 4096
 BLOCKS_PER_ITEM = 256
@@ -121,6 +122,8 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
     if is_plain_memory(tensor):
         memory = memory_view(tensor)
         return xxh3_128_digest(b"".join([memory[start : start + _PLACE] for start in starts]))
+    import torch
+
     data = tensor.view(-1).view(torch.uint8)
     places = torch.cat([data[start : start + _PLACE] for start in starts]).cpu()  # one copy from the device, not eight
     return xxh3_128_digest(memory_view(places))
@@ -182,6 +185,10 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     Raises:
         ValueError: The payload is so large that the archive needs zip64.
     """
+    import torch
+
+    from dcp_plugin.tensors._torch import pickled_parts
+
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")

@@ -13,12 +13,14 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from dcp_plugin.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    import torch
 
 READ_PIECE = 1 << 20
 """Largest piece that is read and then checked, in bytes. It fits into the processor's cache: pieces of 8 MiB would be
@@ -35,6 +37,8 @@ def host_bytes(nbytes: int, pinned: bool = False) -> torch.Tensor:
 
     Memory that is made inside of ``inference_mode`` could not be written outside of it, where a later save reuses it.
     """
+    import torch
+
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
@@ -43,6 +47,8 @@ class Block:
     """A piece of host memory that buffers copies from and to a device."""
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         cuda = device.type == "cuda"
         self.memory = host_bytes(BLOCK, pinned=cuda)
         self._taken = 0
@@ -59,6 +65,8 @@ class Block:
         if self._stream is None or self._event is None:
             target.copy_(source)
             return
+        import torch
+
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._event.record()
@@ -170,6 +178,8 @@ def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the work that this thread has queued on the tensors' devices, since copies use other streams."""
+    import torch
+
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
