@@ -134,9 +134,9 @@ def named_state(
     state = inside_ddp_of(state)
     trained = trained_modules(adapter, state)
     named = {
-        name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
+        name: _filtered(value, trained.get(user), filters[user]) if user in filters and value is not None else value
         for user, name in names.items()
-        if user in state
+        for value in ([state[user]] if user in state else [])
     }
     named.update(names_for(trained, of_kind(nn.Module, named).values()))
     stored = {user: _stored_name(user) for user in state if user not in names}
@@ -186,10 +186,8 @@ def _trained(
         return loose_module(optimizer)
 
 
-def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks | None:
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
     """Return the part of a module's, or an optimizer's, state dict that passes a filter, as Fabric defines it."""
-    if value is None:  # another rank has the object
-        return None
     if trained is None:
         return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
 

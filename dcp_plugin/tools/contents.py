@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dcp_plugin.errors import CheckpointCorrupt, size, some
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import Entry, StoredChunk, StoredValue
 from dcp_plugin.format.summary import Base
@@ -74,6 +74,8 @@ class CheckpointInfo:
     """Metrics passed to the save, such as the validation loss. Some may not be finite."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Keys in data files that are missing or do not have the size of the save -> the reason. ``read`` reads others."""
+    lacks: str = ""
+    """The reason why ``read`` compares no checksums: ``dcp_plugin.json`` or ``dcp_plugin.index`` is lost."""
 
     _repr_html_ = as_html
 
@@ -84,9 +86,10 @@ class CheckpointInfo:
         metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
         base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
         damaged = f"; {len(self.damaged)} keys are DAMAGED ({some(list(self.damaged), 3)})" if self.damaged else ""
+        lacks = "; INCOMPLETE, so without checksums" if self.lacks else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}{damaged}"
+            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}{damaged}{lacks}"
         )
 
 
@@ -116,10 +119,11 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
     try:
         with closing(open_checkpoint(location, check=True, complete=False)) as opened:
             return info_of(opened)
-    except CheckpointCorrupt:
-        with closing(open_checkpoint(location, complete=False)) as opened:
-            if damaged := _damaged(opened):
-                return replace(info_of(opened), damaged=damaged)
+    except (CheckpointCorrupt, CheckpointIncomplete) as error:
+        with closing(open_checkpoint(location, complete=False, salvage=True)) as opened:
+            lacks = str(error) if isinstance(error, CheckpointIncomplete) else ""
+            if (damaged := _damaged(opened)) or lacks:
+                return replace(info_of(opened), damaged=damaged, lacks=lacks)
         raise  # the damage is not in a data file
 
 

@@ -12,6 +12,12 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.stream import Progress, read_keys, select
 
 
+class _Salvage(ShardedReader):
+    """Reader of what is intact in a checkpoint."""
+
+    _salvages = True
+
+
 def read(
     path: PathLike,
     include: str | Iterable[str] = (),
@@ -25,6 +31,8 @@ def read(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Return tensors and values of a checkpoint by key, each tensor in full, without a model or a process group.
+
+    If the checkpoint has lost ``dcp_plugin.json`` or ``dcp_plugin.index``, its bytes are read without a check.
 
     Args:
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
@@ -53,6 +61,6 @@ def read(
         (torch.Size([3, 2]), 4)
     """
     options: dict[str, Any] = {"io_threads": io_threads, "base": base, "storage_options": storage_options}
-    with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
+    with _Salvage(path, check_files=False, **options) as reader:  # other keys may be damaged
         wanted = select(reader.index, include, exclude, reader.path)
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)
