@@ -26,7 +26,6 @@ import re
 import struct
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -216,10 +215,10 @@ def unreadable(failure: str, error: OSError) -> CheckpointError:
 
 _OF_DAMAGE = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, LookupError, RuntimeError, TypeError),
-    *(ValueError, pickle.PickleError, struct.error, zipfile.BadZipFile, zlib.error, SafetensorError),
+    *(ValueError, pickle.PickleError, struct.error, zipfile.BadZipFile, SafetensorError),
 )
-"""Exceptions of Python, torch and readers of formats for bytes that are no checkpoint. Others are errors of code, such as
-the ImportError of an import that Ctrl-C interrupts."""
+"""Exceptions of Python, torch and readers of formats for bytes that are no checkpoint. Others are errors of code, such
+as the ImportError of an import that Ctrl-C interrupts."""
 
 
 @contextmanager

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcp_plugin.paths import Where
-    from dcp_plugin.tools.contents import CheckpointInfo, ChunkInfo, Node
-    from dcp_plugin.tools.statistics import TensorStats
+    from dcp_plugin.tools.contents import CheckpointInfo, ChunkInfo, Node, TensorStats
 
 _EDGE = 3
 """Number of elements of a long tensor that are printed at each end."""
@@ -64,7 +63,7 @@ def inspect_command(
         places = chunks(at, key)
         return Answer({"path": at, "chunks": places}, partial(_print_chunks, places))
     if stats:
-        from dcp_plugin.tools.statistics import statistics
+        from dcp_plugin.tools.contents import statistics
 
         with progress("reading") as bar:
             listed = statistics(at, include or (), exclude or (), progress=bar)

@@ -97,16 +97,13 @@ def inside_ddp_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
 
 
-def kinds_of(state: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return ``"model"`` or ``"optim"`` by the user's name; for all other values, an empty text."""
-    return {
-        name: MODEL if isinstance(value, nn.Module) else OPTIM if isinstance(value, Optimizer) else ""
-        for name, value in state.items()
-    }
+def kind_of(value: Any) -> str:
+    """Return ``"model"``, ``"optim"``, or an empty text for any other value."""
+    return MODEL if isinstance(value, nn.Module) else OPTIM if isinstance(value, Optimizer) else ""
 
 
 def names_of(kinds: Mapping[Any, str]) -> dict[Any, str]:
-    """Return the names of models, then of optimizers in a checkpoint, given their :func:`kinds_of` all ranks."""
+    """Return the names of models, then of optimizers in a checkpoint, given the :func:`kind_of` each value."""
     users = {each: [name for name, kind in kinds.items() if kind == each] for each in (MODEL, OPTIM)}
     return {
         user: name

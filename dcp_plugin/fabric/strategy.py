@@ -22,7 +22,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.fabric.state import Filter, kinds_of, load, named_state, names_of
+from dcp_plugin.fabric.state import Filter, kind_of, load, named_state, names_of
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
@@ -258,7 +258,7 @@ class FabricAdapter(StrategyAdapter):
     def _agreed(self, path: PathLike, state: Any) -> tuple[Where, Any, dict[Any, str]]:
         """Return rank 0's path, a state mapping with its keys in rank 0's order, and the names in a checkpoint of all
         models and optimizers by the user's names: also of those that only other ranks have."""
-        of_rank = path, kinds_of(state) if isinstance(state, dict) else {}
+        of_rank = path, {name: kind_of(value) for name, value in state.items()} if isinstance(state, dict) else {}
         of_ranks: list[Any] = [of_rank] * self.attachment.world_size
         if len(of_ranks) > 1:
             dist.all_gather_object(of_ranks, of_rank)

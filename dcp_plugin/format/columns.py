@@ -169,11 +169,6 @@ def unusual_paths(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype.
-
-    Raises:
-        CheckpointMismatch: This torch does not have it.
-    """
     import torch
 
     dtype = getattr(torch, name, None)

@@ -24,7 +24,7 @@ from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.format.keys import join, without_rank
 from dcp_plugin.paths import Where
 from dcp_plugin.records import LoadReport, Match, OpenCheckpoint
-from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
+from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, TreeAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.tensors._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.types import KeyPath, LocalChunk, ShardedValue, Wanted
@@ -241,7 +241,12 @@ class Matching:
         """
         for adapter in adapters:
             name = adapter.name
-            if name in self._objects and self.mode is not LoadMode.RESTORE and adapter.stands_for_nothing:
+            if (
+                self.mode is not LoadMode.RESTORE  # from a file, stock hands the object's weights to None
+                and name in self._objects
+                and isinstance(adapter, TreeAdapter)
+                and adapter.stands_for_nothing
+            ):
                 self.match.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
                 continue
             if adapter.entry is not None and not self._is_about(adapter):

@@ -102,11 +102,6 @@ class StateAdapter(ABC):
         return False
 
     @property
-    def stands_for_nothing(self) -> bool:
-        """True for None or an empty container, which another rank may hold filled."""
-        return False
-
-    @property
     def live(self) -> Any:
         """The user's object; of a single value, the mapping that has it."""
         return self.module

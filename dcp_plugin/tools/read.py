@@ -12,12 +12,6 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.stream import Progress, read_keys, select
 
 
-class _Salvage(ShardedReader):
-    """Reader of what is intact in a checkpoint."""
-
-    _salvages = True
-
-
 def read(
     path: PathLike,
     include: str | Iterable[str] = (),
@@ -61,6 +55,7 @@ def read(
         (torch.Size([3, 2]), 4)
     """
     options: dict[str, Any] = {"io_threads": io_threads, "base": base, "storage_options": storage_options}
-    with _Salvage(path, check_files=False, **options) as reader:  # other keys may be damaged
+    with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
+        reader.salvages = True
         wanted = select(reader.index, include, exclude, reader.path)
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

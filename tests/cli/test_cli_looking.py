@@ -19,7 +19,7 @@ from typer.testing import Result
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where
-from dcp_plugin.tools.statistics import statistics
+from dcp_plugin.tools.contents import statistics
 from tests.commands import invoke, json_of
 from tests.damage import flip
 from tests.foreign import LIGHTNING, LIGHTNING_WEIGHTS

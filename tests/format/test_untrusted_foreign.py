@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.tools.statistics import statistics
+from dcp_plugin.tools.contents import statistics
 from tests.objects import PickledAs, attack
 
 STATE = {"a": torch.arange(300.0), "b": torch.ones(7, dtype=torch.int16)}
