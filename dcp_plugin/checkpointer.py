@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.media import medium_of, unpacked
@@ -30,7 +31,6 @@ from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported, wai
 from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState
 
 if TYPE_CHECKING:

@@ -262,9 +262,8 @@ class FabricAdapter(StrategyAdapter):
         of_ranks: list[Any] = [of_rank] * self.attachment.world_size
         if len(of_ranks) > 1:
             dist.all_gather_object(of_ranks, of_rank)
-        kinds: dict[Any, str] = {}
-        for _, others in of_ranks:
-            kinds |= {name: kind for name, kind in others.items() if kind or name not in kinds}
+        pairs = [pair for _, kinds_there in of_ranks for pair in kinds_there.items()]
+        kinds = dict(pairs) | {name: kind for name, kind in pairs if kind}
         ordered = {name: state[name] for name in kinds if name in state} if isinstance(state, dict) else state
         return self.attachment.where(of_ranks[0][0]), ordered, names_of(kinds)
 

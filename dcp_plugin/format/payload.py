@@ -31,7 +31,6 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ _PLACES, _PLACE = 8, 128
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     """Return the XXH3-128 of the bytes of each tensor in row-major order."""
+    from dcp_plugin.tensors.host_memory import Rings
+
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
     largest_first = sorted(range(len(tensors)), key=lambda slot: tensors[slot].nbytes, reverse=True)
@@ -115,6 +116,10 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
     """Return a hash of a few places of a tensor; None if they cannot be read without copying the tensor."""
+    import torch
+
+    from dcp_plugin.tensors.host_memory import is_plain_memory, memory_view
+
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     last = max(0, tensor.nbytes - _PLACE)
@@ -122,8 +127,6 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
     if is_plain_memory(tensor):
         memory = memory_view(tensor)
         return xxh3_128_digest(b"".join([memory[start : start + _PLACE] for start in starts]))
-    import torch
-
     data = tensor.view(-1).view(torch.uint8)
     places = torch.cat([data[start : start + _PLACE] for start in starts]).cpu()  # one copy from the device, not eight
     return xxh3_128_digest(memory_view(places))

@@ -19,6 +19,7 @@ from dcp_plugin.format import (
 )
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Summary
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
@@ -30,7 +31,6 @@ from dcp_plugin.storage.published import (
     refuse_if_moved,
     summary_in,
 )
-from dcp_plugin.tensors.host_memory import collector_paused
 
 T = TypeVar("T")
 

@@ -9,18 +9,14 @@ block is being copied.
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from dcp_plugin.errors import CheckpointMismatch
-
-if TYPE_CHECKING:
-    import torch
 
 READ_PIECE = 1 << 20
 """Largest piece that is read and then checked, in bytes. It fits into the processor's cache: pieces of 8 MiB would be
@@ -37,8 +33,6 @@ def host_bytes(nbytes: int, pinned: bool = False) -> torch.Tensor:
 
     Memory that is made inside of ``inference_mode`` could not be written outside of it, where a later save reuses it.
     """
-    import torch
-
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
@@ -47,8 +41,6 @@ class Block:
     """A piece of host memory that buffers copies from and to a device."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         cuda = device.type == "cuda"
         self.memory = host_bytes(BLOCK, pinned=cuda)
         self._taken = 0
@@ -65,8 +57,6 @@ class Block:
         if self._stream is None or self._event is None:
             target.copy_(source)
             return
-        import torch
-
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._event.record()
@@ -178,8 +168,6 @@ def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the work that this thread has queued on the tensors' devices, since copies use other streams."""
-    import torch
-
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -187,20 +175,3 @@ def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
 def _arrived(block: Block, count: int) -> memoryview:
     block.wait()
     return memory_view(block.memory)[:count]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
-    of a checkpoint with small tensors. Work in the background must not use this for longer than a checkpoint takes to
-    open, since training makes garbage meanwhile.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,7 +1,7 @@
 """``dcp_plugin.inspect``, and contents of a checkpoint for people: modules by size, places of bytes, statistics.
 
-:func:`inspect`, :func:`tree` and :func:`chunks` read no tensor. The inspection of a checkpoint of this package imports no
-torch, since that takes longer than all else. The tree folds as ``du`` does. Layers that are alike
+:func:`inspect`, :func:`tree` and :func:`chunks` read no tensor. The inspection of a checkpoint of this package imports
+no torch, since that takes longer than all else. The tree folds as ``du`` does. Layers that are alike
 and follow each other, ``layers.0`` to ``layers.31``, become one line: a model of a hundred layers is a dozen lines.
 """
 
@@ -22,10 +22,10 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, som
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import check_files, open_checkpoint
-from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import Shape, as_html
 
 if TYPE_CHECKING:
@@ -390,24 +390,22 @@ class _Running:
     infs: int = 0
 
     def add(self, numbers: torch.Tensor) -> None:
-        import torch
-
-        wide = numbers.to(torch.float64)
+        wide = numbers.double()
         total = float(wide.sum())
         if not math.isfinite(total):  # NaN, infinity or overflow: only then examine each number
-            finite = torch.isfinite(numbers)
-            nans = int(torch.isnan(numbers).sum())
+            finite = numbers.isfinite()
+            nans = int(numbers.isnan().sum())
             self.nans += nans
             self.infs += numbers.numel() - int(finite.sum()) - nans
             numbers, wide = numbers[finite], wide[finite]
             total = float(wide.sum())
         if not numbers.numel():
             return
-        low, high = (bound.item() for bound in torch.aminmax(numbers))
+        low, high = (bound.item() for bound in numbers.aminmax())
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
         self.total += total
-        self.squares += float(torch.dot(wide, wide))
+        self.squares += float(wide.dot(wide))
         self.count += numbers.numel()
 
     def added_to(self, stats: TensorStats) -> TensorStats:
@@ -481,14 +479,12 @@ def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
 
 def _numbers(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements as numbers that torch computes with: bools as 0 and 1, complex numbers as absolute values."""
-    import torch
-
-    for part in torch.split(piece.flatten(), _AT_ONCE):
+    for part in piece.flatten().split(_AT_ONCE):
         if part.dtype.is_complex:
-            yield part.to(torch.complex128).abs()
+            yield part.cdouble().abs()
         elif part.dtype.is_floating_point:
-            yield part.to(torch.float32) if part.dtype.itemsize == 1 else part
-        elif part.dtype == torch.uint64:
-            yield part.to(torch.float64)
+            yield part.float() if part.dtype.itemsize == 1 else part
+        elif part.dtype.itemsize == 8 and not part.dtype.is_signed:
+            yield part.double()
         else:
-            yield part.to(torch.int64)
+            yield part.long()

@@ -30,8 +30,8 @@ from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.pickles.nodes import Name, nodes_of
 from dcp_plugin.format.pickles.walk import Walk
 from dcp_plugin.format.torch_archive import MAGIC
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.tensors._torch import TENSOR_GLOBALS, load_archive, name_of_today
-from dcp_plugin.tensors.host_memory import collector_paused
 
 _SMALL = 4096
 """Size in bytes of an archive that is too small to hide a compressed record of consequence."""
