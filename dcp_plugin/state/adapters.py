@@ -175,9 +175,9 @@ def adapters_of(
     The keys of a state may have another order on each rank, as from a set. Data keeps the order of the state.
 
     Args:
-        stock_aliases: Whether optimizers also give their param groups under stock's keys.
+        stock_aliases: True if optimizers store their param groups under stock's keys, too.
         place: This rank, for values that differ between ranks.
-        is_data: Whether an object in a mapping of the state counts as a value, whose state is not read.
+        is_data: True if an object in a mapping of the state is a value, whose ``state_dict`` is not called.
 
     Raises:
         TypeError: The state is no mapping.
