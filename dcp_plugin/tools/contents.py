@@ -479,7 +479,7 @@ def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
 
 def _numbers(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements as numbers that torch computes with: bools as 0 and 1, complex numbers as absolute values."""
-    for part in piece.flatten().split(_AT_ONCE):
+    for part in piece.flatten().split(_AT_ONCE):  # type: ignore[no-untyped-call]
         if part.dtype.is_complex:
             yield part.cdouble().abs()
         elif part.dtype.is_floating_point:
