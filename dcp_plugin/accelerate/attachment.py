@@ -132,7 +132,8 @@ class Attachment(BaseAttachment):
         """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
         part of the checkpoint."""
         self._alone.save_timing = self.checkpointer.save_timing
-        may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
+        is_only_local = config.keeper is not None and config.keeper.durable_every is None
+        may_be_alone = accelerator.num_processes > 1 and not is_only_local
         self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
         self._has_announced = False
         self._track()

@@ -337,7 +337,7 @@ class TrainerAdapter(BaseAttachment):
             best, delete = trainer.state.best_model_checkpoint, self.checkpointer.remove
 
             def rotate(event: SaveFinished) -> None:
-                if event.tier == "durable":  # local_keep limits checkpoints on nodes alone
+                if event.tier == "durable":  # keeper.keep limits checkpoints on nodes alone
                     checkpoints.rotate(run_dir, final, best, limit, delete)
 
             handle.on_published(rotate)

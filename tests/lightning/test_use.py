@@ -109,8 +109,8 @@ def test_lightning_cli_takes_what_the_page_on_hydra_writes_out(tmp_path: Path) -
 def test_the_constructor_takes_a_configuration_and_fields() -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
 
-    io = DCPCheckpointIO(dcp.CheckpointConfig(io_threads=3), async_save=True)
-    assert io.config == dcp.CheckpointConfig(io_threads=3, async_save=True)
+    io = DCPCheckpointIO(dcp.CheckpointConfig(io=dcp.IO(threads=3)), async_save=True)
+    assert io.config == dcp.CheckpointConfig(io=dcp.IO(threads=3), async_save=True)
     with pytest.raises(TypeError, match="no_such_field"):
         DCPCheckpointIO(no_such_field=1)
     with pytest.raises(ValueError, match="init_from=PATH"):

@@ -110,7 +110,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sync": {},
         "async": {"async_save": True},
         "lazy": {"async_save": True, "staging": "lazy"},
-        "local": {"async_save": True, "local_dir": "/dev/shm/dcp_plugin-me"},
+        "local": {"async_save": True, "keeper": {"dir": "/dev/shm/dcp_plugin-me"}},
     },
     "partial": {
         "model_only": {"include": "model.*"},
