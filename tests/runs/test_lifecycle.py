@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,35 @@ def test_a_configuration_prints_as_its_difference_and_the_presets_are_of_three_p
         dcp.CheckpointConfig.preset("s3")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean 'keep_last'"):
         dcp.CheckpointConfig.preset("local", keep_lats=1)
+
+
+def test_a_mapping_changes_fields_of_a_group_and_an_instance_replaces_the_group() -> None:
+    base = dcp.CheckpointConfig(keeper=dcp.Keeper(dir="/node", keep=3), io={"threads": 4})  # type: ignore[arg-type]
+    merged = dcp.CheckpointConfig.merge(base, keeper={"replicas": 1}, io={"verify": False})
+    assert merged.keeper == dcp.Keeper(dir="/node", keep=3, replicas=1)
+    assert merged.io == dcp.IO(threads=4, verify=False)
+    assert dcp.CheckpointConfig.merge(base, keeper=dcp.Keeper(), io=dcp.IO(verify=False)) == dcp.CheckpointConfig(
+        keeper=dcp.Keeper(), io=dcp.IO(verify=False)
+    )
+    assert dcp.CheckpointConfig.merge(base, keeper=None).keeper is None
+    assert dcp.Checkpointer(keeper={"linger": 1.0}).config.keeper == dcp.Keeper(linger=1.0)
+    assert dcp.CheckpointConfig.preset("bucket", keeper={"dir": "/node"}).keeper == dcp.Keeper(dir="/node")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dcp.IO(thread=4), r"'io.thread' \(did you mean 'io.threads'\?\)"),  # type: ignore[call-arg]
+        (lambda: dcp.Checkpointer(keeper={"linger_for": 4}), r"'keeper.linger_for' \(did you mean 'keeper.linger'\?\)"),
+        (lambda: dcp.Checkpointer(threads=4), r"'threads' \(did you mean 'io.threads'\?\)"),
+        (lambda: dcp.Checkpointer(io=4), "io must be an IO or a mapping of its fields, got 4"),
+        (lambda: dcp.Checkpointer(keeper=True), "keeper must be a Keeper, a mapping of its fields or None, got True"),
+        (lambda: dcp.Keeper(keep="2"), "keeper.keep must be a whole number, got '2'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_field_of_a_group_is_told_with_its_full_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last": dcp.Retention(newest=1, every_steps=10)}])
