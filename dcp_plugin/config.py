@@ -154,15 +154,7 @@ class CheckpointConfig(Options):
             object.__setattr__(self, "events", local)
 
     def _check_ranges(self) -> None:
-        if not self.timeout > 0:  # refuses NaN as well, unlike timeout <= 0
-            raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
-        if self.save_interval is not None and not self.save_interval > 0:
-            raise ValueError(f"save_interval must be positive seconds or None, got {self.save_interval}.")
-        newest: Any = getattr(self.keep_last, "newest", self.keep_last)
-        if newest is not None and newest < 1:
-            raise ValueError(
-                f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."
-            )
+        newest = getattr(self.keep_last, "newest", self.keep_last)
         if self.async_save and newest == 1:
             raise ValueError(
                 f"keep_last={self.keep_last} with async_save=True: keep at least 2, since the newest may still be on "
@@ -183,18 +175,6 @@ class CheckpointConfig(Options):
         """True if a save is first complete in ``keeper.dir`` of the nodes. Some saves are never copied to their
         paths."""
         return self.keeper is not None and self.keeper.dir is not None
-
-    def policy(self) -> Retention | None:
-        """Return the rules for the checkpoints that stay after a save; None if all do."""
-        if self.keep_last is None:
-            return None
-        from dcp_plugin.retention import Retention  # few configurations need it
-
-        return self.keep_last if isinstance(self.keep_last, Retention) else Retention(newest=int(self.keep_last))
-
-    def without_local_tier(self) -> CheckpointConfig:
-        """Return this configuration with saves directly to their paths, for a rank that saves alone."""
-        return replace(self, keeper=None) if self.has_local_tier else self
 
     @classmethod
     def preset(cls, name: Literal["local", "cluster", "bucket"], /, **overrides: Any) -> CheckpointConfig:
@@ -293,7 +273,7 @@ def fields_in_signature(init: F) -> F:
     The parameter ``config`` is left out. These tools pass every default explicitly, which would override the fields of
     a ``config``.
     """
-    from dcp_plugin.retention import Retention  # as in policy()
+    from dcp_plugin.retention import Retention  # few configurations have one
 
     hints = get_type_hints(CheckpointConfig, localns={"Retention": Retention})
     parameters = signature(init, eval_str=True).parameters.values()

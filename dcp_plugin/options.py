@@ -43,14 +43,14 @@ class Options:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            name, value, choices = self._prefix + item.name, getattr(self, item.name), _CHOICES.get(item.name)
+            name, value = self._prefix + item.name, getattr(self, item.name)
             wanted, fits = _TYPES.get(str(item.type), ("", lambda value: True))
             if not fits(value):
                 shown = repr(value) if item.repr else f"a {type(value).__name__}"
                 raise TypeError(f"{name} must be {wanted}, got {shown}.")
-            if choices is not None and value not in choices:
-                options = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-                raise ValueError(f"{name} must be {options}, got {value!r}.")
+            wanted, is_in_range = _RANGES.get(item.name, ("", lambda value: True))
+            if not is_in_range(value):
+                raise ValueError(f"{name} must be {wanted.format(value)}.")
 
     def __repr__(self) -> str:
         """Return the fields that differ from their defaults, without access to a store."""
@@ -65,18 +65,12 @@ class Options:
         Raises:
             TypeError: A name is not a field. The message suggests the nearest field.
         """
-        known, settings = {*besides, *(item.name for item in fields(cls))}, [*besides, *cls._full_names()]
+        known, kinds = {*besides, *(item.name for item in fields(cls))}, (cls, *cls._groups.values())
+        settings = [*besides, *(kind._prefix + item.name for kind in kinds for item in fields(kind))]
         unknown = [cls._prefix + name for name in names if name not in known]
         near = {name: difflib.get_close_matches(name, settings, n=1) for name in unknown}
         if texts := [f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name) for name, close in near.items()]:
             raise TypeError(f"unknown setting {', '.join(texts)}. The settings are {', '.join(settings)}.")
-
-    @classmethod
-    def _full_names(cls) -> Iterable[str]:
-        for item in fields(cls):
-            yield cls._prefix + item.name
-            if item.name in cls._groups:
-                yield from cls._groups[item.name]._full_names()
 
 
 @refusing_typos
@@ -123,19 +117,6 @@ class Keeper(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep < 1 or self.replicas < 0:
-            raise ValueError(
-                f"keeper.keep must be at least 1 and keeper.replicas at least 0, got {self.keep} and {self.replicas}."
-            )
-        if self.durable_every is not None and self.durable_every < 1:
-            raise ValueError(
-                f"keeper.durable_every must be at least 1, or None for never, got {self.durable_every}: it counts "
-                f"saves."
-            )
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ValueError(f"keeper.bandwidth must be positive bytes per second or None, got {self.bandwidth}.")
-        if not self.linger >= 0:
-            raise ValueError(f"keeper.linger must be 0 or more seconds, got {self.linger}.")
         if self.dir is not None:
             local = as_local(self.dir, "keeper.dir", "Give a directory of each node, and the URL as the path.")
             object.__setattr__(self, "dir", str(absolute(local)))
@@ -183,11 +164,6 @@ class IO(Options):
     store; from a file system only bytes that at least 8 hosts want. On one host sharing never pays, however slow the
     storage is, because the page cache has the bytes that the first rank has read."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threads < 1:
-            raise ValueError(f"io.threads must be at least 1, got {self.threads}: with 0 no thread would write.")
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -201,11 +177,9 @@ def _are_keys(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
 
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "staging": ("blocking", "lazy"),
-    "when_busy": ("wait", "skip", "queue"),
-    **dict.fromkeys(("direct", "broadcast", "progress", "stock_aliases"), (True, False, "auto")),
-}
+def _one_of(*choices: object) -> tuple[str, Callable[[Any], bool]]:
+    return f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {{!r}}", choices.__contains__
+
 
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: value in (True, False)),
@@ -229,4 +203,26 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "IO": ("an IO or a mapping of its fields", lambda value: isinstance(value, IO)),
 }
-"""Description and check of a field's value, by the field's annotation. Choices are in :data:`_CHOICES`."""
+"""Description and check of a value's type, by the annotation of its field."""
+
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "staging": _one_of("blocking", "lazy"),
+    "when_busy": _one_of("wait", "skip", "queue"),
+    **dict.fromkeys(("direct", "broadcast", "progress", "stock_aliases"), _one_of(True, False, "auto")),
+    "threads": ("at least 1, got {}: with 0 no thread would write", lambda value: value >= 1),
+    "keep": ("at least 1, got {}", lambda value: value >= 1),
+    "replicas": ("at least 0, got {}", lambda value: value >= 0),
+    "durable_every": (
+        "at least 1, or None for never, got {}: it counts saves",
+        lambda value: value is None or value >= 1,
+    ),
+    "bandwidth": ("positive bytes per second or None, got {}", lambda value: value is None or value > 0),
+    "linger": ("0 or more seconds, got {}", lambda value: value >= 0),
+    "timeout": ("positive, got {}: with 0 every save would fail", lambda value: value > 0),
+    "save_interval": ("positive seconds or None, got {}", lambda value: value is None or value > 0),
+    "keep_last": (
+        "at least 1 or None, got {}: 0 would delete what was just saved",
+        lambda value: value is None or hasattr(value, "select") or value >= 1,
+    ),
+}
+"""Description and check of a value's range, by the name of its field. The checks refuse NaN as well."""

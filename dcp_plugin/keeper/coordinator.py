@@ -598,10 +598,9 @@ class Coordinator:
         self._warn(save, text)
 
     def _prune(self, save: Save) -> None:
-        policy = save.job.config.policy()
-        if policy is not None:
+        if (keep_last := save.job.config.keep_last) is not None:
             try:
-                retention.prune(save.path, policy)
+                retention.prune(save.path, keep_last)
             except (OSError, CheckpointError) as error:
                 self._warn(save, f"could not delete old checkpoints beside {save.path}: {error}")
 

@@ -25,7 +25,6 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import SUMMARY, exists
 from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import is_workspace, medium_of
-from dcp_plugin.options import Keeper
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.runs.foreign import RESUMABLE, Saved
 from dcp_plugin.runs.scan import Patience, Scan, age_of, cannot_read
@@ -144,7 +143,8 @@ def local_below(
     """Return the saves that this host has in ``local_dir`` and that are not at their paths."""
     if local_dir is None:
         return []
-    return source_of(CheckpointConfig(keeper=Keeper(dir=str(local_dir)), storage_options=storage_options)).states(root)
+    config = CheckpointConfig.merge(None, keeper={"dir": local_dir}, storage_options=storage_options)
+    return source_of(config).states(root)
 
 
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:

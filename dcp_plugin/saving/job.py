@@ -75,10 +75,10 @@ class SavePipeline:
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
-        if (policy := config.policy()) is not None:
+        if config.keep_last is not None:
             from dcp_plugin.runs import retention  # imported now: in the background, the disk may be full
 
-            self._prune = partial(retention.prune, policy=policy)
+            self._prune = partial(retention.prune, keep_last=config.keep_last)
         self.exchange = PlanExchange()
         self._local: RankLocal | None = None
         """Detector of state that differs between ranks; None for a process alone."""
