@@ -94,7 +94,7 @@ def _reload(root: Path, mib: int, repeats: int) -> Samples:
 
         peers = [
             Peer(OURS, ours.save, ours.load),
-            Peer(f"{OURS}, past the page cache", partial(ours.save, io={"direct": True}), ours.load),
+            Peer(f"{OURS}, past the page cache", partial(ours.save, direct=True), ours.load),
             Peer(f"{OURS}, local tier in memory", save_tiered, load_tiered),
             Peer("stock", stock.save, stock.load),
         ]
