@@ -78,11 +78,10 @@ class CheckpointConfig:
     or module hook that may write weights. Needs ``async_save``.
     """
 
-    when_busy: Literal["wait", "skip", "queue"] = "wait"
+    when_busy: Literal["wait", "skip"] = "wait"
     """Action of a background save while the previous save is not on disk yet. ``"wait"``: wait for the previous save.
-    ``"skip"``: skip the new save with a warning, on every rank (``handle.skipped``). ``"queue"``: return when the state
-    is copied into a second host copy; a third save waits for the first. Lightning, Accelerate and transformers accept
-    only ``"wait"``, since they delete and record checkpoints after each save."""
+    ``"skip"``: skip the new save with a warning, on every rank (``handle.skipped``). Lightning, Accelerate and
+    transformers accept only ``"wait"``, since they delete and record checkpoints after each save."""
 
     writer: Literal["thread", "process"] = "thread"
     """Writer of the staged data. ``"thread"``: a thread of this process. ``"process"``: a *keeper*, one helper process
@@ -387,7 +386,7 @@ class CheckpointConfig:
             integration: Name of the integration, for the message.
 
         Raises:
-            ValueError: ``when_busy`` skips or queues saves.
+            ValueError: ``when_busy`` skips saves.
         """
         if self.when_busy != "wait":
             raise ValueError(
@@ -432,7 +431,7 @@ def _are_keys(value: object) -> bool:
 _CHOICES: dict[str, tuple[object, ...]] = {
     "staging": ("blocking", "lazy"),
     "writer": ("thread", "process"),
-    "when_busy": ("wait", "skip", "queue"),
+    "when_busy": ("wait", "skip"),
     **dict.fromkeys(("direct_io", "read_broadcast", "progress", "stock_aliases"), (True, False, "auto")),
 }
 

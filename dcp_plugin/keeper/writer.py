@@ -55,21 +55,6 @@ _LOOK_SECONDS = 0.5
 """Seconds between two checks whether the training has stopped waiting."""
 
 
-def _set_event() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-class _Pool:
-    """A host copy in shared memory."""
-
-    def __init__(self, client: KeeperClient) -> None:
-        self.memory = HostPool(partial(client.spool.allocate, client.rank))
-        self.written = _set_event()
-        """Set when the save that is in it is written, and before its first save."""
-
-
 @dataclass
 class _HandedOver:
     """A save that was handed over to the keepers."""
@@ -77,9 +62,6 @@ class _HandedOver:
     token: str
     staged: StagedState
     planned: SavePlan
-    pool: _Pool
-    before: threading.Event
-    """The event :attr:`written` of the save before."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
 
@@ -108,7 +90,7 @@ class KeeperWriter:
         except NoSharedMemory as error:
             if self.saves is not None:
                 self.saves.wait_written()
-                self.saves.give_up_pools()
+                self.saves.release_memory()
             for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
                 if earlier.path == handle.path:
                     earlier.wait_done()
@@ -125,8 +107,7 @@ class KeeperWriter:
 
     def _submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         if self.saves is None:
-            pools = 1 + int(self._config.async_save and self._config.when_busy == "queue")
-            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue, pools)
+            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue)
         saves, attached = self.saves, None
         saves.renew_group(ranks)
         self._queue.closes_at = None
@@ -160,7 +141,7 @@ class KeeperWriter:
                 copy.release()  # no thread will make the copy that training waits for
             raise
 
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:
@@ -176,7 +157,7 @@ class KeeperWriter:
         return self._fallback.is_free() if self.saves is None else self.saves.is_free()
 
     def holdings(self) -> list[str]:
-        kept = [] if self.saves is None else [f"{self.saves.nbytes:,} bytes of shared memory, and a keeper"]
+        kept = [] if self.saves is None else [f"{self.saves.memory.nbytes:,} bytes of shared memory, and a keeper"]
         return self._fallback.holdings() + kept
 
     def forget(self, path: Where) -> bool:
@@ -203,31 +184,26 @@ class KeptSaves:
 
     Args:
         root: The folder of checkpoints.
-        pools: Number of saves that may be staged and not written.
 
     Raises:
         NoSharedMemory: On every rank.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        root: Where,
-        ranks: Ranks,
-        pipeline: SavePipeline,
-        queue: SaveQueue,
-        pools: int,
+        self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, queue: SaveQueue
     ) -> None:
         self._config, self._pipeline, self._queue = config, pipeline, queue
         self.group = Ranks()
         """The group in which the threads of saves agree."""
         self.client = KeeperClient(config, root, ranks, queue)
         pipeline.newest_time = max(pipeline.newest_time, self.client.training.newest)
-        self._pools = [_Pool(self.client) for _ in range(pools)]
+        self.memory = HostPool(partial(self.client.spool.allocate, self.client.rank))
+        """The host copy, in shared memory."""
+        self._written = threading.Event()
+        """Set while no save that is in :attr:`memory` has yet to be written."""
+        self._written.set()
         self._process = os.getpid()
         self._has_warned_of_clock = False
-        self._count = 0
-        self._last_written = _set_event()
         self._newest: tuple[str, SaveHandle] | None = None
 
     def renew_group(self, ranks: Ranks) -> None:
@@ -238,44 +214,33 @@ class KeptSaves:
         if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
             self.group = Ranks.of_default_group(3 * self._config.timeout)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the host copies in bytes."""
-        return sum(pool.memory.nbytes for pool in self._pools)
-
     def is_free(self) -> bool:
         """Return whether the next save need not wait for its host copy."""
-        return self._next().written.is_set()
-
-    def _next(self) -> _Pool:
-        return self._pools[self._count % len(self._pools)]
+        return self._written.is_set()
 
     def pool(self) -> HostPool:
-        """Return the host copy for the next save, after the save that is in it is written.
+        """Return the host copy for the next save, after the earlier save is written.
 
         Raises:
             NoSharedMemory: The keeper is passed over.
         """
-        pool = self._next()
-        pool.written.wait()
+        self.wait_written()
         self.client.refuse_if_passed_over()
-        if not all(self.client.spool.is_there(memory) for memory in pool.memory.slabs):
-            pool.memory.free()
-        return pool.memory
+        if not all(self.client.spool.is_there(slab) for slab in self.memory.slabs):
+            self.memory.free()
+        return self.memory
 
     def wait_written(self) -> None:
-        """Wait until the keepers have written all saves, so that none overtakes the next one."""
-        self._last_written.wait()
+        """Wait until the earlier save is written, so that it does not overtake the next one."""
+        self._written.wait()
 
-    def give_up_pools(self) -> None:
-        """Free the host copies that are not in use, because there is too little memory for the next save."""
-        for pool in self._pools:
-            if pool.written.is_set():
-                pool.memory.free()
+    def release_memory(self) -> None:
+        """Free the host copy."""
+        self.memory.free()
         self._release()
 
     def _release(self) -> None:
-        self.client.spool.release([slab for pool in self._pools for slab in pool.memory.slabs])
+        self.client.spool.release(self.memory.slabs)
 
     def add_files(self, files: Callable[[Path], None]) -> Path | None:
         """Return a directory of this rank with the caller's files for the next save; None if there are none."""
@@ -372,20 +337,18 @@ class KeptSaves:
             return self._job(token, request, staged.get(), planned, ranks)
 
         job = Attempt.of(begin)
-        pool = self._next()
         try:
             self.client.hand_over(request.path, token, job, attached, ranks)
-            save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
+            save = _HandedOver(token, staged.get(), planned)
             with interrupts_held():
                 if follow is not None:
                     follow(save)
-                pool.written = self._last_written = save.written
-                self._count += 1
+                self._written = save.written
                 self._newest = token, handle
                 handle.set_handed_over()
         except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
             if follow is None or handle not in self._queue.handles:
-                pool.memory.free()
+                self.memory.free()
             raise
         return save
 
@@ -438,7 +401,6 @@ class KeptSaves:
         """
         staging_seconds = save.staged.copy_seconds
         try:
-            save.before.wait()
             if reason := self._meet_when_written(save, request):
                 return self._write_without_keeper(save, handle, request, reason)
         finally:
@@ -537,7 +499,7 @@ class KeptSaves:
         try:
             return self._unless_closed(request, write)
         finally:
-            save.pool.memory.free()
+            self.memory.free()
 
     def _unless_closed(self, request: SaveRequest, write: Callable[[], events.SaveFinished]) -> events.SaveFinished:
         """Return the result of ``write``.
@@ -622,12 +584,10 @@ class KeptSaves:
         self._pipeline.emit(handle.finished)
 
     def close(self) -> None:
-        """Give back the host copies, and leave the keeper. Do nothing in a forked process, which has neither."""
+        """Give back the host copy, and leave the keeper. Do nothing in a forked process, which has neither."""
         if os.getpid() != self._process:
             return
-        for pool in self._pools:
-            pool.memory.free()
-        self._release()
+        self.release_memory()
         self.client.close()
         if self.group.size > 1:
             self.group.close()

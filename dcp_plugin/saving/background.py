@@ -117,17 +117,15 @@ class BackgroundThread(CallingThread):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         super().__init__(config, pipeline, queue, groups)
-        self._allowed_in_flight = int(config.when_busy == "queue")
-        self.pools = [HostPool() for _ in range(1 + self._allowed_in_flight)]
-        self._saves = 0
+        self.pool = HostPool()
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.new_publication(request)
+        publication = self.new_publication(request, ranks)
         copy = HostCopy(self._pipeline, handle, ranks)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
             with collector_paused(), module_cache():
-                copy.begin(live, Attempt(self.pools[self._saves % len(self.pools)]))
+                copy.begin(live, Attempt(self.pool))
             if copy.complete:
                 handle.set_staged()
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
@@ -138,9 +136,7 @@ class BackgroundThread(CallingThread):
 
             self._queue.start(handle, copy.finish, write)
         finally:  # Ctrl-C may arrive after the thread has started
-            if handle in self._queue.handles:
-                self._saves += 1  # not earlier: the next save takes the other pool, which may be in use
-            else:
+            if handle not in self._queue.handles:
                 copy.release()  # no thread will make the copy that training waits for
                 publication.discard()
 
@@ -148,8 +144,7 @@ class BackgroundThread(CallingThread):
         take_off_hooks()
 
     def holdings(self) -> list[str]:
-        return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]
+        return [f"{self.pool.nbytes:,} bytes of host memory"] if self.pool.nbytes else []
 
     def close(self) -> None:
-        for pool in self.pools:
-            pool.free()
+        self.pool.free()

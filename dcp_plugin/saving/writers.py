@@ -45,7 +45,7 @@ class Writer(Protocol):
             CheckpointError: On every rank: the save has failed.
         """
 
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Return the group of ranks after all saves in flight have finished with it. Collective.
 
         Raises:
@@ -106,11 +106,9 @@ class CallingThread(Writer):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
-        self._allowed_in_flight = 0
-        """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.new_publication(request)
+        publication = self.new_publication(request, ranks)
         with collector_paused(), self.progress(handle, ranks):
             with module_cache():
                 try:
@@ -122,12 +120,12 @@ class CallingThread(Writer):
             event = self._pipeline.run(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def new_publication(self, request: SaveRequest) -> Publication:
+    def new_publication(self, request: SaveRequest, ranks: Ranks) -> Publication:
         """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
         publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
         if (files := request.files) is None:
             return publication
-        path, ranks = request.path, self._groups.front()
+        path = request.path
 
         def add() -> None:
             publication.medium.join(directory, path)
@@ -151,19 +149,17 @@ class CallingThread(Writer):
 
         return progress.shown(handle.path, in_background)
 
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
         All ranks know the failures of these saves, but on some ranks the handle may have raised them already: then all
-        ranks raise if any rank has not. A group that a save in flight has just lost stays: other ranks may not have
-        noticed yet, and making a new group is a collective. The next call that waits for that save makes it.
+        ranks raise if any rank has not.
         """
-        ended = self._queue.wait_for_all_but(self._allowed_in_flight if begins_save else 0)
+        ended = self._queue.wait_for_all()
         self.free_modules()
         unreported = first_unreported(ended)
-        last_group = self._groups.known
         try:
-            ranks = last_group if self._queue.handles and last_group is not None else self._groups.main()
+            ranks = self._groups.main()
         except BaseException as error:  # must not hide the failure that this call was about to raise
             if unreported is not None:
                 error.add_note(

@@ -142,7 +142,6 @@ def test_a_checkpoint_is_the_state_at_its_call_whatever_that_is_and_whatever_fol
         staging="lazy",
         io_threads=chance.randint(1, 5),
         direct_io=chance.choice([False, "auto"]),
-        when_busy=chance.choice(["wait", "queue"]),
         reuse=chance.random() < 0.5,
     )
     expected = []
