@@ -115,31 +115,15 @@ class KeeperWriter:
             if (files := request.files) is not None:
                 attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
             with collector_paused(), module_cache():
-                self._stage_and_hand_over(saves, handle, live, request, ranks, attached)
+                copy = HostCopy(self._pipeline, handle, ranks)
+                copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
+                later = not copy.complete
+                if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
+                    later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
+                saves.start(handle, request, copy, attached, ranks, later)
         finally:  # it has another name by now if it was handed over, or will have
             if attached is not None and handle not in self._queue.handles:
                 shutil.rmtree(attached, ignore_errors=True)
-
-    def _stage_and_hand_over(
-        self,
-        saves: KeptSaves,
-        handle: SaveHandle,
-        live: LiveState,
-        request: SaveRequest,
-        ranks: Ranks,
-        attached: Path | None,
-    ) -> None:
-        copy = HostCopy(self._pipeline, handle, ranks)
-        try:
-            copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-            later = not copy.complete
-            if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
-                later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
-            saves.start(handle, request, copy, attached, ranks, later)
-        except BaseException:
-            if handle not in self._queue.handles:
-                copy.release()  # no thread will make the copy that training waits for
-            raise
 
     def idle_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the

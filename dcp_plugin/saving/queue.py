@@ -293,18 +293,22 @@ class SaveQueue:
                 f"cannot {action}: this Checkpointer belongs to process {self._process}, from which this process was "
                 "forked. Make a Checkpointer in this process."
             )
-        if not self._calling.acquire(blocking=False):
-            raise CheckpointError(
-                f"cannot {action}: another thread is in a call of the same Checkpointer. Only one thread at a time may "
-                f"save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with its "
-                f"handle."
-            )
+        is_reserved = False
         try:
+            with interrupts_held():
+                is_reserved = self._calling.acquire(blocking=False)
+            if not is_reserved:
+                raise CheckpointError(
+                    f"cannot {action}: another thread is in a call of the same Checkpointer. Only one thread at a time "
+                    f"may save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with "
+                    f"its handle."
+                )
             for handle in self.in_flight:
                 handle.refuse_in_callback(action)
             yield
         finally:
-            self._calling.release()
+            if is_reserved:
+                self._calling.release()
 
     @contextmanager
     def beginning(self, handle: SaveHandle) -> Iterator[None]:
