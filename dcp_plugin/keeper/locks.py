@@ -35,6 +35,14 @@ _locking = threading.Lock()
 """POSIX locks do not exclude the threads of one process."""
 
 
+def _renew_lock() -> None:
+    global _locking
+    _locking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # the holder may be a thread of the parent
+
+
 def lock(descriptor: int) -> bool:
     """Lock an open file, if no other process has; return whether this process has it."""
     try:

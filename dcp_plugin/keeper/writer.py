@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
-from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
@@ -258,24 +258,41 @@ class KeptSaves:
 
         if not later:
             staged = copy.finish()
-
-            def follow(save: _HandedOver) -> None:
+            with self._followed_or_freed():
+                save = self._hand_over(request, staged, attached, ranks)
                 timed = self._timed(request)
-                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
-
-            self._hand_over(handle, request, staged, attached, ranks, follow)
+                enter = partial(self._enter, save, handle)
+                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), True, enter)
             return
         request = self._timed(request)
 
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
-                with together(request.call):
-                    save = self._hand_over(handle, request, staged, attached, ranks)
+                with together(request.call), self._followed_or_freed():
+                    save = self._hand_over(request, staged, attached, ranks)
+                    self._enter(save, handle)
             except Exception as error:
                 self._pipeline.fail(error, request, ranks.rank)
             return self.follow(save, handle, request)
 
         self._queue.start(handle, copy.finish, write, in_keeper=True)
+
+    @contextmanager
+    def _followed_or_freed(self) -> Iterator[None]:
+        """Free the host copy if the block ends before a thread follows the save: a keeper may write from the memory."""
+        written = self._written
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too
+            if self._written is written:
+                self.memory.free()
+            raise
+
+    def _enter(self, save: _HandedOver, handle: SaveHandle) -> None:
+        """Note a save that is handed over, and that a thread follows."""
+        self._written = save.written
+        self._newest = save.token, handle
+        handle.set_handed_over()
 
     def _timed(self, request: SaveRequest) -> SaveRequest:
         """Return the request with the seconds that an asynchronous save has blocked the training, unless they are noted
@@ -285,18 +302,9 @@ class KeptSaves:
         return replace(request, blocked_seconds=time.monotonic() - request.began)
 
     def _hand_over(
-        self,
-        handle: SaveHandle,
-        request: SaveRequest,
-        staged: Attempt[StagedState],
-        attached: Path | None,
-        ranks: Ranks,
-        follow: Callable[[_HandedOver], None] | None = None,
+        self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
     ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
-
-        Args:
-            follow: Starts the thread that follows the save; None if this is that thread.
 
         Raises:
             CheckpointError: On every rank.
@@ -320,21 +328,8 @@ class KeptSaves:
             events.emit(events.SaveStarted(request.path, request.step))
             return self._job(token, request, staged.get(), planned, ranks)
 
-        job = Attempt.of(begin)
-        try:
-            self.client.hand_over(request.path, token, job, attached, ranks)
-            save = _HandedOver(token, staged.get(), planned)
-            with interrupts_held():
-                if follow is not None:
-                    follow(save)
-                self._written = save.written
-                self._newest = token, handle
-                handle.set_handed_over()
-        except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
-            if follow is None or handle not in self._queue.handles:
-                self.memory.free()
-            raise
-        return save
+        self.client.hand_over(request.path, token, Attempt.of(begin), attached, ranks)
+        return _HandedOver(token, staged.get(), planned)
 
     def _job(
         self,

@@ -339,11 +339,13 @@ class SaveQueue:
         copy: Callable[[], T],
         write: Callable[[T], events.SaveFinished],
         in_keeper: bool = False,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Run ``copy`` in a thread, and ``write`` with its result.
 
         ``copy`` ends with :meth:`SaveHandle.set_staged`. Its result includes its failure, so that ``write`` raises the
         failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
+        ``on_start`` is called when the save is entered, while SIGINT is held back.
 
         If this call raises, the save is either among :attr:`handles` and continues, on Ctrl-C for example; or neither
         function runs.
@@ -371,6 +373,7 @@ class SaveQueue:
         with interrupts_held():
             self._saves[handle] = thread
             _unattended.add(self)
+            on_start()
             try:
                 thread.start()
             except Exception:  # the process has as many threads as it may have

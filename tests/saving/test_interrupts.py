@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -162,3 +163,16 @@ def test_ctrl_c_while_a_lock_is_taken_gives_it_back(tmp_path: Path, lock: str, n
     thread.start()
     thread.join(HANG)
     assert taken
+
+
+def test_a_forked_process_takes_a_lock_that_a_thread_of_its_parent_has(tmp_path: Path) -> None:
+    def take(base: Path) -> None:
+        with locks.exclusive(base):
+            pass
+
+    with locks.exclusive(tmp_path):
+        child = multiprocessing.get_context("fork").Process(target=take, args=(tmp_path / "other",))
+        (tmp_path / "other").mkdir()
+        child.start()
+        child.join(HANG)
+    assert child.exitcode == 0
