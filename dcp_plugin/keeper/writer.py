@@ -117,9 +117,9 @@ class KeeperWriter:
             with collector_paused(), module_cache():
                 copy = HostCopy(self._pipeline, handle, ranks)
                 copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-                later = not copy.complete
-                if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
-                    later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
+                # All ranks go on in this thread, or all in another.
+                is_lazy = self._config.staging == "lazy"
+                later = is_lazy and ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
                 saves.start(handle, request, copy, attached, ranks, later)
         finally:  # it has another name by now if it was handed over, or will have
             if attached is not None and handle not in self._queue.handles:
