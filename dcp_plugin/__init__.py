@@ -12,7 +12,6 @@ from dcp_plugin.types import VERSION
 
 if TYPE_CHECKING:
     from dcp_plugin import events as events
-    from dcp_plugin import hf as hf
     from dcp_plugin.api import load, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
@@ -154,8 +153,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("events", "hf"):
-        return importlib.import_module(f"dcp_plugin.{name}")
+    if name == "events":
+        return importlib.import_module("dcp_plugin.events")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -21,7 +21,6 @@ MODULES = (
     "dcp_plugin.fabric",
     "dcp_plugin.accelerate",
     "dcp_plugin.transformers",
-    "dcp_plugin.hf",
 )
 
 

@@ -35,7 +35,7 @@ LAYERS = [
     ("checkpointer", "api", "start"),
     ("tools",),
     ("integration",),
-    ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),
+    ("lightning", "fabric", "accelerate", "transformers", "cli", "conf", "__main__"),
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -147,6 +147,12 @@ def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp
     assert not [name for name in loaded if name.startswith("dcp_plugin.keeper")]
     frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
     assert not frameworks & {name.split(".")[0] for name in loaded}
+
+
+def test_a_model_from_a_checkpoint_imports_no_trainer() -> None:
+    loaded = _python("import sys; from dcp_plugin.transformers import from_pretrained; print(*sys.modules)").split()
+    assert "transformers.modeling_utils" in loaded and "dcp_plugin.transformers.plan" in loaded
+    assert not {"transformers.trainer", "dcp_plugin.transformers.mixin"} & {*loaded}
 
 
 CORE_FILES, CORE_STATEMENTS = 74, 11_833
