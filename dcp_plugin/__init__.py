@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
     from dcp_plugin.saving.queue import SaveHandle
-    from dcp_plugin.start import Restart, resolve_resume, resume_or_init
+    from dcp_plugin.start import Start, resolve_resume, resume_or_init
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.state.random_streams import RandomStreams
     from dcp_plugin.storage.reader import ShardedReader
@@ -56,7 +56,7 @@ __version__ = VERSION
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
-    "dcp_plugin.start": ("Restart", "resolve_resume", "resume_or_init"),
+    "dcp_plugin.start": ("Start", "resolve_resume", "resume_or_init"),
     "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
@@ -122,7 +122,6 @@ __all__ = [
     "PrunedLeftover",
     "RandomStreams",
     "RankFailure",
-    "Restart",
     "Retention",
     "Run",
     "SaveFailed",
@@ -131,6 +130,7 @@ __all__ = [
     "ShardedReader",
     "ShardedSavePlanner",
     "ShardedWriter",
+    "Start",
     "UnsafeCheckpoint",
     "VerifyReport",
     "copy",

@@ -43,7 +43,7 @@ from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.start import Start, StartOptions
 from dcp_plugin.state.random_streams import capture, restore
 
 logger = logging.getLogger("dcp_plugin")
@@ -292,7 +292,7 @@ class Attachment(BaseAttachment):
         init_from: PathLike | None = None,
         partial: PartialLoad | None = None,
         strict: bool = True,
-    ) -> Restart:
+    ) -> Start:
         """Load the run's own newest checkpoint; without any, load the models' weights from ``init_from``. Collective.
 
         Call this method after ``prepare``, which gives the accelerator its models.

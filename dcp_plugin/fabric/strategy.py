@@ -29,7 +29,7 @@ from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, local_path
 from dcp_plugin.runs.foreign import OTHERS
-from dcp_plugin.start import Restart, StartOptions, modules_of
+from dcp_plugin.start import Start, StartOptions, modules_of
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
@@ -128,7 +128,7 @@ class Attachment(BaseAttachment):
         init_from: PathLike | None = None,
         partial: PartialLoad | None = None,
         strict: bool = True,
-    ) -> Restart:
+    ) -> Start:
         """Load the run's own newest checkpoint; without any, load the modules' weights from ``init_from``. Collective.
 
         Call this method after the setup of all objects, before the loop over the data.

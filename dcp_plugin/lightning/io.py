@@ -48,7 +48,7 @@ from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import source_of
-from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.start import Start, StartOptions
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -237,7 +237,7 @@ class DCPCheckpointIO(Saver):
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
-        self.restart: Restart | None = None
+        self.started: Start | None = None
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""
         self.post_commit = PostCommit()
@@ -363,14 +363,14 @@ class DCPCheckpointIO(Saver):
         """Return whether this node has a part of a save to this path in its local tier."""
         return source_of(self.config).newest_time(self.where(path)) is not None
 
-    def start(self, model: nn.Module, strict: bool) -> Restart:
+    def start(self, model: nn.Module, strict: bool) -> Start:
         """Load ``init_from``, if it is set, into the model of a promoted strategy. Collective.
 
         Raises:
             CheckpointError: ``init_from`` does not exist, or does not fit; raised on every rank.
         """
         if self.init_from is None:
-            return Restart("fresh")
+            return Start("fresh")
         options = StartOptions(
             init_from=self.init_from,
             partial=self.partial,

@@ -29,7 +29,7 @@ from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_ca
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.start import Restart
+from dcp_plugin.start import Start
 from dcp_plugin.state import (
     OwnLayout,
     OwnNames,
@@ -203,7 +203,7 @@ class LightningAdapter(StrategyAdapter):
             self._loaded.count = len(checkpoint.get("optimizer_states", ()))
         if self.fitting:
             report = None if self._loaded is None else self._loaded.report
-            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), report)
+            self.io.started = Start("resumed", path, checkpoint.get("global_step"), report)
         return checkpoint
 
     def _load_directory(self, path: Where, weights_only: bool | None, files: SourceFiles | None) -> Checkpoint:
@@ -295,9 +295,9 @@ class LightningAdapter(StrategyAdapter):
             io = self.io
             if self.trainer.ckpt_path is None:
                 continues = self.trainer.global_step > 0  # from the end of this trainer's last fit
-                io.restart = None if continues else io.start(self.model, self.module.strict_loading)
-            if io.init_from is not None and io.restart is not None:
-                rank_zero_info(str(io.restart))
+                io.started = None if continues else io.start(self.model, self.module.strict_loading)
+            if io.init_from is not None and io.started is not None:
+                rank_zero_info(str(io.started))
         self.stock.barrier(*args, **kwargs)
 
     @override
