@@ -136,7 +136,7 @@ class Checkpointer:
                 value, and its ``state_dict`` is not called.
             durable: With ``local_dir``: copy this save to its path, independent of ``durable_every``.
             metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
-                :attr:`dcp_plugin.CheckpointInfo.metrics`.
+                :attr:`dcp_plugin.tools.CheckpointInfo.metrics`.
 
         Returns:
             A handle. Without ``async_save``, the save is already complete.

@@ -220,7 +220,7 @@ class OpenCheckpoint:
     known_identity: str
     """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
     format: str
-    """Format, see :class:`~dcp_plugin.CheckpointInfo`."""
+    """Format, see :class:`~dcp_plugin.tools.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Name -> ``"module"`` or ``"optimizer"``, for names that the checkpoint records."""
     summary: Summary | None = None

@@ -102,7 +102,7 @@ def list_runs(
     Example:
         >>> import dcp_plugin, torch
         >>> dcp_plugin.save({"w": torch.zeros(1000)}, "run/step-1", step=1)
-        >>> [run] = dcp_plugin.list_runs("run")
+        >>> [run] = dcp_plugin.tools.list_runs("run")
         >>> [(one.path.name, one.state, one.step, one.nbytes > 4000, one.resumes) for one in run.checkpoints]
         [('step-1', 'whole', 1, True, True)]
     """

@@ -117,10 +117,19 @@ def test_the_public_names_are_exactly_these() -> None:
         dcp.sav  # noqa: B018
 
 
+def test_tools_for_complete_runs_and_the_results_of_tools_are_in_tools() -> None:
+    assert dcp.tools.__all__ == sorted(dcp.tools._HOME_OF)
+    assert [name for name in dcp.tools.__all__ if getattr(dcp.tools, name) is None or name in dcp.__all__] == []
+    with pytest.raises(AttributeError, match="no attribute 'reprot'"):
+        dcp.tools.reprot  # noqa: B018
+
+
 def test_no_module_takes_the_place_of_a_public_name() -> None:
     """``import dcp_plugin.x`` sets the attribute ``x`` of the package, also where that is a function for users."""
     modules = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert modules & set(dcp.__all__) <= {"events"}
+    modules = {path.stem for path in ROOT.glob("tools/*.py")} | {path.parent.name for path in ROOT.glob("tools/*/*.py")}
+    assert not modules & set(dcp.tools.__all__)
 
 
 def _python(code: str, *arguments: object, imported: Sequence[str] = programs.BARE) -> str:
@@ -251,7 +260,7 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
     printed = _python(
-        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.list_runs(root); "
+        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.tools.list_runs(root); "
         "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
         "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
         "print('torch' in sys.modules)",

@@ -315,8 +315,8 @@ def test_the_examples_of_docstrings_run(file: Path, tmp_path: Path, monkeypatch:
 
 def test_every_public_function_and_class_has_an_example() -> None:
     """Errors and what functions return have none: they are never made by a user."""
-    for name in dcp.__all__:
-        public = getattr(dcp, name)
+    names = {name: getattr(module, name) for module in (dcp, dcp.tools) for name in module.__all__}
+    for name, public in names.items():
         made_by_us = isinstance(public, type) and (issubclass(public, Exception) or is_dataclass(public))
         texts = [public, *vars(public).values()] if isinstance(public, type) else [public]
         assert made_by_us or any(">>> " in (one.__doc__ or "") for one in texts), name

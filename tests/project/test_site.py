@@ -23,6 +23,7 @@ from tests import programs
 ROOT = Path(__file__).parents[2]
 MODULES = [
     "dcp_plugin",
+    "dcp_plugin.tools",
     "dcp_plugin.lightning",
     "dcp_plugin.fabric",
     "dcp_plugin.accelerate",
