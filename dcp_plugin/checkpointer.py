@@ -31,12 +31,13 @@ from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.partial import PartialLoad
 
 
+@public_class()
 class Checkpointer:
     """Interface for saves and loads with one configuration, one process group and one host copy.
 

@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from dcp_plugin.paths import StoreOptions, absolute, as_local, text_of
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
@@ -44,6 +45,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 """Fields that each preset sets."""
 
 
+@public_class()
 @_refusing_typos
 @dataclass(frozen=True, repr=False)
 class CheckpointConfig:

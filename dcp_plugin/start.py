@@ -35,11 +35,12 @@ from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
 from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
 
+@public_class()
 @dataclass(frozen=True)
 class Start:
     """Start of a run. ``str()`` returns one line for the log."""

@@ -45,6 +45,7 @@ from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Start, StartOptions
 from dcp_plugin.state.random_streams import capture, restore
+from dcp_plugin.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -112,6 +113,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
     return type(kind.__name__, (kind,), {**names, **{name: replaced(name) for name in _REPLACED}})
 
 
+@public_class("dcp_plugin.accelerate")
 class Attachment(BaseAttachment):
     """Saves and loads of one accelerator, until :meth:`detach`. The end of its ``with`` block detaches.
 

@@ -30,6 +30,7 @@ from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, local_path
 from dcp_plugin.runs.foreign import OTHERS
 from dcp_plugin.start import Start, StartOptions, modules_of
+from dcp_plugin.types import public_class
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
@@ -88,6 +89,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
+@public_class("dcp_plugin.fabric")
 class Attachment(BaseAttachment):
     """Saves and loads of one strategy. A context manager: ``with attach(fabric):``."""
 
@@ -292,7 +294,7 @@ def dcp_strategy_class(base: type) -> type:
     return packages.promoted_class(
         base,
         FabricAdapter,
-        __module__=__name__,
+        __module__="dcp_plugin.fabric",  # where pickle finds the class
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by dcp_plugin, on all ranks.",
         __init__=_init,
         __reduce_ex__=_by_its_base,

@@ -49,6 +49,7 @@ from dcp_plugin.runs import retention
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import source_of
 from dcp_plugin.start import Start, StartOptions
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -195,6 +196,7 @@ class _WhenPublished:
         self.post_commit.run_in_training(notify)
 
 
+@public_class("dcp_plugin.lightning")
 class DCPCheckpointIO(Saver):
     """Sharded, crash-safe checkpoints that any strategy on any number of ranks resumes from.
 

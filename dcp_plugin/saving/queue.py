@@ -28,6 +28,7 @@ from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors._torch import before_threads_end
+from dcp_plugin.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -36,6 +37,7 @@ THREAD = "dcp-save"
 T = TypeVar("T")
 
 
+@public_class()
 class SaveHandle:
     """Save in flight.
 

@@ -23,7 +23,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
@@ -37,6 +37,7 @@ _PATTERNS = {
 """Patterns of the keys of each part, in the order in which they are tried."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class Divergence:
     """The first difference between two runs, if there is one. ``verdict`` is a sentence about it."""

@@ -59,6 +59,7 @@ from dcp_plugin.transformers._transformers import (
     write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -89,6 +90,7 @@ def _unless(busy: str, name: str) -> Any:
     return method
 
 
+@public_class("dcp_plugin.transformers")
 class DCPTrainerMixin(Trainer):
     """Sharded, crash-safe checkpoints for any ``Trainer``, put before it: ``class Mine(DCPTrainerMixin, Trainer)``.
 

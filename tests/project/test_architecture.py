@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pickle
+import pickletools
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +124,46 @@ def test_tools_for_complete_runs_and_the_results_of_tools_are_in_tools() -> None
     assert [name for name in dcp.tools.__all__ if getattr(dcp.tools, name) is None or name in dcp.__all__] == []
     with pytest.raises(AttributeError, match="no attribute 'reprot'"):
         dcp.tools.reprot  # noqa: B018
+
+
+PACKAGES = ["dcp_plugin", *(f"dcp_plugin.{name}" for name in ("tools", *FRAMEWORKS))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_pickles_name_public_classes_by_their_packages(package: str) -> None:
+    """Otherwise a move of the code would break pickles of users. ``of_lightning`` tells Lightning's packages apart."""
+    _python(
+        f"""
+        import pickle, typing, {package} as public
+
+        classes = [cls for name in public.__all__ if isinstance(cls := getattr(public, name), type)]
+        for cls in classes:
+            assert pickle.loads(pickle.dumps(cls)) is cls, cls
+            assert cls.__module__ in (public.__name__, "dcp_plugin.lightning.of_lightning"), cls.__module__
+            if hasattr(cls, "__dataclass_fields__") and cls.__name__ != "CheckpointConfig":
+                typing.get_type_hints(cls)
+        """,
+        imported=programs.TORCH,
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        dcp.CheckpointConfig(retention=dcp.Retention(newest=3, best=("loss", "min", 1))),
+        dcp.PartialLoad(rename={"a": "b"}, missing="warn"),
+        dcp.PerRank([1]),
+        dcp.Start("resumed", Path("run/step-1"), 1),
+        dcp.tools.CheckpointState(Path("run/step-1"), True, step=1),
+        dcp.CheckpointNotFound("nothing is at run/step-1"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_pickle_of_a_user_names_no_internal_module(value: Any) -> None:
+    text = pickle.dumps(value)
+    assert type(pickle.loads(text)) is type(value) and str(pickle.loads(text)) == str(value)
+    named = {str(item) for _, item, _ in pickletools.genops(text) if str(item).startswith("dcp_plugin")}
+    assert named <= {"dcp_plugin", "dcp_plugin.tools"}
 
 
 def test_no_module_takes_the_place_of_a_public_name() -> None:
