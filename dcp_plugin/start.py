@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, some
 from dcp_plugin.media import locate, medium_of, uncommitted_reason
@@ -79,7 +79,8 @@ class StartOptions:
     strict: bool = True
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[CheckpointState, ...] = ()
-    """Saves that can be loaded although their paths do not exist, see :meth:`dcp_plugin.Checkpointer.surviving`."""
+    """Saves that can be loaded although their paths do not exist, see
+    :meth:`dcp_plugin.checkpointer.Internals.surviving`."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -90,7 +91,7 @@ class StartOptions:
 
     def with_local(self, checkpointer: Checkpointer, root: PathLike) -> StartOptions:
         """Return the options with the saves at or below ``root`` that only the nodes have. Collective."""
-        return self if self.resume == "never" else replace(self, local=checkpointer.surviving(root))
+        return self if self.resume == "never" else replace(self, local=Internals(checkpointer).surviving(root))
 
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
         """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
@@ -162,7 +163,9 @@ class StartOptions:
         damaged: list[Where] = []
         while True:
             with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
-                start = checkpointer.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
+                start = Internals(checkpointer).ranks.from_zero(
+                    "decide what to start from", lambda: self._decide(find, damaged)
+                )
             if start.path is None:
                 return start
             if start.how != "resumed":
@@ -179,9 +182,9 @@ class StartOptions:
 
     @staticmethod
     def _set_aside(checkpointer: Checkpointer, path: Where, error: CheckpointCorrupt) -> bool:
-        if checkpointer.set_local_aside(path):
+        if Internals(checkpointer).set_local_aside(path):
             return True
-        return checkpointer.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
+        return Internals(checkpointer).ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
 
     def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Start:
         own = find(damaged)
@@ -328,7 +331,7 @@ def resume_or_init(
         options = replace(options, storage_options=used.config.storage_options).with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
-            if resume != "never" and (launch := used.ranks.launch) is not None:
+            if resume != "never" and (launch := Internals(used).ranks.launch) is not None:
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
@@ -353,8 +356,8 @@ def _warn_of_new_random_numbers() -> None:
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
-        report = checkpointer.restore(state, path, strict=strict)
-        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and checkpointer.ranks.rank == 0:
+        report = Internals(checkpointer).restore(state, path, strict=strict)
+        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and Internals(checkpointer).ranks.rank == 0:
             _warn_of_new_random_numbers()
         return report
     except CheckpointMismatch as error:

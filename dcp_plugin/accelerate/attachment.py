@@ -32,6 +32,7 @@ from dcp_plugin.accelerate.attendance import Attendance
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
@@ -133,7 +134,7 @@ class Attachment(BaseAttachment):
         self._alone = FrameworkCheckpointer(config.without_local_tier(), solo=True)
         """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
         part of the checkpoint."""
-        self._alone.save_timing = self.checkpointer.save_timing
+        Internals(self._alone).share_timing(self.checkpointer)
         may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
         self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
         self._has_announced = False
@@ -172,7 +173,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: This save, or an earlier save in the background, failed; raised on every calling rank.
         """
-        self.checkpointer.wait_until_kept()
+        self.internals.wait_until_kept()
         accelerator = self._accelerator
         earlier = Attempt.of(self._alone.wait)
         project = self._project()
@@ -188,7 +189,7 @@ class Attachment(BaseAttachment):
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
-        checkpointer = self._alone if alone else self.checkpointer
+        internals = Internals(self._alone) if alone else self.internals
         self._announce_background_save(path)
         accelerator_step = self._accelerator_step()
         state: dict[str, Any] = dict(training.optimizers)
@@ -208,7 +209,7 @@ class Attachment(BaseAttachment):
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         step = _step_named(path.name)
-        handle = checkpointer.save(state, path, step, files=before, views=views, metrics=metrics)
+        handle = internals.save(state, path, step, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
@@ -232,13 +233,13 @@ class Attachment(BaseAttachment):
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: The checkpoint cannot be
                 loaded; raised on every rank.
         """
-        self.checkpointer.wait_until_kept()
-        self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._alone.wait)
+        self.internals.wait_until_kept()
+        self.internals.ranks.from_zero("finish the saves of rank 0 alone", self._alone.wait)
         project = self._project()
         if project is not None:
-            project = project.with_local(self.checkpointer.surviving(project.root))
+            project = project.with_local(self.internals.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
-        with self.checkpointer.shown(path) as files:
+        with self.internals.shown(path) as files:
             self._load_from(path, files, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
@@ -260,7 +261,7 @@ class Attachment(BaseAttachment):
         if arguments and not training.sharded:
             name = min(arguments)
             raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
-        ranks = self.checkpointer.ranks
+        ranks = self.internals.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
@@ -273,7 +274,7 @@ class Attachment(BaseAttachment):
             self.last_load = None
             remaining = replace(training, models=models)
             accelerator.step = stock_format.load(
-                accelerator, self.checkpointer, path, remaining, strict, map_location, load_kwargs
+                accelerator, self.internals, path, remaining, strict, map_location, load_kwargs
             )
         else:
             self._restore(path, training, models, extra_keys, strict)
@@ -284,7 +285,7 @@ class Attachment(BaseAttachment):
             if not is_stock and (added := {name: left[name] for name in left if name not in training.models}):
                 # Without a rename, a single module would be filled from the single module of the checkpoint.
                 under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
-                self.checkpointer.restore(added, path, under_own_names, strict=strict)
+                self.internals.restore(added, path, under_own_names, strict=strict)
 
     def resume_or_init(
         self,
@@ -412,7 +413,7 @@ class Attachment(BaseAttachment):
     def _run_load_hooks(self, training: Training, path: Where, files: SourceFiles | None) -> dict[str, nn.Module]:
         """Run the hooks. Return the models that they leave to be loaded, by name."""
         run = functools.partial(extra_state.run_load_hooks, self._accelerator, training, local_copy(path, files=files))
-        return self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
+        return self.internals.ranks.agree(f"run the hooks for {path}", run)
 
     def _restore(
         self, path: Where, training: Training, models: dict[str, nn.Module], extra_keys: list[str], strict: bool
@@ -421,7 +422,7 @@ class Attachment(BaseAttachment):
         extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
         names = {**names_for(training.models, models.values()), **training.shared_names}
         state = {**models, **names, **training.optimizers, **extra}
-        self.last_load = self.checkpointer.restore(state, path, strict=strict)
+        self.last_load = self.internals.restore(state, path, strict=strict)
         for message in filter(None, messages if self._accelerator.is_main_process else ()):
             logger.warning("%s: %s", path, message)
 
@@ -446,7 +447,7 @@ class Attachment(BaseAttachment):
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
-        return self._given(self.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+        return self._given(self.internals.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
 
     def _given(self, path: PathLike | None) -> Where:
         if path is None:

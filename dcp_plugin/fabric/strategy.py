@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
@@ -198,8 +198,8 @@ class FabricAdapter(StrategyAdapter):
         return self.strategy.dcp  # type: ignore[no-any-return]
 
     @property
-    def checkpointer(self) -> Checkpointer:
-        return self.attachment.checkpointer
+    def internals(self) -> Internals:
+        return self.attachment.internals
 
     @property
     def rank(self) -> int:
@@ -234,15 +234,15 @@ class FabricAdapter(StrategyAdapter):
         packages.refuse_storage_options(storage_options, "attach(fabric, storage_options={...})")
         path, state = self._as_on_rank_0(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
-        self.checkpointer.save(named_state(self, state, filter or {}), path, step)
+        self.internals.save(named_state(self, state, filter or {}), path, step)
 
     @override
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path, ordered = self._as_on_rank_0(path, state)
-        self.checkpointer.wait_until_kept()
-        if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
+        self.internals.wait_until_kept()
+        if self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # The stock strategy reads Fabric's own format, and files of plain torch.
             if self.keeps_shards:
                 local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
@@ -250,7 +250,7 @@ class FabricAdapter(StrategyAdapter):
                 path, state=state, strict=strict, weights_only=weights_only
             )
             return remainder
-        with self.checkpointer.shown(path) as files:
+        with self.internals.shown(path) as files:
             remainder = load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
             state.update(ordered)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.events import SaveFinished
@@ -46,7 +46,7 @@ from dcp_plugin.lightning.loading import open_directories, read_full
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
-from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.saving.queue import RunningSave
 from dcp_plugin.sources import source_of
 from dcp_plugin.start import Start, StartOptions
 from dcp_plugin.types import public_class
@@ -86,7 +86,7 @@ class PostCommit:
     """
 
     def __init__(self) -> None:
-        self._newest: SaveHandle | None = None
+        self._newest: RunningSave | None = None
         self._number = 0
         """Number of the newest save."""
         self._changes: list[_FileChange] = []
@@ -95,7 +95,7 @@ class PostCommit:
         self._only_local: set[Where | None] = set()
         """Checkpoints in the local tier alone."""
 
-    def follow(self, handle: SaveHandle | None) -> None:
+    def follow(self, handle: RunningSave | None) -> None:
         """Delay later actions until this save is published; with None they run at once."""
         self._newest = handle
         self._number += 1
@@ -269,7 +269,7 @@ class DCPCheckpointIO(Saver):
         owners: Iterable[Any] = (),
         added: ForStock | None = None,
         metrics: Mapping[str, Any] | None = None,
-    ) -> SaveHandle:
+    ) -> RunningSave:
         """Save on all ranks of a promoted strategy.
 
         Args:
@@ -280,10 +280,10 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
-        self._wait_by(Checkpointer.wait_until_kept)
+        self._wait_by(Internals.wait_until_kept)
         aliases, files = added or (None, None)
         self.post_commit.follow(None)
-        handle = self.checkpointer.save(
+        handle = self.internals.save(
             state,
             path,
             step,
@@ -350,12 +350,12 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: The save failed. The error is raised once; the links and deletions of the save are dropped.
         """
-        self._wait_by(Checkpointer.wait)
+        self._wait_by(lambda internals: internals.of.wait())
 
-    def _wait_by(self, wait: Callable[[Checkpointer], None]) -> None:
+    def _wait_by(self, wait: Callable[[Internals], None]) -> None:
         try:
             if self._checkpointer is not None:
-                wait(self._checkpointer)
+                wait(self.internals)
         except Exception:
             self.post_commit.forget_failed()
             raise
@@ -427,7 +427,7 @@ class DCPCheckpointIO(Saver):
         try:
             self.wait()
             if self._checkpointer is not None and self.config.has_local_tier:
-                self._checkpointer.bring_newest()
+                self.internals.bring_newest()
                 self.post_commit.make_changes()
                 self.post_commit.settle()
         finally:
@@ -445,9 +445,10 @@ class DCPCheckpointIO(Saver):
         """Return the state for the processes of ``ddp_spawn``."""
         return {**self.__dict__, "_checkpointer": None, "post_commit": PostCommit(), "on_saved": None, "_held_back": []}
 
-    def _alone(self) -> Checkpointer:
-        """Return a Checkpointer that needs no closing: no process group, no background, no keeper."""
-        return Checkpointer(self.config.without_local_tier(), solo=True, async_save=False, writer="thread")
+    def _alone(self) -> Internals:
+        """Return those of a Checkpointer that needs no closing: no process group, no background, no keeper."""
+        config = self.config.without_local_tier()
+        return Internals(Checkpointer(config, solo=True, async_save=False, writer="thread"))
 
     def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -21,7 +21,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SaveRequest
 from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
+from dcp_plugin.saving.queue import RunningSave, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
@@ -36,7 +36,7 @@ class Writer(Protocol):
     is_attached: bool = False
     """True if a keeper may be writing saves of this checkpointer."""
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         """Begin a save, and return when training may continue. Collective.
 
         The handle ends when the checkpoint is published or the save has failed.
@@ -109,7 +109,7 @@ class CallingThread(Writer):
         self._allowed_in_flight = 0
         """Saves that may still be in flight when another begins."""
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         publication = self.new_publication(request)
         with collector_paused(), self.progress(handle, ranks):
             with module_cache():
@@ -143,7 +143,7 @@ class CallingThread(Writer):
             raise  # Ctrl-C
         return publication
 
-    def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
+    def progress(self, handle: RunningSave, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
         wanted = is_terminal(sys.stderr) if self._config.progress == "auto" else self._config.progress
         if not wanted or ranks.rank != 0:
             return nullcontext()

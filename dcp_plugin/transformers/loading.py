@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.integration.weights import open_weights
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
@@ -127,8 +127,8 @@ def from_pretrained(
             with open_weights(checkpoint_path, options, checkpointer.config.base, files) as weights:
                 return plan_model(settings, weights, prefix, strict, tied=mesh_manager is None)
 
-        with checkpointer.shown(checkpoint_path) as files:
-            plan = checkpointer.ranks.agree(f"compare {checkpoint_path} with the model", compared)
+        with Internals(checkpointer).shown(checkpoint_path) as files:
+            plan = Internals(checkpointer).ranks.agree(f"compare {checkpoint_path} with the model", compared)
         module = plan.module
         if mesh_manager is not None:
             _models.distribute(plan.model, distributed_config, mesh_manager)

@@ -44,7 +44,7 @@ def _lightning(root: Path, dies: bool) -> Any:
     class Dies(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if dies and trainer.global_step == 3:
-                _die(trainer.strategy.dcp_adapter.checkpointer)
+                _die(trainer.strategy.dcp_adapter.io.checkpointer)
 
     io = DCPCheckpointIO(**_settings(root, nodes=2))
     saves = ModelCheckpoint(root / "run", filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last="link")

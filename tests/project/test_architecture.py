@@ -237,11 +237,12 @@ class Watch(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Watch())
 
 import torch, dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 model = torch.nn.Linear(4, 4)
 state, root = {"model": model, "empty": {}}, sys.argv[1]
 aliases, views = {"model.weight": ("alias.weight", ("alias", "weight"))}, {"view": {"model": "module"}}
 for options in ({}, {"staging": "lazy", "progress": True}, {"keep_last": 2}):
-    saver = dcp.Checkpointer(async_save=True, **options)
+    saver = Internals(dcp.Checkpointer(async_save=True, **options))
     for step in (0, 1, 1, 2):
         saver.save(state, f"{root}/step-{step}", step=step, aliases=aliases, views=views).wait()
 open(f"{root}/file", "w").close()
