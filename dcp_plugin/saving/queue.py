@@ -172,7 +172,6 @@ class RunningSave(SaveHandle):
     """
 
     refuse_in_callback = SaveHandle._refuse_in_callback
-    take_error = SaveHandle._take_error
 
     @property
     def finished(self) -> events.SaveFinished | None:
@@ -450,7 +449,7 @@ class SaveQueue:
                     handle.path,
                 )
         for handle in self.wait_for_all_but(0):
-            if (error := handle.take_error()) is not None:
+            if (error := handle._take_error()) is not None:
                 logger.error(
                     "%s was NOT saved, and the program ended without waiting for the save: %s", handle.path, error
                 )
@@ -499,7 +498,7 @@ def first_unreported(ended: list[RunningSave]) -> Exception | None:
     """Return the first error that no caller has got, with later errors as notes. The caller raises it."""
     first: Exception | None = None
     for handle in ended:
-        error = handle.take_error()
+        error = handle._take_error()
         if first is not None and error is not None:
             first.add_note(f"And the save of {handle.path} failed: {error}")
         first = first or error
