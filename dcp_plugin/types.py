@@ -29,11 +29,13 @@ def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
     """
 
     def named(cls: C) -> C:
-        home = cls.__module__
-        for name, text in (written := get_annotations(cls)).items():
-            if isinstance(text, str):
-                written[name] = ForwardRef(text, is_argument=False, module=home, is_class=True)
-        cls.__annotations__, cls.__module__ = written, package
+        cls.__annotations__ = {
+            name: ForwardRef(text, is_argument=False, module=cls.__module__, is_class=True)
+            if isinstance(text, str)
+            else text
+            for name, text in get_annotations(cls).items()
+        }
+        cls.__module__ = package
         return cls
 
     return named
