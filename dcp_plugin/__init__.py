@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
+    from dcp_plugin.options import IO, Keeper
     from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.records import LoadReport
@@ -71,6 +72,7 @@ _HOMES = {
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.tools.contents": ("inspect",),
     "dcp_plugin.tools.verify": ("verify",),
+    "dcp_plugin.options": ("IO", "Keeper"),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.state.per_rank": ("PerRank",),
@@ -88,6 +90,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "IO",
     "CheckpointConfig",
     "CheckpointCorrupt",
     "CheckpointError",
@@ -97,6 +100,7 @@ __all__ = [
     "CheckpointUnreadable",
     "Checkpointer",
     "DurabilityUnknown",
+    "Keeper",
     "LoadReport",
     "PartialLoad",
     "PerRank",

@@ -127,7 +127,7 @@ class Checkpointer:
                 With it, ``path`` may be a directory with other files, which stay.
             owners: Modules and optimizers whose state dicts are in ``state`` without the objects. With
                 ``staging="lazy"``, their tensors may be copied later as well.
-            durable: With ``local_dir``: copy this save to its path, independent of ``durable_every``.
+            durable: With ``keeper.dir``: copy this save to its path, independent of ``keeper.durable_every``.
             metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
                 :attr:`dcp_plugin.tools.CheckpointInfo.metrics`.
 
@@ -223,14 +223,14 @@ class Checkpointer:
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
         """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
 
-        Without ``local_dir`` the source has no files, and the load opens those at the path.
+        Without ``keeper.dir`` the source has no files, and the load opens those at the path.
         """
         self._queue.wait_recoverable()
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint and its parts in ``local_dir`` of the nodes. If a save in flight is writing it, wait for
-        that save first. Call this on one rank; with ``local_dir``, on rank 0.
+        """Delete a checkpoint and its parts in ``keeper.dir`` of the nodes. If a save in flight is writing it, wait for
+        that save first. Call this on one rank; with ``keeper.dir``, on rank 0.
 
         Args:
             path: A checkpoint of this package or of another tool, complete or torn, or a link to a checkpoint. Of a
@@ -423,7 +423,7 @@ class Internals:
         Raises:
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        if not self.of.config.has_keeper:
+        if self.of.config.keeper is None:
             return ()
         ranks, location = self.of._writer.idle_ranks(), as_path(root, self.of.config.storage_options)
         self.of._source.settle(location, ranks)
@@ -435,11 +435,11 @@ class Internals:
         return self.of._source.quarantine(path, self.ranks)
 
     def wait_until_kept(self) -> None:
-        """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete
+        """Wait until all saves survive the end of this training. With ``keeper.dir`` this means that they are complete
         there; their copies to their paths may still be under way. Integrations wait for this before they continue.
 
         Raises:
-            SaveFailed: See :meth:`Checkpointer.wait`. With ``local_dir`` a failure is only logged here, and
+            SaveFailed: See :meth:`Checkpointer.wait`. With ``keeper.dir`` a failure is only logged here, and
                 the next wait raises it: ranks learn of it at different times, and the training must continue.
         """
         if not self.of.config.has_local_tier:
@@ -450,8 +450,8 @@ class Internals:
             self.of._writer.free_modules()
 
     def bring_newest(self) -> None:
-        """Copy the newest save to its path if only ``local_dir`` has it. :meth:`Checkpointer.close` does the same. With
-        ``durable_every=None``, do nothing.
+        """Copy the newest save to its path if only ``keeper.dir`` has it. :meth:`Checkpointer.close` does the same.
+        With ``keeper.durable_every=None``, do nothing.
 
         Raises:
             SaveFailed: See :meth:`Checkpointer.wait`.
