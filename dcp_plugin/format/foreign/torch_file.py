@@ -9,7 +9,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointMismatch,
     UnsafeCheckpoint,
     damage_in,
@@ -224,8 +223,8 @@ def _replace_by_loaded(contents: Contents, file: _File) -> None:
     No other payload is read.
     """
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
-    in_order = all(tensor.layout is torch.strided for tensor in tensors)
-    wanted = {record_offset(tensor) or 0 for tensor in tensors} if in_order else None
+    needs_all = any(isinstance(tensor, _NotOnMeta) for tensor in tensors)
+    wanted = None if needs_all else {record_offset(tensor) or 0 for tensor in tensors}
     for module, state in _modules(file, *_structure(file, wanted), may_be_none=True).items():
         for key, leaf in state.items():
             if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
@@ -234,8 +233,10 @@ def _replace_by_loaded(contents: Contents, file: _File) -> None:
 
 def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
     if not _is_plain(tensor):
-        layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
-        raise _not_plain(file, key, f"a {type(tensor).__name__}, {layout}")
+        raise CheckpointMismatch(
+            f"{file.label}: {key} is not a plain tensor (a {type(tensor).__name__}). Load the file with torch.load, "
+            f"convert the tensor (to_dense(), dequantize(), resolve_conj()) and save it again."
+        )
     begin = record_offset(tensor)
     if begin not in file.sizes:
         raise CheckpointCorrupt(
@@ -252,27 +253,20 @@ def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-
-
-def _not_plain(file: _File, key: str, kind: str) -> CheckpointMismatch:
-    return CheckpointMismatch(
-        f"{file.label}: {key} is not a plain tensor ({kind}). Load the file with torch.load, convert the tensor "
-        f"(to_dense(), dequantize(), resolve_conj()) and save it again."
-    )
+    return plain and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _structure(file: _File, wanted: Collection[int] | None = ()) -> tuple[Any, UnsafeCheckpoint | None]:
     """Return the content of a file, by default without payloads, and the error to raise if its stand-ins are needed."""
     try:
-        tree, names = load(file.archive, FILE, wanted)
+        tree, names = load(file.archive, FILE if wanted is None or wanted else _ON_META, wanted)
         return tree, _refusal(file, names[0]) if names else None
     except Refused as error:
         raise _refusal(file, error) from None
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{file.label}: {error}") from None
     except Exception as error:
-        raise _why_no_structure(file, error) from error
+        raise CheckpointCorrupt(f"{file.label} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _refusal(file: _File, name: object) -> UnsafeCheckpoint:
@@ -284,32 +278,24 @@ def _refusal(file: _File, name: object) -> UnsafeCheckpoint:
     )
 
 
+class _NotOnMeta(torch.Tensor):
+    """Tensor in place of one that cannot be on the meta device. Each kind of these has a subclass."""
+
+
+def _not_on_meta(kind: str) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device="meta").as_subclass(type(f"{kind} tensor", (_NotOnMeta,), {}))
+
+
 _REBUILD = "torch._utils._rebuild_"
-_NOT_ON_META = {f"{_REBUILD}{kind}_tensor": kind for kind in ("nested", "sparse")} | {f"{_REBUILD}qtensor": "quantized"}
-_NAMING = replace(FILE, globals={name: value for name, value in FILE.globals.items() if name not in _NOT_ON_META})
-
-
-def _why_no_structure(file: _File, error: Exception) -> CheckpointError:
-    """Return the error for a file that cannot be loaded with its tensors on the meta device.
-
-    Quantized and nested tensors do not exist on that device, and from torch 2.15 on sparse tensors do not either.
-    """
-    with suppress(Exception):  # a failure here means that the file is damaged
-        tree, _ = load(file.archive, _NAMING, ())
-        for key, leaf in _named_leaves("", tree, set()):
-            if isinstance(leaf, StandIn) and leaf.of in _NOT_ON_META:
-                return _not_plain(file, key, f"a {_NOT_ON_META[leaf.of]} tensor")
-    return CheckpointCorrupt(f"{file.label} is damaged: {type(error).__name__}: {error}")
-
-
-def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested containers, each container once, under their names in the file."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        yield name, value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _named_leaves(f"{name}.{key}" if name else str(key), child, seen)
+_ON_META = replace(
+    FILE,
+    globals={
+        **FILE.globals,
+        f"{_REBUILD}nested_tensor": lambda *args: _not_on_meta("nested"),
+        f"{_REBUILD}qtensor": lambda *args: _not_on_meta("quantized"),
+        f"{_REBUILD}sparse_tensor": lambda layout, data: _not_on_meta(str(layout)),  # from torch 2.15 on
+    },
+)
 
 
 def pickle_of(files: Files, name: str) -> bytes:
