@@ -226,7 +226,7 @@ def storage_of(content: torch.Tensor, offset: int) -> torch.UntypedStorage:
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return a storage as the functions of ``TENSOR_GLOBALS`` take it. Only the private argument avoids a warning."""
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Unpickler(Walk):
             return storage_of(torch.empty(size, dtype=torch.uint8, device="meta"), begin)
         storage = storage_of(torch.from_numpy(self._archive.read(name)), begin)  # no tensor can enlarge it
         if self._archive.is_swapped:
-            storage.byteswap(dtype)
+            storage.byteswap(dtype)  # type: ignore[no-untyped-call]
         return storage
 
     def named(self, name: Name) -> Any:
