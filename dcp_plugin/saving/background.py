@@ -14,7 +14,7 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import derived_index  # noqa: F401
-from dcp_plugin.format.pickles import archive, rebuild  # noqa: F401
+from dcp_plugin.format.pickles import rebuild  # noqa: F401
 from dcp_plugin.media import packed  # noqa: F401
 from dcp_plugin.planning import load_balance  # noqa: F401
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import pickle
 import pickletools
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -313,6 +314,21 @@ def _names_in(path: Path) -> set[str]:
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return names | {str(node.arg) for node in nodes if isinstance(node, ast.arg | ast.keyword)}
+
+
+READ_JSON_OF_ANOTHER_KIND = {
+    "format/index_file.py": "header of an index, whose hash the summary has",
+    "format/summary.py": "header of an index",
+    "format/foreign/detect.py": "index of another tool",
+    "format/foreign/safetensors.py": "header of a file of another tool",
+    "keeper/plain.py": "message of a process",
+    "accelerate/attendance.py": "entry of a store of torch",
+}
+
+
+def test_small_json_files_are_read_by_one_function() -> None:
+    readers = {str(path.relative_to(ROOT)) for path in MODULES if re.search(r"\bjson\.loads?\(", path.read_text())}
+    assert readers == READ_JSON_OF_ANOTHER_KIND.keys() | {"format/__init__.py"}
 
 
 def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
