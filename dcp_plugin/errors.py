@@ -140,7 +140,7 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointUnreadable(CheckpointCorrupt):
     """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
-    or a newer version of this package has saved it.
+    or another version of this package has saved it in a format that this one does not read.
 
     The class derives from ``CheckpointCorrupt`` because in both cases the targets of a load may be partly filled.
     """

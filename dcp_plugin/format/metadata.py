@@ -250,7 +250,7 @@ def with_renamed_files(data: bytes, names: Mapping[str, str], label: str) -> byt
     Each name occurs once, as a definition; all other places refer to that definition.
 
     Raises:
-        CheckpointMismatch: An early version of this package made the file in another way.
+        CheckpointMismatch: A key has the name of a data file.
     """
     for old, new in names.items():
         if old == new:
@@ -258,8 +258,8 @@ def with_renamed_files(data: bytes, names: Mapping[str, str], label: str) -> byt
         before = _plain(old) + b"r"
         if data.count(before) != 1:
             raise CheckpointMismatch(
-                f"the data files of {label} cannot be renamed for a bucket: an early version of dcp_plugin saved the "
-                f"checkpoint, or a key has the name of a data file. Load the checkpoint and save it again."
+                f"the data files of {label} cannot be renamed for a bucket: a key has the name {old!r} of a data file. "
+                f"Load the checkpoint, rename the key, and save it again."
             )
         data = data.replace(before, _plain(new) + b"r")
     return data

@@ -43,8 +43,6 @@ from dcp_plugin.types import VERSION
 FORMAT_VERSION = 6
 """The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
 (:mod:`~dcp_plugin.keeper.records`), raises it."""
-_WITHOUT_NUMBER = 1
-"""The version of a journal that has no number."""
 _FORMAT = "format"
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
@@ -158,7 +156,7 @@ class Spool:
 
     def refuse_other_format(self) -> None:
         """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
-        version = (self.get(_FORMAT) or str(_WITHOUT_NUMBER).encode()).decode("ascii", "replace")
+        version = (self.get(_FORMAT) or b"unknown").decode("ascii", "replace")
         if version != str(FORMAT_VERSION):
             raise NoSharedMemory(
                 f"{self.folder} is the journal of another version of dcp_plugin (format {version}; this one has format "

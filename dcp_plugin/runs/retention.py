@@ -25,7 +25,13 @@ from dcp_plugin.retention import Retention
 from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass, read_each
-from dcp_plugin.storage.published import read_summary, summary_if_readable, summary_of
+from dcp_plugin.storage.published import (
+    other_format_at,
+    read_summary,
+    refuse_to_replace_other_format,
+    summary_if_readable,
+    summary_of,
+)
 from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
@@ -82,7 +88,8 @@ def remove(path: PathLike) -> None:
     or if an unreadable entry may need it as its base.
 
     Raises:
-        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is unchanged.
+        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
+            failed. The checkpoint is unchanged.
     """
     path = as_path(path)
     try:
@@ -103,7 +110,8 @@ def delete(path: Where) -> None:
     Unlike :func:`remove`, it does not ask whether another checkpoint needs this one as its base.
 
     Raises:
-        CheckpointError: The path is no checkpoint, or the file system failed.
+        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
+            failed.
         CheckpointUnreadable: The file system fails to read it.
     """
     refuse_other_things(path)
@@ -111,12 +119,14 @@ def delete(path: Where) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse to delete a path that is no checkpoint. Raise the errors of :func:`delete`."""
+    """Refuse to delete a path that is no checkpoint, or one of another version. Raise the errors of :func:`delete`."""
     if _is_other_thing(path):
         raise CheckpointError(
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
             f"those below a directory."
         )
+    if error := other_format_at(path):
+        raise CheckpointError(f"{path} is not deleted: {error}") from error
 
 
 def _is_other_thing(path: Where) -> bool:
@@ -144,7 +154,8 @@ def link(path: PathLike, target: PathLike) -> None:
 
     Raises:
         SaveFailed: ``path`` is the base of another checkpoint.
-        CheckpointError: ``path`` is no checkpoint, or the file system failed; ``path`` is unchanged.
+        CheckpointError: ``path`` is no checkpoint, or one of another version of this package; or the file system
+            failed. ``path`` is unchanged.
     """
     where = as_path(path)
     if not is_link(where):
@@ -152,6 +163,7 @@ def link(path: PathLike, target: PathLike) -> None:
             raise CheckpointError(
                 f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
             )
+        refuse_to_replace_other_format(where)
         refuse_to_replace_a_base(where)
     medium_of(where).link(where, as_path(target))
 

@@ -24,12 +24,13 @@ from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
+    SaveFailed,
     UnsafeCheckpoint,
     damage_in,
     unreadable,
 )
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
-from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
+from dcp_plugin.format.summary import MAX_SIZE, OtherFormat, Summary, fingerprint, sizes_listed
 from dcp_plugin.media import Medium, Readable, files_below, locate, medium_of, unpacked
 from dcp_plugin.paths import Where
 
@@ -166,6 +167,23 @@ def summary_if_readable(path: Where) -> Summary | None:
     return None
 
 
+def other_format_at(path: Where) -> OtherFormat | None:
+    """Return the error of a read of ``path`` if another version of this package saved the checkpoint there."""
+    try:
+        read_summary(path)
+    except OtherFormat as error:
+        return error
+    except (CheckpointError, OSError):
+        pass
+    return None
+
+
+def refuse_to_replace_other_format(path: Where) -> None:
+    """Refuse to replace a checkpoint of another version of this package. Raises SaveFailed."""
+    if error := other_format_at(path):
+        raise SaveFailed(f"cannot replace {path}: {error} Choose a new name, or move that checkpoint away.") from error
+
+
 def summary_in(files: Readable) -> Summary | None:
     """Return the summary in pinned files, as :func:`read_summary`."""
     if not exists(files, SUMMARY):
@@ -183,12 +201,12 @@ def _is_of_save(files: Files, name: str, summary: Summary) -> bool:
     """Return whether a ``.metadata`` is of the save of the summary."""
     with opened(files, name) as file:
         file.seek(max(0, files.size(name) - _END))
-        return summary.save_id.encode() in file.read()  # earlier versions have an empty id, which is in any file
+        return summary.save_id.encode() in file.read()
 
 
 def _check_views(files: Files, summary: Summary) -> None:
     """Check that the views are of this save. Accelerate without this package overwrites only the views."""
-    for name in summary.attached if summary.save_id else ():
+    for name in summary.attached:
         view = f"{name}/{METADATA}"
         if exists(files, view) and not _is_of_save(files, view, summary):
             raise CheckpointCorrupt(
@@ -227,8 +245,6 @@ def check_metadata(files: Readable, summary: Summary) -> None:
         CheckpointCorrupt: It is another one.
         CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
     """
-    if not summary.metadata_sha256:  # an earlier version made the checkpoint
-        return
     try:
         with opened(files, METADATA) as file:
             digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
@@ -279,7 +295,7 @@ def check_own_files(files: Readable, summary: Summary) -> None:
 
     Raises:
         CheckpointCorrupt: A check failed; the message names the file.
-        NewerFormat: The index is of a later version.
+        OtherFormat: The index is of another version.
     """
     path, data = f"{files.where}/{INDEX}", read(files, INDEX)
     is_saved_one = fingerprint(data) == summary.index_sha256

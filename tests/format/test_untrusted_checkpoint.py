@@ -158,7 +158,7 @@ FORGERIES = {
     "columns of different length": (_drop("ndim"), "differ in length"),
     "absurd block size": (_about("smallest_block", "4096", "1"), "block size"),
     "a future format": (_about("format_version", "2", "9"), "Upgrade"),
-    "a former format": (_about("format_version", "2", "1"), "as a stock one"),
+    "a former format": (_about("format_version", "2", "1"), "Stock's torch.distributed.checkpoint.load"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
