@@ -22,6 +22,7 @@ import errno
 import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -168,6 +169,15 @@ class UnsafeCheckpoint(CheckpointError):
     Also raised if tensors need far more memory than the size of the checkpoint's files, and the caller has not
     allocated targets for them.
     """
+
+
+def refuse_other_systems() -> None:
+    """Raise CheckpointError on an operating system other than Linux, whose file system a save cannot rely on."""
+    if sys.platform != "linux":
+        raise CheckpointError(
+            f"dcp_plugin saves, and loads into live objects, on Linux alone (on Windows: in WSL), and this system is "
+            f"{sys.platform}."
+        )
 
 
 class SaveFailed(CheckpointError):

@@ -23,7 +23,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Collection, Sequence
@@ -60,11 +59,6 @@ def base_directory() -> Path:
     Raises:
         NoSharedMemory: It cannot be made, or other users can write to it.
     """
-    if not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
-        raise NoSharedMemory(
-            f"a keeper needs Linux: this platform ({sys.platform}) lacks POSIX file locks, posix_fallocate "
-            f"or SO_PEERCRED"
-        )
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:

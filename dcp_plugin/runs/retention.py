@@ -18,20 +18,24 @@ from typing import Any
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed, warn_once
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason, unpacked
+from dcp_plugin.media import (
+    Listed,
+    Medium,
+    is_workspace,
+    medium_of,
+    other_format_at,
+    refuse_to_replace_other_format,
+    snapshot,
+    uncommitted_reason,
+    unpacked,
+)
 from dcp_plugin.media.packed import may_have_base, time_from_names
 from dcp_plugin.paths import PathLike, Where, as_path, is_link, resolved
 from dcp_plugin.retention import Retention
 from dcp_plugin.runs.catalog import step_in_name
 from dcp_plugin.runs.foreign import Saved, is_checkpoint_folder
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, cannot_read, may_pass, read_each
-from dcp_plugin.storage.published import (
-    other_format_at,
-    read_summary,
-    refuse_to_replace_other_format,
-    summary_if_readable,
-    summary_of,
-)
+from dcp_plugin.storage.published import read_summary, summary_if_readable, summary_of
 from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")

@@ -24,13 +24,12 @@ from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointNotFound,
-    SaveFailed,
     UnsafeCheckpoint,
     damage_in,
     unreadable,
 )
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, Files, exists, opened, read, uncommitted_reason
-from dcp_plugin.format.summary import MAX_SIZE, OtherFormat, Summary, fingerprint, sizes_listed
+from dcp_plugin.format.summary import MAX_SIZE, Summary, fingerprint, sizes_listed
 from dcp_plugin.media import Medium, Readable, files_below, locate, medium_of, unpacked
 from dcp_plugin.paths import Where
 
@@ -165,23 +164,6 @@ def summary_if_readable(path: Where) -> Summary | None:
     with suppress(CheckpointError, OSError):
         return read_summary(path)
     return None
-
-
-def other_format_at(path: Where) -> OtherFormat | None:
-    """Return the error of a read of ``path`` if another version of this package saved the checkpoint there."""
-    try:
-        read_summary(path)
-    except OtherFormat as error:
-        return error
-    except (CheckpointError, OSError):
-        pass
-    return None
-
-
-def refuse_to_replace_other_format(path: Where) -> None:
-    """Refuse to replace a checkpoint of another version of this package. Raises SaveFailed."""
-    if error := other_format_at(path):
-        raise SaveFailed(f"cannot replace {path}: {error} Choose a new name, or move that checkpoint away.") from error
 
 
 def summary_in(files: Readable) -> Summary | None:

@@ -34,7 +34,7 @@ from dcp_plugin.media import Medium, Readable, Reservation
 from dcp_plugin.paths import Where
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
 from dcp_plugin.storage import write_items
-from dcp_plugin.storage.published import comparisons_below, hash_of, newest_time, refuse_to_replace_other_format
+from dcp_plugin.storage.published import comparisons_below, hash_of, newest_time
 from dcp_plugin.storage.reuse import NOTHING, Findings, Reuse
 from dcp_plugin.tensors.kinds import memory_of
 from dcp_plugin.types import VERSION
@@ -146,12 +146,8 @@ class Publication:
         """Return the directory that this save writes into, and make it at the first call.
 
         See :meth:`dcp_plugin.media.Medium.reserve`.
-
-        Raises:
-            SaveFailed: Another version of this package saved the checkpoint at ``path``, which is not replaced.
         """
         if self._reservation is None:
-            refuse_to_replace_other_format(self.path)
             self._reservation = self.medium.reserve(self.path, among_other_files, recorded=recorded)
         return cast(Where, self._reservation.directory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -346,6 +347,18 @@ def test_a_checkpoint_of_another_version_is_not_quarantined_deleted_or_replaced(
     state = {"w": torch.zeros(3)}
     stock.load(state, checkpoint_id=other)
     assert state["w"].tolist() == [1, 1, 1]
+
+
+def test_wherever_it_is_a_checkpoint_of_another_version_is_not_replaced(
+    place: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "Summary", functools.partial(Summary, format_version=9))
+        dcp.save({"n": 1}, place / "step-1", step=1)
+    with pytest.raises(dcp.SaveFailed, match=rf"cannot replace {place}/step-1: .*is of format version 9"):
+        dcp.save({"n": 2}, place / "step-1", step=2)
+    with pytest.raises(dcp.CheckpointError, match=r"is not deleted: .*is of format version 9"):
+        dcp.Checkpointer().remove(place / "step-1")
 
 
 @on_ranks(2)
