@@ -212,25 +212,3 @@ def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
     tail += torch_archive.directory(records_of_item, crcs)
     length = len(head) + payload_length + len(tail)
     return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
-
-
-def frame_in(head: bytes, directory: bytes) -> Frame | None:
-    """Return the frame of an item of an unknown tensor, rebuilt from the records in the item.
-
-    Args:
-        head: The first bytes of the item, more than the records before the payload have.
-
-    Returns:
-        The frame of the payload, if its bytes are unchanged. None if this is no such item.
-    """
-    try:
-        sizes = torch_archive.sizes_in(directory)
-        records, at = {}, 0
-        for name in _BEFORE:
-            record = Record(name, at, sizes[name])
-            begin = at + len(record.header)
-            records[name] = head[begin : begin + record.size]
-            at = record.end
-        return _around(records, sizes["data/0"])
-    except (struct.error, KeyError, ValueError):
-        return None
