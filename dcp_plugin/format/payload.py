@@ -41,15 +41,15 @@ BLOCKS_PER_ITEM = 256
 LARGEST_BLOCK = 1 << 20
 
 
-def block_size(payload_length: int, smallest: int = SMALLEST_BLOCK) -> int:
+def block_size(payload_length: int) -> int:
     """Return the bytes per checksum of a payload; always a power of two."""
-    return min(max(smallest, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
+    return min(max(SMALLEST_BLOCK, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
 
 
-def block_counts(payload_lengths: np.ndarray[Any, Any], smallest: int) -> np.ndarray[Any, Any]:
+def block_counts(payload_lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return how many blocks payloads of these lengths have."""
     powers = np.frexp(np.maximum(payload_lengths - 1, 0) // BLOCKS_PER_ITEM)[1].astype(np.int64)
-    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, smallest, LARGEST_BLOCK))
+    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, SMALLEST_BLOCK, LARGEST_BLOCK))
     return counts
 
 

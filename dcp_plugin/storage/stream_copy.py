@@ -101,7 +101,7 @@ class ItemsCheck(FileCheck):
             if location.checksums is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:
-                block = block_size(location.payload_length, self._index.smallest_block)
+                block = block_size(location.payload_length)
                 return _ItemCheck(location, block, key, f"{self._where}: {key} in {self._name}")
         return None
 

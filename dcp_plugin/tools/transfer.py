@@ -322,7 +322,7 @@ class Transfer:
         index.rename_files(self._new_names.__getitem__)
         index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
         index_bytes = index_file.encode_alike(index)
-        metadata = with_renamed_files(metadata, self._new_names, f"{files.where}/{METADATA}")
+        metadata = with_renamed_files(metadata, self._new_names)
         changed = json.loads(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
@@ -347,7 +347,7 @@ class Transfer:
                 names = {
                     f"../{old}": f"../{new}" for old, new in self._new_names.items() if f"../{old}".encode() in data
                 }
-                views[name] = with_renamed_files(data, names, f"{files.where}/{name}")
+                views[name] = with_renamed_files(data, names)
         return views
 
     def _base_at_target(self) -> dict[str, str] | None:
