@@ -211,7 +211,7 @@ class Loading:
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: matching.run(adapters), lambda asked: matching.differences.answer(asked))
         matching.judge(union)
-        return self._plan(adapters, matching.match).match
+        return self._plan(matching.match).match
 
     def _least_hosts(self, requests: list[_Request]) -> float:
         """Return the number of hosts that must want the same bytes before ranks share the reading."""
