@@ -70,7 +70,7 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         refuse_other_systems()
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
-        talks = self.config.when_busy != "wait" or self.config.save_interval is not None
+        talks = self.config.when_busy == "skip" or self.config.save_interval is not None
         aside = self.config.async_save and talks
         self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
         self._saving = SavePipeline(self.config)
@@ -136,7 +136,7 @@ class Checkpointer:
             kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
                 them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
                 value, and its ``state_dict`` is not called.
-            durable: With ``local_dir``: copy this save to its path, independent of ``durable_every``.
+            durable: With ``keeper.dir``: copy this save to its path, independent of ``keeper.durable_every``.
             metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
                 :attr:`dcp_plugin.CheckpointInfo.metrics`.
 
@@ -167,7 +167,7 @@ class Checkpointer:
             if may_skip and is_rank_zero_busy(self._writer, self._groups, handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self._writer.idle_ranks(begins_save=True)
+            ranks = self._writer.idle_ranks()
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
@@ -269,7 +269,7 @@ class Checkpointer:
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
         """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
 
-        Without ``local_dir`` the source has no files, and the load opens those at the path.
+        Without ``keeper.dir`` the source has no files, and the load opens those at the path.
         """
         self._queue.wait_recoverable()
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
@@ -308,7 +308,7 @@ class Checkpointer:
         Raises:
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        if not self.config.has_keeper:
+        if self.config.keeper is None:
             return ()
         ranks, location = self._writer.idle_ranks(), as_path(root, self.config.storage_options)
         self._source.settle(location, ranks)
@@ -320,8 +320,8 @@ class Checkpointer:
         return self._source.quarantine(path, self.ranks)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint and its parts in ``local_dir`` of the nodes. If a save in flight is writing it, wait for
-        that save first. Call this on one rank; with ``local_dir``, on rank 0.
+        """Delete a checkpoint and its parts in ``keeper.dir`` of the nodes. If a save in flight is writing it, wait for
+        that save first. Call this on one rank; with ``keeper.dir``, on rank 0.
 
         Args:
             path: A checkpoint of this package or of another tool, complete or torn, or a link to a checkpoint. Of a
@@ -354,18 +354,18 @@ class Checkpointer:
         """
         began = time.monotonic()
         with self._queue.call("wait"):
-            ended = self._queue.wait_for_all_but(0)
+            ended = self._queue.wait_for_all()
             self._writer.free_modules()
             self.save_timing.paused(time.monotonic() - began, saving=False)
             if (error := first_unreported(ended)) is not None:
                 raise error
 
     def wait_until_kept(self) -> None:
-        """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete
+        """Wait until all saves survive the end of this training. With ``keeper.dir`` this means that they are complete
         there; their copies to their paths may still be under way. Integrations wait for this before they continue.
 
         Raises:
-            SaveFailed: See :meth:`wait`. With ``local_dir`` a failure is only logged here, and :meth:`wait` raises it:
+            SaveFailed: See :meth:`wait`. With ``keeper.dir`` a failure is only logged here, and :meth:`wait` raises it:
                 ranks learn of it at different times, and the training must continue.
         """
         if not self.config.has_local_tier:
@@ -376,8 +376,8 @@ class Checkpointer:
             self._writer.free_modules()
 
     def bring_newest(self) -> None:
-        """Copy the newest save to its path if only ``local_dir`` has it. :meth:`close` does the same. With
-        ``durable_every=None``, do nothing.
+        """Copy the newest save to its path if only ``keeper.dir`` has it. :meth:`close` does the same. With
+        ``keeper.durable_every=None``, do nothing.
 
         Raises:
             SaveFailed: See :meth:`wait`.

@@ -1,6 +1,6 @@
 """Work of a keeper for its own node: write parts, store the index, copy to other nodes and to the durable path.
 
-Each request may be repeated after a keeper or a connection has died; it then finds the work that is done already.
+The coordinator may repeat each request after a keeper or a connection has died. The request then skips finished work.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FileIdentity = tuple[int, int, int, int]
 
 
 class RateLimiter:
-    """Limit of the bytes per second that pass; None: no limit."""
+    """Limit of bytes per second; None for no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, time.monotonic()
 
     def passed(self, count: int) -> None:
-        """Wait until these bytes, which have just passed, are within the rate."""
+        """Wait until the bytes that have just passed are within the limit."""
         if self._rate is not None:
             self._free = max(self._free, time.monotonic() - 1.0) + count / self._rate
             if (ahead := self._free - time.monotonic()) > 0:
@@ -58,14 +58,14 @@ class RateLimiter:
 
 @dataclass
 class Node:
-    """The work of one keeper for its node."""
+    """Work of one keeper for its node."""
 
     journal: Journal
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
     """The reuse for each rank; the second part of the key is true for the local tier."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
-    """The lock of each request for a save: one that was asked for again may be under way still."""
+    """The lock of each request for a save: a repeated request may still be running."""
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
     """The file in the last durable checkpoint with the same contents, for each local data file."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Node:
         """Write the parts that these ranks of the node have handed over.
 
         Args:
-            directory: The directory to write to; None: ``local_dir``.
+            directory: The directory to write to; None: ``keeper.dir``.
 
         Raises:
             SaveFailed, OSError: It could not be written.
@@ -107,13 +107,13 @@ class Node:
         to: Where
         if directory is None:
             to = folder = self.local_checkpoints(job).make(token)
-            for partial in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
+            for partial in folder.glob(f"__{rank}_*"):  # from a keeper that died during a write
                 partial.unlink()
         else:
             to = with_options(directory, job.options or {})
-        medium = medium_of(to, job.config.direct_io)
+        medium = medium_of(to, job.config.io.direct)
         reuse = self._reuse_of(job, local=directory is None)
-        writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
+        writer = PartWriter(job.where, medium, job.config.io.threads, job.config.io.checksum, reuse)
         try:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
@@ -146,21 +146,21 @@ class Node:
 
     @staticmethod
     def local_checkpoints(job: RankJob) -> LocalCheckpoints:
-        """Return the parts in this node's ``local_dir`` of the saves to the folder of a save."""
-        assert job.config.local_dir is not None
-        return LocalCheckpoints(Path(job.config.local_dir), resolved(job.path.parent))
+        """Return the parts in this node's ``keeper.dir`` of the saves to the folder of a save."""
+        assert job.keeper.dir is not None
+        return LocalCheckpoints(Path(job.keeper.dir), resolved(job.path.parent))
 
     def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
         """Store the index and the record next to this node's part, which can be recovered from then on.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk failed.
         """
         self.journal.refuse_revoked(token)
         job = self.journal.job(token, ranks[0])
         checkpoints = self.local_checkpoints(job)
         folder = checkpoints.make(token)
-        if job.config.durable_every is not None:
+        if job.keeper.durable_every is not None:
             self._tiers[checkpoints.folder] = checkpoints
         for name, data in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ class Node:
             os.close(descriptor)
 
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
-        """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
+        """Take a file of another node's part. The channel sends the bytes, unless this node has them already."""
         ranks = self.journal.ranks_of(token)
         checkpoints = self.local_checkpoints(self.journal.job(token, ranks[0])) if ranks else None
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
@@ -215,7 +215,7 @@ class Node:
             ):
                 channel.send(("ok", False))
                 return
-            half = target.with_name(f".{uuid.uuid4().hex}.half")  # the same may be on its way a second time
+            half = target.with_name(f".{uuid.uuid4().hex}.half")  # a repeated request may send the same file
             _make_room(half, size)
         except OSError as error:
             channel.send(("error", error))
@@ -233,10 +233,10 @@ class Node:
 
     def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str, copies: int) -> None:
         """Mark a save complete, after all nodes have their parts and copies. Delete saves older than the newest
-        ``local_keep``, except needed ones.
+        ``keeper.keep``, except needed ones.
 
         Args:
-            copies: How many other nodes have a copy of each node's part.
+            copies: The number of other nodes that have a copy of each node's part.
             run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, if it is known.
         """
         job = self.journal.job(token, ranks[0])
@@ -244,21 +244,21 @@ class Node:
         if (checkpoint := checkpoints.find(token)) is None:
             raise SaveFailed(f"the part of {job.path} on this node is gone")
         checkpoint.mark_complete(run)
-        deleted = checkpoints.keep(job.config.local_keep, {*needed, token})
+        deleted = checkpoints.keep(job.keeper.keep, {*needed, token})
         self._sent = {key: sent for key, sent in self._sent.items() if sent[0] not in deleted}
         checkpoints.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
         self.journal.forget_before(token, needed)
         self.journal.change(token, written=True, local=True, copies=copies)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
-        """Copy files of this node's part to the durable storage; link those that are there already.
+        """Copy files of this node's part to the durable storage. Link files that the storage has already.
 
         Args:
-            directory: Of the reservation there.
-            renamed: The part of data files' names there that stands for the save, in place of the token.
+            directory: The reserved directory in the storage.
+            renamed: The part of the data files' names that names the save in the storage, in place of the token.
 
         Raises:
-            OSError, SaveFailed: The storage refuses.
+            OSError, SaveFailed: The storage failed.
         """
         with self._lock_of(token, "drain"):
             self._drain(self.journal.job(token, rank), names, directory, renamed)
@@ -266,9 +266,9 @@ class Node:
     def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
         token, directory = job.token, with_options(directory, job.options or {})
         folder = self.local_checkpoints(job).folder_of(token)
-        medium = medium_of(directory, job.config.direct_io)
+        medium = medium_of(directory, job.config.io.direct)
         medium.join(directory, job.path)
-        pace = RateLimiter(job.config.drain_bandwidth)
+        pace = RateLimiter(job.keeper.bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
         copies: dict[FileIdentity, tuple[DataFile, str]] = {}
 
@@ -279,12 +279,14 @@ class Node:
                 with suppress(CannotLink):
                     copies[identity] = medium.link_file(drained, directory / new_name), new_name
                     return
-            if (local := on_file_system(directory)) is not None:  # half of it may be there, of a node that is gone
+            if (
+                local := on_file_system(directory)
+            ) is not None:  # a node that is gone may have written half of the file
                 (local / new_name).unlink(missing_ok=True)
-            _copy_file(folder / name, medium, directory, new_name, pace, job.config.io_threads)
+            _copy_file(folder / name, medium, directory, new_name, pace, job.config.io.threads)
             copies[identity] = DataFile.written(medium.open(directory), directory / new_name), new_name
 
-        with ThreadPoolExecutor(max(1, job.config.io_threads), thread_name_prefix="keeper-drain") as pool:
+        with ThreadPoolExecutor(max(1, job.config.io.threads), thread_name_prefix="keeper-drain") as pool:
             list(pool.map(copy, data))
         if rest := [name for name in names if name not in data]:
             add_files(medium, directory, lambda target: _copy_files(folder, rest, target))
@@ -332,7 +334,7 @@ def _linked(known: Path, target: Path, size: int) -> bool:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """Make an empty file with reserved space for so many bytes. Raises OSError."""
+    """Make an empty file with reserved space for its bytes. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if size:

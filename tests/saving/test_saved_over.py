@@ -298,7 +298,7 @@ def test_in_the_middle_of_a_save_by_stock_ours_is_untouched(tmp_path: Path, scal
     shutil.rmtree(tmp_path / "stock")
     for name in ("True", "False"):
         path = tmp_path / name
-        dcp.save({"t": _tensors(1)}, path, io_threads=1, reuse=name == "True")
+        dcp.save({"t": _tensors(1)}, path, io={"threads": 1}, reuse=name == "True")
         (path / "__0_0.distcp").write_bytes(data)
         assert_same(_loaded(path), _tensors(1))
     assert dcp.latest(tmp_path) == tmp_path / "False"

@@ -23,7 +23,7 @@ def test_saves_and_loads_refuse_another_system_in_one_sentence(
         lambda: dcp.save(state, tmp_path / "other"),
         lambda: dcp.load(state, tmp_path / "linux"),
         lambda: dcp.resume_or_init(state, tmp_path),
-        lambda: dcp.Checkpointer(async_save=True, writer="process"),
+        lambda: dcp.Checkpointer(async_save=True, keeper={}),
         lambda: stock.save(state, storage_writer=dcp.ShardedWriter(tmp_path / "other")),
     ):
         with pytest.raises(dcp.CheckpointError, match=rf"on Linux alone .*, and this system is {system}\.\n"):
