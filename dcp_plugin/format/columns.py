@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -271,9 +271,6 @@ class Places:
     @functools.cached_property
     def _block_ends(self) -> Column:
         return np.cumsum(self.blocks)
-
-    def without_checksums(self) -> Places:
-        return replace(self, blocks=np.zeros_like(self.blocks), block_crc=self.block_crc[:0])
 
     def take(self, order: Column) -> Places:
         """Return the items with these numbers, in this order."""

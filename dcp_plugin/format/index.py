@@ -34,7 +34,7 @@ from dcp_plugin.format.columns import (
     product,
     totals,
 )
-from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
+from dcp_plugin.format.payload import block_counts
 from dcp_plugin.types import KeyPath, Shape
 
 if TYPE_CHECKING:
@@ -133,9 +133,7 @@ def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
-    def __init__(
-        self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
-    ) -> None:
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int]) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
@@ -163,7 +161,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""
         self.storage_meta: StorageMeta | None = None
         """Note of stock's writer about its save."""
-        self.smallest_block = smallest_block
         self.label = ""
         """Name of the checkpoint in messages."""
         self.file_names = list(files)
@@ -320,7 +317,7 @@ class CheckpointIndex(Mapping[str, Entry]):
                 | (np.maximum(payload_offset, 0) > length - payload_length)
             )
             blocks = np.diff(self.block_starts[first : first + len(offset) + 1])
-            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
+            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length))
         for bad, fault in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),

@@ -26,7 +26,7 @@ from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import check_files, open_checkpoint
-from dcp_plugin.types import Shape, as_html
+from dcp_plugin.types import Shape, as_html, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CheckpointInfo:
     """Facts about a checkpoint, read without a model and without torch.distributed."""
