@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -232,9 +232,6 @@ class Places:
     @functools.cached_property
     def _block_ends(self) -> Column:
         return np.cumsum(self.blocks)
-
-    def without_checksums(self) -> Places:
-        return replace(self, blocks=np.zeros_like(self.blocks), block_crc=self.block_crc[:0])
 
     def take(self, order: Column) -> Places:
         """Return the items with these numbers, in this order."""

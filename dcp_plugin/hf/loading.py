@@ -113,7 +113,8 @@ def from_pretrained(
     if distributed_config is not None:  # first, because it starts a process group if none exists
         distributed_config, mesh_manager = _transformers.prepare_mesh(distributed_config)
     changes = {} if storage_options is None else {"storage_options": storage_options}
-    checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
+    # A later save with trainable_only, as of a Trainer, leaves out what this load has read.
+    checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes, trainable_only=True))
     options = checkpointer.config.storage_options
     settings = Settings(
         model_class, config, dtype, base, options, adapter_config, generation_config, trust_remote_code, kwargs
@@ -123,9 +124,7 @@ def from_pretrained(
 
         def compared() -> ModelPlan:
             # transformers ties shared weights after it has sharded a model
-            with ShardedReader(
-                checkpoint_path, base=checkpointer.config.base, storage_options=options, files=files
-            ) as reader:
+            with ShardedReader(checkpoint_path, storage_options=options, files=files) as reader:
                 return plan_model(settings, reader, prefix, strict, tied=mesh_manager is None)
 
         with checkpointer.shown(checkpoint_path) as files:

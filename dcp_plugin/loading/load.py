@@ -110,7 +110,6 @@ class Loading:
             io_threads=config.io_threads,
             verify=config.verify_on_load,
             check_files=ranks.rank == 0,
-            base=config.base,
             storage_options=config.storage_options,
             files=files,
         )
@@ -118,7 +117,7 @@ class Loading:
 
     @property
     def opened(self) -> OpenCheckpoint:
-        """The checkpoint, with its base if it has one."""
+        """The checkpoint, open or closed again."""
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
@@ -429,8 +428,8 @@ class Loading:
         strict = self._strict and context.selection is None
         for adapter in context.adapters:
             want = fitted.match.wanted[adapter.name]
-            if want.targets or want.empty:
-                filled = {
+            if want.targets or want.kept or want.empty:
+                filled = want.kept | {
                     key: fitted.targets[join(adapter.name, key)] if target is None else target
                     for key, target in want.targets.items()
                 }

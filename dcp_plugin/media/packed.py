@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists, json_object
+from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, json_object
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
 from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, scatter
 from dcp_plugin.media.view import View
 from dcp_plugin.paths import ObjectPath, Where
 
-HAS_BASE = "dcp_plugin.base"
-"""An empty object in the folder of a checkpoint that needs a base: a listing shows it."""
 _SAME_MOMENT = 60.0
 """Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 _TAIL = 64 << 10
@@ -50,16 +48,6 @@ def last_bytes(files: Readable, count: int) -> bytes:
     memory = bytearray(count)
     with files.open(METADATA) as file:
         return bytes(memory[: file.fill([memoryview(memory)], size - count)])
-
-
-def may_have_base(path: Where, medium: Medium) -> bool:
-    """Return whether a checkpoint may need a base, by the names of its files."""
-    files = medium.open(path)
-    try:
-        names = files.names()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return SUMMARY in names or any(exists(files, f"{PACKED}{token}/{HAS_BASE}") for token in folders(names))
 
 
 def time_from_names(path: Where, medium: Medium) -> float | None:

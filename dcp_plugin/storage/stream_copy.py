@@ -282,10 +282,9 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
 
 
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
-    """Read all data files of a checkpoint and its base, and the extra files of the save. Return the faults.
+    """Read all data files of a checkpoint, and the extra files of the save. Return the faults.
 
-    The files of other tools have no checksums, and are only read. The bytes outside of the items of a base, and its
-    extra files, are not checked.
+    The files of other tools have no checksums, and are only read.
 
     Args:
         passed: Function called with the number of bytes of each piece of a data file.
@@ -302,15 +301,13 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                     passed(len(piece))
                     if stopped.is_set():
                         return check.faults
-                if name not in in_base:
-                    check.finish(file)
+                check.finish(file)
         except (OSError, SourceError) as error:
             reason = error.error if isinstance(error, SourceError) else error
             check.faults.append(f"{files.where}: {name} cannot be read{check.unread()}: {reason.strerror}")
         return check.faults
 
     stopped = threading.Event()
-    in_base = {name for name in index.files if opened.base and name.startswith(f"{opened.base.files.where}/")}
     piece = READ_PIECE if files.cost.at_once == 1 else PIECE  # a request to a store costs more than the smaller memory
     with (
         PipelinedCopy(at_once, files.cost.at_once, piece) as stream,

@@ -20,7 +20,6 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.format.summary import Base
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.open import check_files
 from dcp_plugin.storage.reader import ShardedReader
@@ -65,10 +64,10 @@ class CheckpointInfo:
     versions: dict[str, str]
     bytes_reused: int = 0
     """Bytes on disk that were linked from an earlier checkpoint instead of written."""
-    base: Where | None = None
-    """The checkpoint that has the tensors in ``left_out``."""
+    base: str | None = None
+    """Path of the checkpoint from which the tensors in ``left_out`` were loaded."""
     left_out: list[str] = field(default_factory=list)
-    """Keys of frozen tensors that are in the base."""
+    """Keys of frozen tensors that are not in the checkpoint (``trainable_only``)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics passed to the save, such as the validation loss. Some may not be finite."""
     damaged: dict[str, str] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class CheckpointInfo:
         writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
         reused = f" ({size(self.bytes_reused)} linked)" if self.bytes_reused else ""
         metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
-        base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
+        base = f"; it leaves out {len(self.left_out)} tensors of {self.base}" if self.base else ""
         damaged = f"; {len(self.damaged)} keys are DAMAGED ({some(list(self.damaged), 3)})" if self.damaged else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
@@ -91,7 +90,7 @@ class CheckpointInfo:
 
 @collector_paused()
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """Return the contents of a checkpoint, without the tensors that only its base has. Read no tensor.
+    """Return the contents of a checkpoint. Read no tensor.
 
     Args:
         path: A checkpoint of this package, of stock DCP or of another tool: a path or a URL.
@@ -112,10 +111,10 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         ('w', (2, 3), ['step'])
     """
     try:
-        with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+        with ShardedReader(path, storage_options=storage_options) as reader:
             return info_of(reader)
     except CheckpointCorrupt:
-        with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
+        with ShardedReader(path, check_files=False, storage_options=storage_options) as reader:
             if damaged := _damaged(reader):
                 return replace(info_of(reader), damaged=damaged)
         raise  # the damage is not in a data file
@@ -157,7 +156,7 @@ def info_of(reader: ShardedReader) -> CheckpointInfo:
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
         bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
-        base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
+        base=summary.base.get("path") if summary and index.left_out else None,
         left_out=list(index.left_out),
         metrics=dict(summary.metrics) if summary else {},
     )
@@ -333,7 +332,7 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
         >>> chunk.offsets, chunk.sizes, len(chunk.crc32)
         ((0, 0), (2, 3), 8)
     """
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+    with ShardedReader(path, storage_options=storage_options) as reader:
         listed = []
         for key in select(reader.index, include, (), reader.path):
             listed += [_chunk(key, chunk) for chunk in _places(reader.index[key])]
@@ -428,7 +427,7 @@ def statistics(
         >>> stats.low, stats.high, stats.mean, stats.norm, stats.nans, stats.infs
         (-4.0, 3.0, -0.5, 5.0, 1, 0)
     """
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+    with ShardedReader(path, storage_options=storage_options) as reader:
         selected = select(reader.index, include, exclude, reader.path)
         reader.index.require_bounded(selected)
         stored = {key: entry for key in selected if isinstance(entry := reader.index[key], StoredTensor)}
