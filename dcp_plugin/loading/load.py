@@ -23,7 +23,7 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNot
 from dcp_plugin.format.keys import join
 from dcp_plugin.format.values import encode, is_plain
 from dcp_plugin.loading.matching import LoadMode, Matching
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import Where, resolved
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from dcp_plugin.state.across_ranks import Answer, Union
 
 logger = logging.getLogger("dcp_plugin")
+
+loaded_keys: dict[tuple[Where, str], set[str]] = {}
+"""The checkpoints that this process has loaded, by path and fingerprint, and the loaded keys, for
+:mod:`~dcp_plugin.loading.origins`. The fingerprint is empty if computing it takes reads."""
 
 _MOST_TRIES = 20
 """Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
@@ -126,6 +130,8 @@ class Loading:
             context, fitted = self._prepare(state)
             self._read_tensors(context, fitted)
             report = self._apply(context, fitted)
+        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
+        loaded_keys.setdefault((resolved(self.opened.path), fingerprint), set()).update(fitted.match.stored.values())
         if self._ranks.rank == 0:
             for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warn(printable(message))

@@ -8,15 +8,16 @@ A checkpoint with ``trainable_only`` is not complete: it leaves out frozen param
 2. A load that needs a parameter that the checkpoint leaves out needs it in the target already. This process must have
    loaded it from the base, as the fingerprint tells, and the target must still have the loaded bytes
    (:func:`not_loaded`). Otherwise the load is an error, whatever is strict, and overwrites nothing.
-3. The memory is of the process, not of one ``Checkpointer``. Every load is noted. A load takes hashes only if its
-   ``Checkpointer`` has ``trainable_only``, because they cost time. A shard that was cut otherwise when it was loaded
+3. The memory is of the process, not of one ``Checkpointer``. Every load is noted
+   (:data:`~dcp_plugin.loading.load.loaded_keys`). A load takes hashes only if its ``Checkpointer`` has
+   ``trainable_only``, because they cost time. A shard that was cut otherwise when it was loaded
    cannot be compared: a save saves it, and for a load the fingerprint decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
+from dcp_plugin.loading.load import loaded_keys
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.records import OpenCheckpoint
@@ -51,29 +53,16 @@ class Origin:
 
 @dataclass
 class _Loads:
-    """All loads of this process from one checkpoint."""
+    """Loads of this process from one checkpoint that took hashes."""
 
-    path: Where
-    keys: set[str] = field(default_factory=set)
-    """Keys in the checkpoint that were loaded."""
     names: dict[str, Origin] = field(default_factory=dict)
-    """Keys of targets of loads that took hashes."""
+    """By key of the target."""
     shards: dict[str, _Shards] = field(default_factory=dict)
     """Key in the checkpoint -> the chunks that this rank has loaded, of all targets."""
 
 
 _loads: dict[str, _Loads] = {}
 """By fingerprint, in the order of the loads."""
-_of_others: dict[Where, set[str]] = {}
-"""Paths of checkpoints of other tools, whose fingerprints are computed when they are needed -> the loaded keys."""
-
-
-def note(opened: OpenCheckpoint, stored: Iterable[str]) -> None:
-    """Note that this process has loaded these keys of a checkpoint. It opens no file."""
-    if opened.summary is None:
-        _of_others.setdefault(resolved(opened.path), set()).update(stored)
-    else:
-        _loads_from(opened.fingerprint, opened.path).keys.update(stored)
 
 
 def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, threads: int) -> None:
@@ -86,12 +75,11 @@ def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, thre
     tensors = {key: value for key in names if isinstance(value := state.get(key), ShardedValue)}
     # A tensor with stored_whole is a torch.save file in the checkpoint, whose bytes are not compared.
     tensors = {key: value for key, value in tensors.items() if not value.stored_whole}
-    loads, path = _loads_from(opened.fingerprint, opened.path), resolved(opened.path)  # a link may later be redirected
-    _loads[opened.fingerprint] = _loads.pop(opened.fingerprint)
+    path = resolved(opened.path)  # a link may later be redirected
+    loads = _loads[opened.fingerprint] = _loads.pop(opened.fingerprint, _Loads())
     for key, shards in _shards_of(tensors, threads).items():
         stored = names[key]
         rounded = not _is_exact(tensors[key], opened.index, stored)
-        loads.keys.add(stored)
         loads.names[key] = Origin(path, opened.fingerprint, stored, rounded)
         loads.shards[stored] = loads.shards.get(stored, frozenset()) | shards
 
@@ -118,9 +106,9 @@ def not_loaded(opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[st
         live: The targets.
     """
     base = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
-    loads = _found(base)
+    loads, loaded = _loads.get(base.fingerprint, _Loads()), _loaded_from(base)
     in_base = {key: opened.index.left_out[stored] for key, stored in kept.items()}
-    absent = [key for key, stored in in_base.items() if stored not in loads.keys]
+    absent = [key for key, stored in in_base.items() if stored not in loaded]
     here = {key: live[key] for key in kept if key not in absent and is_tensor(live[key]) and not is_meta(live[key])}
     tensors = {key: sharded_value(tensor) for key, tensor in here.items()}
     other, rounded = [], []
@@ -145,18 +133,17 @@ def not_loaded(opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[st
     ]
 
 
-def _loads_from(fingerprint: str, path: Where) -> _Loads:
-    return _loads.setdefault(fingerprint, _Loads(resolved(path)))
-
-
-def _found(base: Base) -> _Loads:
-    """Return the loads of this process from a base."""
-    for path in list(_of_others) if base.fingerprint not in _loads else ():
-        with suppress(CheckpointError, OSError):
-            opened = open_checkpoint(path)
-            _loads_from(opened.fingerprint, path).keys.update(_of_others.pop(path))
-            opened.close()
-    return _loads.get(base.fingerprint, _Loads(base.path))
+def _loaded_from(base: Base) -> set[str]:
+    """Return the keys that this process has loaded from a base."""
+    loaded = set[str]()
+    for (path, known), keys in loaded_keys.items():
+        fingerprint = known
+        if not known:
+            with suppress(CheckpointError, OSError), closing(open_checkpoint(path)) as opened:
+                fingerprint = opened.fingerprint
+        if fingerprint == base.fingerprint:
+            loaded |= keys
+    return loaded
 
 
 def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:

@@ -23,7 +23,6 @@ from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
-from dcp_plugin.loading import origins
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.planning.save import PlanAnswer, PlanExchange, RankPlan, differ, encode_state, in_table_order
@@ -109,7 +108,6 @@ class SavePipeline:
         self.last_loaded = opened.path
         if self.reuse is not None:
             self.reuse.loaded(opened.path)
-        origins.note(opened, [report.renamed.get(key, key) for key in report.loaded])
         if self._config.trainable_only:
             ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
 
@@ -117,6 +115,8 @@ class SavePipeline:
         leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
         tensors = {key: leaf for key, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
+        from dcp_plugin.loading import origins  # only trainable_only needs it
+
         origins.remember(encode_state(tensors), names, opened, self._config.io_threads)
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:

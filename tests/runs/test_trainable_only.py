@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
-from dcp_plugin.loading import origins
+from dcp_plugin.loading import load, origins
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.damage import flip_in_memory
@@ -38,7 +38,8 @@ from tests.places import names_in
 def _has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is as in a process of its own."""
     monkeypatch.setattr(origins, "_loads", {})
-    monkeypatch.setattr(origins, "_of_others", {})
+    monkeypatch.setattr(origins, "loaded_keys", load.loaded_keys)
+    load.loaded_keys.clear()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
