@@ -74,10 +74,10 @@ class SavePipeline:
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
-        if (policy := config.policy()) is not None:
+        if config.keep_last is not None:
             from dcp_plugin.runs import retention  # imported now: in the background, the disk may be full
 
-            self._prune = partial(retention.prune, policy=policy)
+            self._prune = partial(retention.prune, keep_last=config.keep_last)
         self.exchange = PlanExchange()
         self._local: RankLocal | None = None
         """Detector of state that differs between ranks; None for a process alone."""
@@ -117,7 +117,7 @@ class SavePipeline:
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
         from dcp_plugin.loading import origins  # only trainable_only needs it
 
-        origins.remember(encode_state(tensors), names, opened, self._config.io_threads)
+        origins.remember(encode_state(tensors), names, opened, self._config.io.threads)
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
@@ -311,7 +311,7 @@ class SavePipeline:
     ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, publication.medium, config.io_threads, config.checksum, self.reuse)
+        writer = PartWriter(request.path, publication.medium, config.io.threads, config.io.checksum, self.reuse)
         began = time.monotonic()
         written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))

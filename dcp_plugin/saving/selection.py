@@ -99,7 +99,7 @@ class KeySelection:
                 str(frozen[key].dtype),
                 sum(chunk.tensor.nbytes for chunk in frozen[key].chunks),
             )
-            for key, origins in origins_of(frozen, self._config.io_threads).items()
+            for key, origins in origins_of(frozen, self._config.io.threads).items()
         }
 
     def _decide(self, reports: list[dict[str, _Frozen]], path: Where) -> LeftOut:

@@ -190,7 +190,7 @@ def test_a_checkpoint_by_stock_torch_loads_through_us(tmp_path: Path) -> None:
 
 
 def test_without_checksums_everything_still_loads_and_verify_says_so(tmp_path: Path) -> None:
-    dcp.save({"t": torch.arange(5)}, tmp_path / "ck", checksum=False)
+    dcp.save({"t": torch.arange(5)}, tmp_path / "ck", io={"checksum": False})
     target = torch.zeros(5, dtype=torch.int64)
     dcp.load({"t": target}, tmp_path / "ck")
     assert same_bytes(target, torch.arange(5))

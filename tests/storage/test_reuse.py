@@ -246,7 +246,7 @@ def test_a_loaded_checkpoint_whose_bytes_are_not_what_its_hashes_say_is_not_link
     assert dcp.verify(tmp_path / "forged").ok, "its checksums are those of the forged bytes"
     for name in ("rotten", "forged"):
         caplog.clear()
-        ours = dcp.Checkpointer(verify_on_load=False)
+        ours = dcp.Checkpointer(io={"verify": False})
         ours.load({"n": 0}, tmp_path / name, strict=False)
         with caplog.at_level(logging.WARNING, "dcp_plugin"):
             ours.save(_state(model, optimizer), tmp_path / f"after {name}")
@@ -319,7 +319,7 @@ def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[
 def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(tmp_path: Path, events: list[SaveFinished]) -> None:
     """A linked file may carry a little that belongs to nobody; what is dead never adds up."""
     model, optimizer = build(layers=40)
-    ours = dcp.Checkpointer(io_threads=1)
+    ours = dcp.Checkpointer(io={"threads": 1})
     ours.save(_state(model, optimizer), tmp_path / "0")
     for number in range(10):
         flip_in_memory(model.get_parameter(f"backbone.{number}.weight"), 5)
