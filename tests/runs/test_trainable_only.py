@@ -176,6 +176,26 @@ def test_a_complete_checkpoint_never_reads_init_from(tmp_path: Path) -> None:
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("keeper", [{}, {"dir": "node", "durable_every": None}], ids=["keeper", "local tier"])
+def test_a_keeper_leaves_out_the_same(tmp_path: Path, keeper: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _pretrained(tmp_path / "base")
+    trained: nn.Module | None = None
+    for step in range(2):
+        model, optimizer = build(seed=step)
+        ours = dcp.Checkpointer(trainable_only=True, async_save=True, keeper={"linger": 0.0, **keeper})
+        state, run = _state(model, optimizer), tmp_path / "run"
+        start = dcp.resume_or_init(state, run, init_from=tmp_path / "base", checkpointer=ours)
+        assert start.how == ("resumed" if step else "warm-started")
+        if trained is not None:
+            assert start.report is not None and len(start.report.left_out) == 16
+            assert_same(dict(model.state_dict()), dict(trained.state_dict()))
+        train(model, optimizer)
+        ours.save(state, run / f"step-{step}", step=step).wait_local()
+        ours.close()
+        trained = model
+
+
 def test_a_base_that_is_needed_and_gone_is_named(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
