@@ -178,9 +178,7 @@ class StartOptions:
             if restart.how != "resumed":
                 return replace(restart, report=checkpointer.load(modules, restart.path, self.partial, self.strict))
             try:
-                if self.init_from is not None:
-                    with checkpointer.shown(restart.path) as files:
-                        self.load_before(checkpointer, modules, restart.path, files)
+                self._load_before(checkpointer, modules, restart.path)
                 report = resume(restart.path)
             except CheckpointCorrupt as error:
                 if self.resume != "auto" or not self._set_aside(checkpointer, restart.path, error):
@@ -189,6 +187,11 @@ class StartOptions:
                 continue
             _refuse_a_mixture(restart, report, damaged)
             return replace(restart, report=report, damaged=tuple(damaged))
+
+    def _load_before(self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where) -> None:
+        if self.init_from is not None:
+            with checkpointer.shown(path) as files:
+                self.load_before(checkpointer, modules, path, files)
 
     def load_before(
         self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where, files: SourceFiles | None
