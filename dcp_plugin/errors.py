@@ -22,11 +22,14 @@ import errno
 import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
+
+from dcp_plugin.types import public_class
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _NEWLINE = re.compile(r"\n(?!  )")
@@ -94,6 +97,7 @@ def is_terminal(stream: Any) -> bool:
     return False
 
 
+@public_class()
 class CheckpointError(Exception):
     """Base class of all exceptions that this package raises on purpose."""
 
@@ -110,7 +114,7 @@ class CheckpointError(Exception):
     @classmethod
     def _where_explained(cls) -> str:
         """Return where the class is explained, or its nearest base class in this package."""
-        public = next(base for base in cls.__mro__ if base.__module__ == __name__)
+        public = next(base for base in cls.__mro__ if globals().get(base.__name__) is base)
         return f"See `dcp-plugin explain {public.__name__}`, or {EXPLAINED}#{public.__name__.lower()}"
 
 
@@ -119,6 +123,7 @@ def _message(text: str) -> str:
     return _NEWLINE.sub(r"\\n", printable(text))
 
 
+@public_class()
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """There is no checkpoint at the path, or no committed one.
 
@@ -127,6 +132,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """
 
 
+@public_class()
 class CheckpointIncomplete(CheckpointError, ValueError):
     """The directory looks like a checkpoint, but its save was never committed.
 
@@ -134,18 +140,21 @@ class CheckpointIncomplete(CheckpointError, ValueError):
     """
 
 
+@public_class()
 class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
 
+@public_class()
 class CheckpointUnreadable(CheckpointCorrupt):
     """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
-    or a newer version of this package has saved it.
+    or another version of this package has saved it in a format that this one does not read.
 
     The class derives from ``CheckpointCorrupt`` because in both cases the targets of a load may be partly filled.
     """
 
 
+@public_class()
 class CheckpointMismatch(CheckpointError, RuntimeError):
     """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
 
@@ -162,6 +171,7 @@ class NotInCheckpoint(CheckpointMismatch, KeyError):
     __str__ = Exception.__str__  # KeyError would show the message in quotes, like a key
 
 
+@public_class()
 class UnsafeCheckpoint(CheckpointError):
     """A value requires the execution of pickled code, and ``allow_pickle`` does not have its key.
 
@@ -170,6 +180,16 @@ class UnsafeCheckpoint(CheckpointError):
     """
 
 
+def refuse_other_systems() -> None:
+    """Raise CheckpointError on an operating system other than Linux, whose file system a save cannot rely on."""
+    if sys.platform != "linux":
+        raise CheckpointError(
+            f"dcp_plugin saves, and loads into live objects, on Linux alone (on Windows: in WSL), and this system is "
+            f"{sys.platform}."
+        )
+
+
+@public_class()
 class SaveFailed(CheckpointError):
     """A save did not become a checkpoint. Anything at its path is unchanged."""
 
@@ -178,6 +198,7 @@ class NoSharedMemory(SaveFailed):
     """The memory that a keeper shares with the training cannot be allocated. The save uses another way if possible."""
 
 
+@public_class()
 class DurabilityUnknown(CheckpointError):
     """The new checkpoint is at its path and can be loaded, but the last sync failed.
 
@@ -186,6 +207,7 @@ class DurabilityUnknown(CheckpointError):
     """
 
 
+@public_class()
 class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree."""
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -46,13 +46,14 @@ from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
 
+@public_class()
 @dataclass(frozen=True)
-class Restart:
+class Start:
     """Start of a run. ``str()`` returns one line for the log."""
 
     how: Literal["resumed", "warm-started", "fresh"]
@@ -89,7 +90,8 @@ class StartOptions:
     strict: bool = True
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[CheckpointState, ...] = ()
-    """Saves that can be loaded although their paths do not exist, see :meth:`dcp_plugin.Checkpointer.surviving`."""
+    """Saves that can be loaded although their paths do not exist, see
+    :meth:`dcp_plugin.checkpointer.Internals.surviving`."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -100,7 +102,7 @@ class StartOptions:
 
     def with_local(self, checkpointer: Checkpointer, root: PathLike) -> StartOptions:
         """Return the options with the saves at or below ``root`` that only the nodes have. Collective."""
-        return self if self.resume == "never" else replace(self, local=checkpointer.surviving(root))
+        return self if self.resume == "never" else replace(self, local=Internals(checkpointer).surviving(root))
 
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
         """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
@@ -154,7 +156,7 @@ class StartOptions:
         modules: Mapping[str, Any],
         find: Callable[[Collection[Where]], Where | None] = lambda damaged: None,
         resume: Callable[[Where], LoadReport | None] = lambda path: None,
-    ) -> Restart:
+    ) -> Start:
         """Resume, or load the weights of ``init_from``, or neither. Collective.
 
         Args:
@@ -172,25 +174,27 @@ class StartOptions:
         damaged: list[Where] = []
         while True:
             with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
-                restart = checkpointer.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
-            if restart.path is None:
-                return restart
-            if restart.how != "resumed":
-                return replace(restart, report=checkpointer.load(modules, restart.path, self.partial, self.strict))
+                start = Internals(checkpointer).ranks.from_zero(
+                    "decide what to start from", lambda: self._decide(find, damaged)
+                )
+            if start.path is None:
+                return start
+            if start.how != "resumed":
+                return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
             try:
-                self._load_before(checkpointer, modules, restart.path)
-                report = resume(restart.path)
+                self._load_before(checkpointer, modules, start.path)
+                report = resume(start.path)
             except CheckpointCorrupt as error:
-                if self.resume != "auto" or not self._set_aside(checkpointer, restart.path, error):
+                if self.resume != "auto" or not self._set_aside(checkpointer, start.path, error):
                     raise
-                damaged.append(restart.path)
+                damaged.append(start.path)
                 continue
-            _refuse_a_mixture(restart, report, damaged)
-            return replace(restart, report=report, damaged=tuple(damaged))
+            _refuse_a_mixture(start, report, damaged)
+            return replace(start, report=report, damaged=tuple(damaged))
 
     def _load_before(self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where) -> None:
         if self.init_from is not None:
-            with checkpointer.shown(path) as files:
+            with Internals(checkpointer).shown(path) as files:
                 self.load_before(checkpointer, modules, path, files)
 
     def load_before(
@@ -199,7 +203,7 @@ class StartOptions:
         """Load ``init_from``, if the checkpoint to resume from leaves out parameters that it may have. Collective.
 
         Args:
-            files: The files of the checkpoint, see :meth:`Checkpointer.shown`.
+            files: The files of the checkpoint, see :meth:`Internals.shown`.
         """
         if self.init_from is None:
             return
@@ -209,7 +213,7 @@ class StartOptions:
                 return bool(reader.index.left_out)  # if it cannot be read, the load will raise that
             return False
 
-        if checkpointer.ranks.from_zero(f"look at {path}", leaves_out):
+        if Internals(checkpointer).ranks.from_zero(f"look at {path}", leaves_out):
             checkpointer.load(modules, self._source(), self.partial, self.strict)
 
     def _source(self) -> Where:
@@ -224,22 +228,22 @@ class StartOptions:
 
     @staticmethod
     def _set_aside(checkpointer: Checkpointer, path: Where, error: CheckpointCorrupt) -> bool:
-        if checkpointer.set_local_aside(path):
+        if Internals(checkpointer).set_local_aside(path):
             return True
-        return checkpointer.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
+        return Internals(checkpointer).ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
 
-    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Restart:
+    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Start:
         own = find(damaged)
         if own is None and damaged:
             raise CheckpointCorrupt(_all_damaged(damaged))
         if own is not None:
             if (local := next((state for state in self.local if state.path == own), None)) is not None:
-                return Restart("resumed", own, local.step)
+                return Start("resumed", own, local.step)
             summary = summary_if_readable(own)  # if it was damaged after the search, the load will raise that
-            return Restart("resumed", own, summary.step if summary is not None else None)
+            return Start("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
-            return Restart("fresh")
-        return Restart("warm-started", self._source())
+            return Start("fresh")
+        return Start("warm-started", self._source())
 
 
 def _all_damaged(damaged: list[Where]) -> str:
@@ -249,11 +253,11 @@ def _all_damaged(damaged: list[Where]) -> str:
     )
 
 
-def _refuse_a_mixture(restart: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
+def _refuse_a_mixture(start: Start, report: LoadReport | None, damaged: list[Where]) -> None:
     """Refuse a resume in which a value of a damaged checkpoint, loaded in part, may remain in the state."""
     if damaged and report is not None and report.missing:
         raise CheckpointCorrupt(
-            f"{damaged[-1]} turned out to be damaged while it was loaded, and {restart.path}, which is older, has no "
+            f"{damaged[-1]} turned out to be damaged while it was loaded, and {start.path}, which is older, has no "
             f"{some(report.missing)}, where values of the damaged one may be left. The next start begins with the "
             f"older one alone."
         )
@@ -277,8 +281,8 @@ def resolve_resume(
         CheckpointNotFound: ``"must"`` and no checkpoint exists, or the path does not exist.
         CheckpointIncomplete: The path is a torn checkpoint.
         CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
-            complete checkpoint is in the same directory as that entry or above it; or a newer version of this package
-            has saved the newest checkpoint.
+            complete checkpoint is in the same directory as that entry or above it; or another version of this
+            package has saved the newest checkpoint, in a format that this one does not read.
         CheckpointCorrupt: ``"auto"``, and every checkpoint of this run is damaged, or only another tool can load it. An
             interrupted save is not damage: a run that never completed a save starts from scratch.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
@@ -319,7 +323,7 @@ def resume_or_init(
     checkpointer: Checkpointer | None = None,
     config: CheckpointConfig | None = None,
     **overrides: Any,
-) -> Restart:
+) -> Start:
     """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
 
     A resume restores: mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape
@@ -369,7 +373,7 @@ def resume_or_init(
         options = replace(options, storage_options=used.config.storage_options).with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
-            if resume != "never" and (launch := used.ranks.launch) is not None:
+            if resume != "never" and (launch := Internals(used).ranks.launch) is not None:
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
@@ -394,8 +398,8 @@ def _warn_of_new_random_numbers() -> None:
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
-        report = checkpointer.restore(state, path, strict=strict)
-        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and checkpointer.ranks.rank == 0:
+        report = Internals(checkpointer).restore(state, path, strict=strict)
+        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and Internals(checkpointer).ranks.rank == 0:
             _warn_of_new_random_numbers()
         return report
     except CheckpointMismatch as error:

@@ -101,7 +101,6 @@ def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
     """Return the index of the keys of both. No key and no file may be in both."""
     table = _joined_tables(index.table, other.table)
     both = CheckpointIndex.of(table, Places.joined((index.places, other.places)), {**index.files, **other.files})
-    both.smallest_block = index.smallest_block
     both.transforms, both.strides = {**index.transforms, **other.transforms}, {**index.strides, **other.strides}
     both.extra_files, both.label = index.extra_files, index.label
     both.empty = [*index.empty, *other.empty]

@@ -37,7 +37,7 @@ from dcp_plugin.format.columns import (
     product,
     totals,
 )
-from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
+from dcp_plugin.format.payload import block_counts
 from dcp_plugin.format.pickles.walk import allowance
 from dcp_plugin.types import KeyPath, Shape
 
@@ -131,9 +131,7 @@ def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
-    def __init__(
-        self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
-    ) -> None:
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int]) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
@@ -165,7 +163,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Note of stock's writer about its save."""
         self.version: str | None = CURRENT_DCP_VERSION
         """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
-        self.smallest_block = smallest_block
         self.label = ""
         """Name of the checkpoint in messages."""
         self.file_names = list(files)
@@ -313,7 +310,7 @@ class CheckpointIndex(Mapping[str, Entry]):
                 | (np.maximum(payload_offset, 0) > length - payload_length)
             )
             blocks = np.diff(self.block_starts[first : first + len(offset) + 1])
-            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
+            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length))
         for bad, fault in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),

@@ -39,7 +39,7 @@ from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import LARGEST_BLOCK
+from dcp_plugin.format.payload import SMALLEST_BLOCK
 from dcp_plugin.format.summary import INDEX_VERSION, check_index_version, fingerprint
 from dcp_plugin.format.values import MAPPING_CLASSES
 from dcp_plugin.types import KeyPath
@@ -50,7 +50,7 @@ def encode(index: CheckpointIndex) -> bytes:
     about = {
         "format": "dcp_plugin",
         "format_version": str(INDEX_VERSION),
-        "smallest_block": str(index.smallest_block),
+        "smallest_block": str(SMALLEST_BLOCK),
         "dtypes": json.dumps(index.table.dtypes),
         "files": json.dumps(index.files),
         "paths": json.dumps(index.table.paths),  # tuples as lists
@@ -140,9 +140,8 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         raise ValueError("a key has a dtype that is not listed")
     files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
     paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
-    smallest_block = int(about["smallest_block"])
-    if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
-        raise ValueError(f"the block size {smallest_block} is invalid")
+    if int(about["smallest_block"]) != SMALLEST_BLOCK:
+        raise ValueError(f"the block size {about['smallest_block']:.20} is invalid")
     table = KeyColumns(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
     if len(table.slots) != count:
         raise ValueError("a key occurs twice")
@@ -160,7 +159,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     planner_data: tuple[Any, ...] = ()
     if "planner_data" in columns:
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
-    index = CheckpointIndex(table, columns, files, smallest_block)
+    index = CheckpointIndex(table, columns, files)
     index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
     index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
     return index

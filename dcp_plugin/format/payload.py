@@ -41,15 +41,15 @@ BLOCKS_PER_ITEM = 256
 LARGEST_BLOCK = 1 << 20
 
 
-def block_size(payload_length: int, smallest: int = SMALLEST_BLOCK) -> int:
+def block_size(payload_length: int) -> int:
     """Return the bytes per checksum of a payload; always a power of two."""
-    return min(max(smallest, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
+    return min(max(SMALLEST_BLOCK, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
 
 
-def block_counts(payload_lengths: np.ndarray[Any, Any], smallest: int) -> np.ndarray[Any, Any]:
+def block_counts(payload_lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return how many blocks payloads of these lengths have."""
     powers = np.frexp(np.maximum(payload_lengths - 1, 0) // BLOCKS_PER_ITEM)[1].astype(np.int64)
-    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, smallest, LARGEST_BLOCK))
+    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, SMALLEST_BLOCK, LARGEST_BLOCK))
     return counts
 
 
@@ -212,25 +212,3 @@ def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
     tail += torch_archive.directory(records_of_item, crcs)
     length = len(head) + payload_length + len(tail)
     return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
-
-
-def frame_in(head: bytes, directory: bytes) -> Frame | None:
-    """Return the frame of an item of an unknown tensor, rebuilt from the records in the item.
-
-    Args:
-        head: The first bytes of the item, more than the records before the payload have.
-
-    Returns:
-        The frame of the payload, if its bytes are unchanged. None if this is no such item.
-    """
-    try:
-        sizes = torch_archive.sizes_in(directory)
-        records, at = {}, 0
-        for name in _BEFORE:
-            record = Record(name, at, sizes[name])
-            begin = at + len(record.header)
-            records[name] = head[begin : begin + record.size]
-            at = record.end
-        return _around(records, sizes["data/0"])
-    except (struct.error, KeyError, ValueError):
-        return None

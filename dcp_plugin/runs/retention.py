@@ -14,7 +14,16 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason
+from dcp_plugin.media import (
+    Listed,
+    Medium,
+    is_workspace,
+    medium_of,
+    other_format_at,
+    refuse_to_replace_other_format,
+    snapshot,
+    uncommitted_reason,
+)
 from dcp_plugin.media.packed import time_from_names
 from dcp_plugin.paths import PathLike, Where, as_path, is_link
 from dcp_plugin.retention import Retention
@@ -75,7 +84,8 @@ def remove(path: PathLike) -> None:
     At no moment does a partly deleted directory count as a checkpoint.
 
     Raises:
-        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is unchanged.
+        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
+            failed. The checkpoint is unchanged.
         CheckpointUnreadable: The file system fails to read it.
     """
     where = as_path(path)
@@ -84,12 +94,14 @@ def remove(path: PathLike) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse to delete a path that is no checkpoint. Raise the errors of :func:`remove`."""
+    """Refuse to delete a path that is no checkpoint, or one of another version. Raise the errors of :func:`remove`."""
     if _is_other_thing(path):
         raise CheckpointError(
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
             f"those below a directory."
         )
+    if error := other_format_at(path):
+        raise CheckpointError(f"{path} is not deleted: {error}") from error
 
 
 def _is_other_thing(path: Where) -> bool:
@@ -116,13 +128,16 @@ def link(path: PathLike, target: PathLike) -> None:
     """Make ``path`` a link to a checkpoint, in place of the present link or checkpoint.
 
     Raises:
-        CheckpointError: ``path`` is no checkpoint, or the file system failed; ``path`` is unchanged.
+        CheckpointError: ``path`` is no checkpoint, or one of another version of this package; or the file system
+            failed. ``path`` is unchanged.
     """
     where = as_path(path)
-    if not is_link(where) and _is_other_thing(where):
-        raise CheckpointError(
-            f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
-        )
+    if not is_link(where):
+        if _is_other_thing(where):
+            raise CheckpointError(
+                f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
+            )
+        refuse_to_replace_other_format(where)
     medium_of(where).link(where, as_path(target))
 
 

@@ -42,7 +42,7 @@ from dcp_plugin.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory
-from dcp_plugin.types import Shape
+from dcp_plugin.types import Shape, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -67,6 +67,7 @@ class _Read:
         return tuple(self.item.storage_offsets), tuple(self.item.lengths)
 
 
+@public_class()
 class ShardedReader(StorageReader):
     """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.format.foreign`).
 
@@ -414,7 +415,7 @@ class ShardedReader(StorageReader):
         """Return the bytes per checksum of an item; None if no checksum is compared."""
         if not self._verify or location.checksums is None:
             return None
-        return block_size(location.payload_length, self.index.smallest_block)
+        return block_size(location.payload_length)
 
     def _fill(self, read: _Read, target: torch.Tensor) -> None:
         """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""

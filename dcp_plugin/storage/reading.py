@@ -133,7 +133,7 @@ class BatchOfChunks(Batch):
         for chunk, view, expected in zip(self.chunks, views, self.crcs, strict=True):
             if expected >= 0 and crc32(view) != expected:
                 location, span = self.index.location(chunk.number), (0, len(view))
-                block = block_size(len(view), self.index.smallest_block)
+                block = block_size(len(view))
                 IntoMemory(chunk.key, location, [span], block, 0, view).check(*span, [view])
 
     def key_at(self, position: int) -> str:

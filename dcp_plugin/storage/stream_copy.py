@@ -3,9 +3,8 @@
 A stream has the bytes of a file in order and in pieces. Several pieces are read ahead while one is checked and written,
 so memory is bounded, and neither side waits for the other.
 
-The bytes between the items of a data file are zero. A file that was linked from an earlier checkpoint may have other
-bytes: items that this checkpoint no longer has. These are complete, and have their own CRC, because each is a zip
-archive. With the items, every byte of every file is checked.
+A check covers the items of a data file. The bytes between them are padding, or items that only other checkpoints have
+to which the file is linked.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from xxhash import xxh3_128
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.payload import ALIGNMENT, RunningCrc, block_size, frame_in
-from dcp_plugin.format.torch_archive import END_BEGINS, END_LENGTH, directory_at
+from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.media import NewFile, RangedFile
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of
-from dcp_plugin.storage.reading import framed_item, pieces_between, read_between
 from dcp_plugin.tensors.host_memory import READ_PIECE
 
 PIECE = 4 << 20
 """Bytes per piece of a copy: to read, check and write."""
-_MOST_HEAD = 64 << 10
-"""Bytes that exceed the length of any head before a payload."""
 
 
 class FileCheck:
@@ -49,8 +44,8 @@ class FileCheck:
     def add(self, piece: memoryview) -> None:
         """Check the next bytes."""
 
-    def finish(self, file: RangedFile) -> None:
-        """End the check after the last bytes. It may read some of them again."""
+    def finish(self) -> None:
+        """End the check after the last bytes."""
 
     def unread(self) -> str:
         """Return which part of the file has not been read, for a message; empty if no part has been."""
@@ -80,10 +75,6 @@ class ItemsCheck(FileCheck):
         self._size = index.files[name]
         self._at = 0
         self._item: _ItemCheck | None = None
-        self._gap_begin = 0
-        """End of the item before the position."""
-        self._used_gaps: set[tuple[int, int]] = set()
-        """Ranges between items that have other bytes than zeros."""
         self.unverified: list[str] = []
         """Keys without checksums."""
 
@@ -94,14 +85,12 @@ class ItemsCheck(FileCheck):
             end = min(item.end if item else gap_end, self._at + len(piece))
             part, piece, self._at = piece[: end - self._at], piece[end - self._at :], end
             if item is None:
-                if part.tobytes().lstrip(b"\0"):
-                    self._used_gaps.add((self._gap_begin, gap_end))
                 continue
             item.add(part)
             if item.end == end:
                 if not item.is_intact():
                     self.faults.append(f"{item.label}: a checksum differs; the bytes are not those that were saved")
-                self._item, self._gap_begin = None, end
+                self._item = None
 
     def _next_item(self) -> _ItemCheck | None:
         """Return the check of the item at the position; None if no item begins there."""
@@ -112,7 +101,7 @@ class ItemsCheck(FileCheck):
             if location.checksums is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:
-                block = block_size(location.payload_length, self._index.smallest_block)
+                block = block_size(location.payload_length)
                 return _ItemCheck(location, block, key, f"{self._where}: {key} in {self._name}")
         return None
 
@@ -126,14 +115,9 @@ class ItemsCheck(FileCheck):
             return f" behind byte {self._at}, in {self._item.key}"
         return f" behind byte {self._at}" + (f", before {self._key_of(self._coming[0][1])}" if self._coming else "")
 
-    def finish(self, file: RangedFile) -> None:
+    def finish(self) -> None:
         if self._at < self._size:
             self.faults.append(f"{self._where}: {self._name} is truncated after {self._at} bytes")
-        for begin, end in sorted(self._used_gaps):
-            try:
-                _check_gap(file, begin, end)
-            except (OSError, CheckpointCorrupt) as error:
-                self.faults.append(f"{self._where}: {self._name}: {error}")
 
 
 class _ItemCheck:
@@ -180,7 +164,7 @@ class HashCheck(FileCheck):
     def add(self, piece: memoryview) -> None:
         self._hash.update(piece)
 
-    def finish(self, file: RangedFile) -> None:
+    def finish(self) -> None:
         if self._hash.hexdigest() != self._expected:
             self.faults.append(f"{self._where} is not what was saved with the checkpoint")
 
@@ -233,7 +217,7 @@ class PipelinedCopy:
             check.require_intact()
             to.write(piece)
             passed(len(piece))
-        check.finish(file)
+        check.finish()
         check.require_intact()
 
     def pieces(self, name: str, file: RangedFile, size: int) -> Iterator[memoryview]:
@@ -301,7 +285,7 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                     passed(len(piece))
                     if stopped.is_set():
                         return check.faults
-                check.finish(file)
+                check.finish()
         except (OSError, SourceError) as error:
             reason = error.error if isinstance(error, SourceError) else error
             check.faults.append(f"{files.where}: {name} cannot be read{check.unread()}: {reason.strerror}")
@@ -327,47 +311,3 @@ def _fault_in_extra_file(opened: OpenCheckpoint, name: str) -> str:
     except OSError as error:
         return f"{files.where}/{name} cannot be read: {error.strerror}"
     return "" if is_saved_one else f"{files.where}/{name} is not what was saved with the checkpoint"
-
-
-def _check_gap(file: RangedFile, begin: int, end: int) -> None:
-    """Check that a range has only zeros and complete items. Raises CheckpointCorrupt."""
-    while begin < end:
-        for at, piece in pieces_between(file, begin, end):
-            used = np.frombuffer(piece, np.uint8) != 0
-            if used.any():
-                first = at + int(used.argmax())
-                begin = first - first % ALIGNMENT
-                behind = _end_of_item(file, begin, end)
-                if behind is None or not _is_unchanged(file, begin, behind):
-                    raise CheckpointCorrupt(
-                        f"the bytes from {begin} on belong to no item and are not those that were saved"
-                    )
-                begin = behind
-                break
-        else:
-            return
-
-
-def _end_of_item(file: RangedFile, begin: int, end: int) -> int | None:
-    """Return the end of the first item whose end record gives ``begin`` as its beginning."""
-    before = b""
-    for at, piece in pieces_between(file, begin, end):
-        data = before + bytes(piece)
-        start, position = at - len(before), data.find(END_BEGINS)
-        while position >= 0:
-            end_at = start + position
-            directory = directory_at(read_between(file, end_at, min(end_at + END_LENGTH, end)))
-            if directory is not None and begin + sum(directory) == end_at:
-                return end_at + END_LENGTH
-            position = data.find(END_BEGINS, position + 1)
-        before = data[1 - len(END_BEGINS) :]
-    return None
-
-
-def _is_unchanged(file: RangedFile, begin: int, end: int) -> bool:
-    directory = directory_at(read_between(file, end - END_LENGTH, end))
-    assert directory is not None, "it was just found"
-    offset, size = (begin + directory[0], directory[1])
-    head = read_between(file, begin, min(begin + _MOST_HEAD, offset))
-    around = frame_in(head, read_between(file, offset, offset + size))
-    return around is not None and around.length == end - begin and framed_item(file, begin, around) is not None

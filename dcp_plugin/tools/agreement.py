@@ -61,7 +61,7 @@ def signatures(index: CheckpointIndex, keys: Collection[str]) -> dict[str, Signa
     slots = np.array([index.slots[key] for key in keys], np.int64)
     dtypes = {**dict(enumerate(table.dtypes)), NO_TENSOR: VALUE}
     numbers = table.columns["dtype"][slots].tolist()
-    sizes = np.stack((length, is_framed, np.full(len(length), index.smallest_block)), axis=1)
+    sizes = np.stack((length, is_framed), axis=1)
     boxes = _rows(table.columns["box"], table.box_starts, slots)
     layouts = map(bytes.__add__, boxes, _rows(sizes, table.chunk_starts, slots))
     crcs = index.columns["block_crc"], index.block_starts[table.chunk_starts]

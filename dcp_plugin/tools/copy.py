@@ -34,9 +34,10 @@ from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
-from dcp_plugin.types import as_html
+from dcp_plugin.types import as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CopyReport:
     """The result of a copy. ``str()`` of it is one line."""

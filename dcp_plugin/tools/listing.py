@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dcp_plugin.errors import CheckpointError, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
-from dcp_plugin.format.summary import NewerFormat, Summary
+from dcp_plugin.format.summary import OtherFormat, Summary
 from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
@@ -24,22 +24,23 @@ from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, war
 from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.scan import Patience, Scan, cannot_read, may_pass
 from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, public_class
 
 OURS, STOCK = "dcp_plugin", "stock"
 _STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
 """Names of the step in files that programs write with ``torch.save``."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class ListedCheckpoint:
     """A checkpoint, complete or not, in the result of :func:`list_runs`."""
 
     path: Where
-    state: Literal["whole", "torn", "damaged", "newer format", "foreign"]
+    state: Literal["whole", "torn", "damaged", "other format", "foreign"]
     """``"whole"``: of this package, with all its files. ``"torn"``: its save or a copy was interrupted, or is in
-    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"newer format"``: a newer version of
-    this package saved it. ``"foreign"``: another tool's."""
+    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"other format"``: another version
+    of this package saved it, in a format that this one does not read. ``"foreign"``: another tool's."""
     reason: str
     """The reason why the checkpoint is torn or damaged, or cannot be read or resumed from; else empty."""
     format: str
@@ -65,6 +66,7 @@ class ListedCheckpoint:
     """Path of the checkpoint from which the parameters were loaded that this one leaves out (``trainable_only``)."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class Run:
     """The checkpoints in one folder, with parts of checkpoints in its folders (``step-100/model``)."""
@@ -102,7 +104,7 @@ def list_runs(
     Example:
         >>> import dcp_plugin, torch
         >>> dcp_plugin.save({"w": torch.zeros(1000)}, "run/step-1", step=1)
-        >>> [run] = dcp_plugin.list_runs("run")
+        >>> [run] = dcp_plugin.tools.list_runs("run")
         >>> [(one.path.name, one.state, one.step, one.nbytes > 4000, one.resumes) for one in run.checkpoints]
         [('step-1', 'whole', 1, True, True)]
     """
@@ -139,7 +141,7 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
     runs = [_run(folder, members) for folder, members in folders.items()]
     failures = {look.listed.path: look.failure for look in looks if look.failure is not None}
     warn_of_unreadable(
-        scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, NewerFormat)}
+        scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, OtherFormat)}
     )
     unreadable = {*scan.unreadable, *failures}
     return Found(runs, unreadable, scan)
@@ -182,9 +184,9 @@ class _Looked:
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
-    usable = [member.found for member in members if member.listed.state in ("whole", "foreign", "newer format")]
+    usable = [member.found for member in members if member.listed.state in ("whole", "foreign", "other format")]
     newest: Where | None = None
-    with suppress(NewerFormat):  # an automatic resume does not fall back to an older checkpoint
+    with suppress(OtherFormat):  # an automatic resume does not fall back to an older checkpoint
         newest = newest_among(usable)[0].path
     listed = [member.in_run(newest) for member in members]
     return Run(folder, listed, Usage.of_all(member.usage for member in members).nbytes)
@@ -213,7 +215,7 @@ def _look(checkpoint: CheckpointState | Saved, medium: Medium, patience: Patienc
         return _Looked(_entry(checkpoint, "damaged", str(failure)), checkpoint, failure=failure)
 
 
-_State = Literal["whole", "torn", "damaged", "newer format", "foreign"]
+_State = Literal["whole", "torn", "damaged", "other format", "foreign"]
 
 
 def _entry(checkpoint: CheckpointState, state: _State, reason: str = "", tool: str = OURS) -> ListedCheckpoint:
@@ -263,7 +265,7 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
                 raise FileNotFoundError(f"{checkpoint.path} was replaced") from error
             if may_pass(error):
                 raise
-            state = "newer format" if isinstance(error, NewerFormat) else "damaged"
+            state = "other format" if isinstance(error, OtherFormat) else "damaged"
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             failure = error if isinstance(error, CheckpointUnreadable) else None
     tool = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK

@@ -23,9 +23,10 @@ from dcp_plugin.runs.retention import remove
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PrunedCheckpoint:
     """A checkpoint, and whether it was deleted."""
@@ -42,6 +43,7 @@ class PrunedCheckpoint:
     """True if the deletion failed, so that the checkpoint or a part of it stays."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PrunedLeftover:
     """Garbage of an interrupted save or deletion."""
@@ -55,6 +57,7 @@ class PrunedLeftover:
     user stays."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PruneReport:
     """Result of :func:`prune`. ``str()`` of it is one line."""
@@ -245,7 +248,7 @@ def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where) -> 
 def _why_no_rule_judges(listed: ListedCheckpoint) -> str:
     if listed.state == "damaged" and listed.format == OURS:
         return f"damaged: {listed.reason}"
-    if listed.state == "newer format":
+    if listed.state == "other format":
         return listed.reason
     if listed.state == "whole" and listed.tier == "durable":
         return f"a part of {listed.path.parent}, which no rule judges"

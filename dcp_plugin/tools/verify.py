@@ -17,9 +17,10 @@ from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.stream_copy import verify_files
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import as_html
+from dcp_plugin.types import as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class VerifyReport:
     """The outcome of reading every byte of a checkpoint."""
@@ -60,9 +61,9 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
-    In a checkpoint of this package, every byte of every file of the
-    save is read, including the bytes between items, the tables of contents for other tools, and the files that a
-    framework added. Files that were added to the directory after the save are not read.
+    In a checkpoint of this package, the tables of contents for other tools and the files that a framework added are
+    compared, too. Bytes that no item of the checkpoint uses are not, and files that were added to the directory after
+    the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.

@@ -1,6 +1,7 @@
 """Damage to the files of checkpoints: flipped bits, files cut, longer, swapped or of another save, zeroed blocks.
 
-Every file of a save is ours, also what a framework put beside: whatever is done to one, ``verify`` does not say intact,
+Every file of a save is ours, also what a framework put beside: whatever is done to bytes that the checkpoint uses,
+``verify`` does not say intact,
 ``load`` raises an error of ours or gives the right bytes, and ``latest`` raises nothing, and passes over a checkpoint
 whose table of contents or summary is damaged. What stock reads of a damaged
 checkpoint is stock's: it has no checksums.
@@ -172,6 +173,7 @@ class Subject:
             file.unlink()
             file.write_bytes(data)
         self.files = {file: file.read_bytes() for file in self._files()}
+        self.items = dict(self._items())
         self.states = {path: _loaded(path) for path in sorted(self.root.iterdir()) if path.name != WORKSPACE}
         assert all(dcp.verify(path).ok for path in self.states)
         assert dcp.latest(root) in self.states
@@ -179,6 +181,19 @@ class Subject:
     def _files(self) -> list[Path]:
         found = (path for path in self.root.rglob("*") if path.is_file())
         return sorted(path for path in found if WORKSPACE not in path.parts)
+
+    def _items(self) -> Iterator[tuple[Path, list[tuple[int, int]]]]:
+        """Yield each data file with the ranges that its checkpoint uses."""
+        for path in self.root.iterdir():
+            if path.name != WORKSPACE:
+                index = dcp.ShardedReader(path).index
+                for number, name in enumerate(index.file_names):
+                    places = index.columns["place"][index.columns["file"] == number]
+                    yield path / name, [(begin, begin + length) for begin, length in places[:, :2].tolist()]
+
+    def _used(self, file: Path, data: bytes) -> tuple[int, list[bytes]]:
+        """Return the size of a file and the bytes of it that its checkpoint uses."""
+        return len(data), [data[begin:end] for begin, end in self.items.get(file, [(0, len(data))])]
 
     def damage(self, rng: random.Random) -> Damaged:
         """Damage a file, or two, look, and mend it."""
@@ -191,7 +206,7 @@ class Subject:
                 changed = {other: self.files[file], file: self.files[other]}
             else:
                 changed = {file: DAMAGE[kind](self.files[file], list(self.files.values()), rng)}
-            if changed[file] != self.files[file]:
+            if any(self._used(path, data) != self._used(path, self.files[path]) for path, data in changed.items()):
                 break
         try:
             for path, data in changed.items():

@@ -188,7 +188,7 @@ def _accelerate(root: Path, init_from: Path | None) -> Iterator[tuple[Any, Calla
 def _transformers(root: Path, init_from: Path | None) -> Iterator[tuple[Any, Callable[[], None]]]:
     from transformers import AutoModelForCausalLM, TrainerCallback
 
-    from dcp_plugin.hf import from_pretrained
+    from dcp_plugin.transformers import from_pretrained
     from tests.transformers_trainer import training as t
 
     seed = dist.get_world_size()

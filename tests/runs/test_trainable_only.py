@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.loading import load, origins
@@ -269,7 +270,7 @@ def test_a_second_phase_starts_from_the_checkpoint_of_the_first(tmp_path: Path, 
     dcp.Checkpointer(trainable_only=trainable_only).save(_state(model, optimizer), first)
     assert _left_out(first) == 16 * trainable_only
 
-    def start() -> tuple[dcp.Checkpointer, nn.Module, dcp.Restart]:
+    def start() -> tuple[dcp.Checkpointer, nn.Module, dcp.Start]:
         phase = nn.ModuleDict({"net": Tuned().requires_grad_(False), "more": nn.Linear(4, 4)})
         ours = dcp.Checkpointer(trainable_only=True)
         partial = dcp.PartialLoad(include="model.net.*", rename={"model.net.": "model."})
@@ -427,9 +428,9 @@ def test_a_mapping_keeps_what_it_has(tmp_path: Path) -> None:
     ours.save(_state(model, optimizer), tmp_path / "run" / "0")
     tensors = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
     with pytest.raises(dcp.CheckpointMismatch, match="left out"):
-        ours.restore({"model": tensors}, tmp_path / "run" / "0")
+        Internals(ours).restore({"model": tensors}, tmp_path / "run" / "0")
     ours.load({"model": tensors}, tmp_path / "base")
-    ours.restore({"model": tensors}, tmp_path / "run" / "0")
+    Internals(ours).restore({"model": tensors}, tmp_path / "run" / "0")
     assert_same(tensors, dict(model.state_dict()))
 
 

@@ -50,6 +50,7 @@ from dcp_plugin.format import (
     has_traces,
     is_of_other_tool,
     is_own,
+    json_object,
 )
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE, time_after
@@ -62,6 +63,7 @@ from dcp_plugin.media import (
     is_workspace,
     lease,
     other_things,
+    refuse_to_replace_other_format,
     refuse_workspace,
     workspace_of,
 )
@@ -287,6 +289,8 @@ def _refuse_to_replace_other_things(
     last = [name.rstrip("/").rpartition("/")[2] for name in names]
     if names and not (has_traces(last) or among_other_files):
         raise other_things(final, last)
+    if METADATA in last:
+        refuse_to_replace_other_format(final)
     if not names and (entry := client.head(final.key)) is not None and entry.size:
         first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)
@@ -588,7 +592,7 @@ class _Records:
 
     def _noted_in(self, item: ObjectInfo) -> dict[str, Any] | None:
         held = _held.get(self._token_of(item))
-        return json_in(self.client, item) if held is None else json.loads(held.contents)
+        return json_in(self.client, item) if held is None else json_object(held.contents)
 
     def _token_of(self, item: ObjectInfo) -> str:
         return _name_below(self.workspace, item.key).removesuffix(".json")
