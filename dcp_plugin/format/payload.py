@@ -23,18 +23,18 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from isal.isal_zlib import crc32
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.tensors._torch import pickled_parts
-from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
+
+if TYPE_CHECKING:
+    import torch
 
 SMALLEST_BLOCK = 4096
 BLOCKS_PER_ITEM = 256
@@ -91,6 +91,8 @@ _PLACES, _PLACE = 8, 128
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     """Return the XXH3-128 of the bytes of each tensor in row-major order."""
+    from dcp_plugin.tensors.host_memory import Rings
+
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
     largest_first = sorted(range(len(tensors)), key=lambda slot: tensors[slot].nbytes, reverse=True)
@@ -114,6 +116,10 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
     """Return a hash of a few places of a tensor; None if they cannot be read without copying the tensor."""
+    import torch
+
+    from dcp_plugin.tensors.host_memory import is_plain_memory, memory_view
+
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     last = max(0, tensor.nbytes - _PLACE)
@@ -182,6 +188,10 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     Raises:
         ValueError: The payload is so large that the archive needs zip64.
     """
+    import torch
+
+    from dcp_plugin.tensors._torch import pickled_parts
+
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")

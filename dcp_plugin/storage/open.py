@@ -7,9 +7,19 @@ from typing import TypeVar
 
 from dcp_plugin import media
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, damage_in
-from dcp_plugin.format import INDEX, MOST_TABLE, SUMMARY, has_traces, index_file, read, uncommitted_reason
+from dcp_plugin.format import (
+    INDEX,
+    MOST_TABLE,
+    SUMMARY,
+    has_lost_a_table,
+    has_traces,
+    index_file,
+    read,
+    uncommitted_reason,
+)
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Summary
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
@@ -21,7 +31,6 @@ from dcp_plugin.storage.published import (
     refuse_if_moved,
     summary_in,
 )
-from dcp_plugin.tensors.host_memory import collector_paused
 
 T = TypeVar("T")
 
@@ -41,11 +50,12 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
         check_sizes(opened.files, opened.index.files, opened.index.files if names is None else names, opened.links)
 
 
-def open_checkpoint(path: Where, check: bool = False) -> OpenCheckpoint:
+def open_checkpoint(path: Where, check: bool = False, salvage: bool = False) -> OpenCheckpoint:
     """Read and validate the table of contents.
 
     Args:
         check: Call :func:`check_files`.
+        salvage: Open a checkpoint that has lost one of our two tables as one of stock DCP, without checksums.
 
     Returns:
         The open checkpoint, which the caller has to close.
@@ -57,7 +67,7 @@ def open_checkpoint(path: Where, check: bool = False) -> OpenCheckpoint:
     """
 
     def look(location: Where, files: Readable) -> OpenCheckpoint:
-        opened = _open_held(location, files)
+        opened = _open_held(location, files, salvage)
         try:
             if opened.summary is None:  # the remains of one of ours under deletion may look like another tool's
                 refuse_if_moved(files)
@@ -100,7 +110,7 @@ def _trusted(files: Readable, name: str, most: int, decode: Callable[[bytes], T]
                     raise
 
 
-def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
+def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
     """Open the files of a directory, or the file at a path that is no directory."""
     try:
         names = [name.rstrip("/") for name in files.names()]
@@ -109,11 +119,13 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
         names, reason = [], media.uncommitted_reason(path)
         if not reason:
             raise HasCome(f"{path} has just come") from None
-    if reason and has_traces(names):
+    if salvage and has_lost_a_table(names):
+        reason = ""
+    elif reason and has_traces(names):
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
-    if not reason and INDEX in names and (summary := summary_in(files)) is not None:
+    if not reason and {INDEX, SUMMARY} <= {*names} and (summary := summary_in(files)) is not None:
         index = _decoded(read(files, INDEX), files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints and do not need it

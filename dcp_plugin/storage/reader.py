@@ -91,6 +91,9 @@ class ShardedReader(StorageReader):
         tensor([1., 1., 1.])
     """
 
+    salvages = False
+    """True to read what is intact, see :func:`~dcp_plugin.storage.open.open_checkpoint`."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -120,7 +123,7 @@ class ShardedReader(StorageReader):
     def opened(self) -> OpenCheckpoint:
         """Open checkpoint; opened at the first use."""
         if self._opened is None:
-            self._opened = self._opened_in_source() or open_checkpoint(self.path, self._check_files)
+            self._opened = self._opened_in_source() or open_checkpoint(self.path, self._check_files, self.salvages)
             self.path = self._opened.path
         return self._opened
 
