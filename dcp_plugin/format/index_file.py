@@ -15,6 +15,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``block_crc``           B         running CRC32 of the payload at the end of each block
 ``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these hashes
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
+``rounded``             text      optional: a JSON object of keys left out that the base has more exactly -> their dtype
 ``empty``               text      optional: a JSON list of the keys of empty mappings
 ``beside``              text      optional: a JSON object of extra files of the save -> XXH3-128, or size
 ``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
@@ -55,6 +56,8 @@ def encode(index: CheckpointIndex) -> bytes:
     more: dict[str, bytes] = {}
     if index.left_out:
         more["left_out"] = json.dumps(index.left_out).encode()
+    if index.rounded:
+        more["rounded"] = json.dumps(index.rounded).encode()
     if index.empty:
         more["empty"] = json.dumps(list(index.empty)).encode()
     if index.extra_files:
@@ -148,6 +151,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         left_out = {str(key): str(base_key) for key, base_key in listed.items() if key not in table.slots}
         if len(left_out) != len(listed):
             raise ValueError("a key is both stored and left out")
+    rounded = dict(json.loads(columns["rounded"].tobytes())) if "rounded" in columns else {}
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
         raise ValueError("shapes and boxes do not fit the dimensions")
     empty = [str(key) for key in json.loads(columns["empty"].tobytes())] if "empty" in columns else ()
@@ -158,7 +162,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
 
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files)
-    index.left_out, index.empty, index.planner_data = left_out, empty, planner_data
+    index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
     index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
     return index
 
