@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.config import CheckpointConfig, has_local_tier, settings_of_all_ranks
 from dcp_plugin.errors import refuse_other_systems
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.interrupts import collector_paused
@@ -74,7 +74,7 @@ class Checkpointer:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         talks = self.config.when_busy == "skip" or self.config.save_interval is not None
         aside = self.config.async_save and talks
-        self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
+        self._groups = RankGroups(lambda: settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
@@ -403,7 +403,7 @@ class Internals:
         Raises:
             RankFailure: See :meth:`Checkpointer.load`.
         """
-        if not self.of.config.has_local_tier:
+        if not has_local_tier(self.of.config):
             yield None
             return
         with self.of._queue.call(f"look at {path}"):
@@ -444,7 +444,7 @@ class Internals:
             SaveFailed: See :meth:`Checkpointer.wait`. With ``keeper.dir`` a failure is only logged here, and
                 the next wait raises it: ranks learn of it at different times, and the training must continue.
         """
-        if not self.of.config.has_local_tier:
+        if not has_local_tier(self.of.config):
             self.of.wait()
             return
         with self.of._queue.call("wait"):

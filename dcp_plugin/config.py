@@ -154,7 +154,7 @@ class CheckpointConfig(Options):
                 f"keep_last={self.keep_last} with async_save=True: keep at least 2, since the newest may still be on "
                 f"its way to disk."
             )
-        if self.has_local_tier and not self.io.checksum:
+        if has_local_tier(self) and not self.io.checksum:
             raise ValueError(
                 "keeper.dir needs io.checksum=True: without checksums, files that survive a failure cannot be trusted."
             )
@@ -163,12 +163,6 @@ class CheckpointConfig(Options):
                 "staging='lazy' needs async_save=True: a save that waits for the disk makes no copy, so it would "
                 "gain nothing. Pass async_save=True, or leave out staging."
             )
-
-    @property
-    def has_local_tier(self) -> bool:
-        """True if a save is first complete in ``keeper.dir`` of the nodes. Some saves are never copied to their
-        paths."""
-        return self.keeper is not None and self.keeper.dir is not None
 
     @classmethod
     def preset(cls, name: Literal["local", "cluster", "bucket"], /, **overrides: Any) -> CheckpointConfig:
@@ -234,30 +228,21 @@ class CheckpointConfig(Options):
                 overrides[name] = replace(getattr(config, name) or group(), **changes)
         return replace(config, **overrides)
 
-    def of_all_ranks(self) -> dict[str, Any]:
-        """Return the fields that determine where ranks wait for each other, and so must be equal on all ranks."""
-        names = ("async_save", "when_busy", "trainable_only", "exclude", "save_interval")
-        return {name: getattr(self, name) for name in names} | {
-            "keeper": self.keeper is not None,
-            "keeper.replicas": self.keeper and self.keeper.replicas,
-            "io.broadcast": self.io.broadcast,
-        }
 
-    def that_waits(self, integration: str) -> CheckpointConfig:
-        """Return this configuration, for an integration that deletes and records checkpoints after each save.
+def has_local_tier(config: CheckpointConfig) -> bool:
+    """Return whether a save is first complete in ``keeper.dir`` of the nodes. Some saves are never copied to their
+    paths."""
+    return config.keeper is not None and config.keeper.dir is not None
 
-        Args:
-            integration: Name of the integration, for the message.
 
-        Raises:
-            ValueError: ``when_busy`` skips saves.
-        """
-        if self.when_busy != "wait":
-            raise ValueError(
-                f"when_busy={self.when_busy!r} is for the plain API and Fabric. Here {integration} decides after each "
-                f"save which checkpoints to delete, and would take a skipped save for the newest checkpoint."
-            )
-        return self
+def settings_of_all_ranks(config: CheckpointConfig) -> dict[str, Any]:
+    """Return the fields that determine where ranks wait for each other, and so must be equal on all ranks."""
+    names = ("async_save", "when_busy", "trainable_only", "exclude", "save_interval")
+    return {name: getattr(config, name) for name in names} | {
+        "keeper": config.keeper is not None,
+        "keeper.replicas": config.keeper and config.keeper.replicas,
+        "io.broadcast": config.io.broadcast,
+    }
 
 
 def fields_in_signature(init: F) -> F:

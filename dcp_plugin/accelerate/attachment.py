@@ -33,9 +33,9 @@ from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.config import CheckpointConfig, has_local_tier
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
+from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer, that_waits
 from dcp_plugin.integration.files import local_copy, names_in
 from dcp_plugin.integration.stored import EXTRA, keys_by_name, names_for
 from dcp_plugin.partial import PartialLoad
@@ -129,9 +129,9 @@ class Attachment(BaseAttachment):
         refuse_silent_fallbacks(accelerator)
         _refuse_trackers_at_url(accelerator)
         Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
-        super().__init__(config.that_waits("the rotation of checkpoints"))
+        super().__init__(that_waits(config, "the rotation of checkpoints"))
         self._reference = weakref.ref(accelerator)
-        self._alone = FrameworkCheckpointer(config, solo=True, keeper=None if config.has_local_tier else config.keeper)
+        self._alone = FrameworkCheckpointer(config, solo=True, keeper=None if has_local_tier(config) else config.keeper)
         """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
         part of the checkpoint."""
         Internals(self._alone).share_timing(self.checkpointer)

@@ -17,6 +17,23 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.paths import PathLike, Where, as_path
 
 
+def that_waits(config: CheckpointConfig, integration: str) -> CheckpointConfig:
+    """Return ``config``, for an integration that deletes and records checkpoints after each save.
+
+    Args:
+        integration: Name of the integration, for the message.
+
+    Raises:
+        ValueError: ``when_busy`` skips saves.
+    """
+    if config.when_busy != "wait":
+        raise ValueError(
+            f"when_busy={config.when_busy!r} is for the plain API and Fabric. Here {integration} decides after each "
+            f"save which checkpoints to delete, and would take a skipped save for the newest checkpoint."
+        )
+    return config
+
+
 class FrameworkCheckpointer(Checkpointer):
     """Checkpointer of a framework that stores the values of rank 0 by rule. Of data, it compares only the state of
     Lightning's callbacks and of objects that are registered with Accelerate."""

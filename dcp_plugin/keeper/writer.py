@@ -25,7 +25,7 @@ from pathlib import Path
 
 from dcp_plugin import events
 from dcp_plugin.calls import together
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.config import CheckpointConfig, has_local_tier
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
 from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.keeper import plain
@@ -388,7 +388,7 @@ class KeptSaves:
             save.written.set()
         try:
             local = None
-            if self._config.has_local_tier:
+            if has_local_tier(self._config):
                 local = self._follow_locally(save.token, handle, request)
             return self._finished(self._end_of(save.token, request, local), request, staging_seconds, local)
         except Exception as error:

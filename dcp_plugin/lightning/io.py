@@ -34,10 +34,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
-from dcp_plugin.config import CheckpointConfig, fields_in_signature
+from dcp_plugin.config import CheckpointConfig, fields_in_signature, has_local_tier
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import Saver, lightning_packages
+from dcp_plugin.integration import Saver, lightning_packages, that_waits
 from dcp_plugin.integration.files import is_regular_file, summary_if_readable
 from dcp_plugin.integration.stored import MODEL
 from dcp_plugin.lightning import layout
@@ -236,7 +236,7 @@ class DCPCheckpointIO(Saver):
         StartOptions(init_from=init_from, partial=partial)  # raises if the options contradict each other
         _register_as_plugin()
         other_options = ("weights_only", "init_from", "partial")
-        super().__init__(CheckpointConfig.merge(config, other_options, **overrides).that_waits("ModelCheckpoint"))
+        super().__init__(that_waits(CheckpointConfig.merge(config, other_options, **overrides), "ModelCheckpoint"))
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
@@ -413,7 +413,7 @@ class DCPCheckpointIO(Saver):
         """
         self._warn_if_not_promoted()
         checkpoint_path = self.where(path)
-        in_tier = self.config.has_local_tier
+        in_tier = has_local_tier(self.config)
         remove = self._remove_everywhere if in_tier else retention.remove
         self.post_commit.change(partial(remove, checkpoint_path), deletes=checkpoint_path, in_training=in_tier)
 
@@ -431,7 +431,7 @@ class DCPCheckpointIO(Saver):
         """
         try:
             self.wait()
-            if self._checkpointer is not None and self.config.has_local_tier:
+            if self._checkpointer is not None and has_local_tier(self.config):
                 self.internals.bring_newest()
                 self.post_commit.make_changes()
                 self.post_commit.settle()

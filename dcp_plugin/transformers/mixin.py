@@ -32,7 +32,7 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import BaseAttachment
+from dcp_plugin.integration import BaseAttachment, that_waits
 from dcp_plugin.integration.files import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
@@ -138,7 +138,7 @@ class DCPTrainerMixin(Trainer):
             raise ValueError(
                 "keep_last would delete the best checkpoint, too: use save_total_limit of the TrainingArguments."
             )
-        self.checkpoint_config.that_waits("the Trainer")
+        that_waits(self.checkpoint_config, "the Trainer")
         refuse_unsupported(self)
         self._dcp = TrainerAdapter(self)
         if self.checkpoint_config.save_interval is not None:

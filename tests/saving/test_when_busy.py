@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.lightning import DCPCheckpointIO
 from tests.compare import assert_same
 from tests.damage import bad_disk, raising
 from tests.launch import on_ranks
@@ -117,7 +118,7 @@ def test_rank_0_logs_the_events_of_saves(tmp_path: Path) -> None:
 
 def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ModelCheckpoint decides"):
-        dcp.CheckpointConfig(when_busy="skip").that_waits("ModelCheckpoint")
+        DCPCheckpointIO(when_busy="skip")
     for wrong in ({"when_busy": "queue"}, {"staging": "eager"}):
         with pytest.raises(ValueError, match="must be"):
             dcp.CheckpointConfig(**wrong)
@@ -146,6 +147,7 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
 _PREEMPTED = """
 import multiprocessing, os, signal, sys, time, torch, dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.lightning import DCPCheckpointIO
 from dcp_plugin.saving import sigterm
 
 def say(what):  # whole lines, whichever thread
@@ -197,6 +199,7 @@ def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tu
 _SIGTERM_ARRIVES = """
 import logging, os, signal, sys, threading, time, torch, dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.lightning import DCPCheckpointIO
 path = sys.argv[1]
 
 def say(what):
