@@ -176,7 +176,7 @@ class Differences:
         globs = [glob for glob in self._partial.idle(keys) if glob in self._union.idle]
         problems += about_globs(globs, keys)
         problems += [
-            f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, '', keys)}"
+            f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, keys)}"
             for here in self._rename.idle(keys)
             if here in self._union.idle
         ]

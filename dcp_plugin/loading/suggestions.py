@@ -67,11 +67,7 @@ def about_optimizer(name: str, candidates: list[str], stored: Collection[str], n
         candidates: Optimizers of the checkpoint whose name no object of the state has.
         names: Names of the objects in the state.
     """
-    if not candidates and (unknown := [front for front in _optimizers(stored) if front not in names]):
-        return (
-            f"{name!r} is not in the checkpoint, which seems to call it {unknown[0]!r}: give it that name in the "
-            f"state, {{{unknown[0]!r}: …}} instead of {{{name!r}: …}}"
-        )
+    candidates = candidates or [front for front in _optimizers(stored) if front not in names]
     if not candidates:
         return f"{name!r} is not in the checkpoint, and no other optimizer is known in it"
     which = f"optimizer{'s' if len(candidates) > 1 else ''} {some([repr(other) for other in candidates])}"
@@ -120,11 +116,10 @@ def about_unexpected(keys: list[str]) -> list[str]:
 
 
 def about_prefix(here: str, stored_prefix: str, renames: list[Fit], of_submodule: bool) -> str:
-    """Return a line about a rename to a prefix that no stored key has.
+    """Return a line about a rename, or the ``source`` of a sub-module, to a prefix that no stored key has.
 
     Args:
         renames: Result of :func:`fitting_renames` for the keys that this rename makes missing.
-        of_submodule: True if the rename is the ``source`` of a sub-module.
     """
     form = _AS_SOURCE if of_submodule else _AS_RENAME
     rename = form.format(here=here, there=stored_prefix)
@@ -147,27 +142,16 @@ def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
 
 def about_globs(idle: Iterable[str], keys: Collection[str]) -> list[str]:
     """Return a line for each glob that matches no key of the target."""
-    lines = []
-    for glob in idle:
-        front = re.split(r"[*?[]", glob, maxsplit=1)[0]
-        hint = about_front(front, glob.removeprefix(front), keys)
-        lines.append(f"{glob!r} matches no key of the target{hint}")
-    return lines
+    return [f"{glob!r} matches no key of the target{about_front(glob, keys)}" for glob in idle]
 
 
-def about_front(front: str, rest: str, keys: Collection[str]) -> str:
-    """Return a hint with the prefix of the target's keys that the user may have misspelled, or with an example.
-
-    Args:
-        front: The beginning of a pattern, without wildcards.
-        rest: The pattern after it.
-    """
+def about_front(pattern: str, keys: Collection[str]) -> str:
+    """Return a hint if the beginning of a glob or rename misspells a prefix of the target's keys; else ""."""
+    front = re.split(r"^re:|[*?[]", pattern, maxsplit=1)[0]
     fronts = list({key[:at]: None for key in islice(keys, MAX_CANDIDATES) for at in _starts(key) if at})
     near = [name for name in fronts if name.endswith(f".{front}")]
     near += difflib.get_close_matches(front, fronts, n=1, cutoff=0.6)
-    if front and near:
-        return f": did you mean {near[0] + rest!r}?"
-    return f"; they look like {next(iter(keys))!r}" if keys else "; it has none"
+    return f": did you mean {near[0] + pattern.removeprefix(front)!r}?" if front and near else ""
 
 
 def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str]) -> list[Fit]:
@@ -195,16 +179,14 @@ def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Co
         if at or front  # equal names: the key is stored, and another rename makes it missing
     )
     judged = []
-    for prefix, stored_prefix in dict(candidates.most_common(50)):
+    for (prefix, stored_prefix), _ in candidates.most_common(50):
         covered = [target for target in sample if target.startswith(prefix)]
         hits = sum(stored_prefix + target.removeprefix(prefix) in stored for target in covered)
         loses_others = any(key.startswith(prefix) for key in islice(fitting, MAX_CANDIDATES))
         if hits * 2 >= len(covered) and not loses_others:
             judged.append(Fit(prefix, stored_prefix, hits, len(targets)))
-    best = max((fit.found for fit in judged), default=0)
-    equal = [fit for fit in judged if fit.found == best]
-    shortest = min((len(fit.here) for fit in equal), default=0)
-    return [fit for fit in equal if len(fit.here) == shortest][:2]
+    ranks = [(-fit.found, len(fit.here)) for fit in judged]
+    return [fit for fit, rank in zip(judged, ranks, strict=True) if rank == min(ranks)][:2]
 
 
 def _advice(renames: list[Fit], form: str) -> str:

@@ -398,7 +398,7 @@ def test_a_rename_that_was_not_needed_is_told(pretrained: Any) -> None:
     [
         ("pretrain.*", "did you mean 'model.pretrain.*'?"),
         ("model.pretrian.*", "did you mean 'model.pretrain.*'?"),
-        ("*.nothing", "they look like 'model.pretrain.steps'"),
+        ("*.nothing", "matches no key of the target."),
     ],
 )
 def test_a_glob_that_matches_nothing_is_told_with_the_nearest(pretrained: Any, glob: str, hint: str) -> None:
