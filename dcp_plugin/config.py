@@ -137,9 +137,6 @@ class CheckpointConfig:
     available memory, if a trial shows that the file system supports it; smaller files stay in the page cache, from
     which a restart on the same host reads them. ``True``: for all files; a file system that refuses is an error."""
 
-    checksum: bool = True
-    """Store CRC32 checksums of every item in the index, by blocks, so that parts of an item can be checked as well."""
-
     verify_on_load: bool = True
     """Check every block that a load reads against its checksum. If only narrow columns of a stored tensor are wanted,
     blocks that are only partly wanted are not checked, since the check would require the columns of all other ranks."""
@@ -274,10 +271,6 @@ class CheckpointConfig:
             raise ValueError(f"keeper_linger must be 0 or more seconds, got {self.keeper_linger}.")
         if self.local_dir is None and (self.replicas or self.durable_every != 1):
             raise ValueError("replicas and durable_every apply to the checkpoints in local_dir: set local_dir, too.")
-        if self.local_dir is not None and not self.checksum:
-            raise ValueError(
-                "local_dir needs checksum=True: without checksums, files that survive a failure cannot be trusted."
-            )
 
     @property
     def has_keeper(self) -> bool:

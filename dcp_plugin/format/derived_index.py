@@ -68,7 +68,7 @@ def selected(
         "box": table.columns["box"][ranges(table.box_starts[slots], 2 * ndim * counts)],
     }
     files = {posixpath.join(below, name): size for name, size in index.files.items()}
-    places = replace(index.places, files=list(files)).take(ranges(table.chunk_starts[slots], counts))
+    places = replace(index.places, files=list(files), linkable=()).take(ranges(table.chunk_starts[slots], counts))
     made = CheckpointIndex.of(KeyColumns(list(names), table.dtypes, unusual_paths(paths), columns), places, files)
     made.transforms = {
         (posixpath.join(below, name), at): descriptors for (name, at), descriptors in index.transforms.items()
@@ -98,12 +98,8 @@ def renamed(index: CheckpointIndex, names: Mapping[str, str], below: str = "") -
 
 def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
     """Return the index of the keys of both. No key and no file may be in both."""
-    places = other.places
-    if other.smallest_block != index.smallest_block:  # the checksums of `other` are of blocks of another size
-        places = places.without_checksums()
     table = _joined_tables(index.table, other.table)
-    both = CheckpointIndex.of(table, Places.joined((index.places, places)), {**index.files, **other.files})
-    both.smallest_block = index.smallest_block
+    both = CheckpointIndex.of(table, Places.joined((index.places, other.places)), {**index.files, **other.files})
     both.transforms, both.strides = {**index.transforms, **other.transforms}, {**index.strides, **other.strides}
     both.left_out, both.extra_files, both.label = index.left_out, index.extra_files, index.label
     both.empty = [*index.empty, *other.empty]

@@ -21,9 +21,9 @@ from dcp_plugin.format import INDEX, MOST_JSON, SUMMARY, json_object
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.types import VERSION
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Format version of this file."""
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 """Format version of the index file."""
 _LAST_WITHOUT_HASH = 2
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'

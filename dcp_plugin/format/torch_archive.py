@@ -22,8 +22,6 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
-CRC_OF_DESCRIPTOR, CRC_OF_ENTRY = 4, 16
-"""Position of the CRC32 in a descriptor and in an entry, in bytes."""
 
 BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
 """Records after the tensors."""
@@ -66,6 +64,11 @@ class Record:
         return self.offset + len(self.header) + self.size + len(self.descriptor(0))
 
     @property
+    def crc_at(self) -> int:
+        """Position of the CRC32 in the descriptor of a small record."""
+        return self.end - 12
+
+    @property
     def _flags(self) -> int:
         return _UTF8_NAMES | (_HAS_DESCRIPTOR if self.size else 0)
 
@@ -102,28 +105,3 @@ def end(count: int, size: int, begin: int) -> bytes:
     locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + size, 1)
     few, small, low = min(count, _MOST_ENTRIES), min(size, _MOST), min(begin, _MOST)
     return end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
-
-
-END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
-END_BEGINS = b"PK\x06\x06"
-"""First bytes of the end of an archive."""
-
-
-def directory_at(data: bytes) -> tuple[int, int] | None:
-    """Return where the directory of a small archive begins, and its length; None if ``data`` is not its end."""
-    if len(data) != END_LENGTH:
-        return None
-    count, size, begin = _END64.unpack_from(data)[-3:]
-    is_small = begin < _MOST and max(count, size) < 1 << 16
-    return (begin, size) if is_small and data == end(count, size, begin) else None
-
-
-def sizes_in(entries: bytes) -> dict[str, int]:
-    """Return the names and sizes of the files in the entries of a small archive. Raises struct.error, ValueError."""
-    sizes, at = {}, 0
-    while at < len(entries):
-        fields = _CENTRAL.unpack_from(entries, at)
-        name = entries[at + _CENTRAL.size :][: fields[10]].decode()
-        sizes[name.removeprefix(_ROOT)] = fields[9]
-        at += _CENTRAL.size + len(name)
-    return sizes

@@ -57,6 +57,7 @@ def with_base(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
             f"{base_checkpoint.path} has no {lost[0]}, but {opened.path} leaves it out and has this base"
         )
     added = derived_index.selected(base_checkpoint.index, left_out, {}, below=base_checkpoint.files.where)
+    added.linkable = added.files  # which have more items than those of this index
     files = _WithBase(opened.files, base_checkpoint.files)
     return replace(opened, files=files, index=derived_index.joined(opened.index, added), base=base_checkpoint)
 

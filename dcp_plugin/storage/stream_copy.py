@@ -3,9 +3,8 @@
 A stream has the bytes of a file in order and in pieces. Several pieces are read ahead while one is checked and written,
 so memory is bounded, and neither side waits for the other.
 
-The bytes between the items of a data file are zero. A file that was linked from an earlier checkpoint may have other
-bytes: items that this checkpoint no longer has. These are complete, and have their own CRC, because each is a zip
-archive. With the items, every byte of every file is checked.
+The bytes between the items of a data file are zero. Only a file that is meant to be linked may have others: items that
+this checkpoint no longer has. No checkpoint reads them, and no hash covers them.
 """
 
 from __future__ import annotations
@@ -20,23 +19,20 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
 
 import numpy as np
-from isal.isal_zlib import crc32
-from xxhash import xxh3_128
+from xxhash import xxh3_64
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.payload import ALIGNMENT, RunningCrc, block_size, frame_in
-from dcp_plugin.format.torch_archive import END_BEGINS, END_LENGTH, directory_at
+from dcp_plugin.format.payload import BlockHashes, block_size, frame_hash
 from dcp_plugin.media import NewFile, RangedFile
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of
-from dcp_plugin.storage.reading import framed_item, pieces_between, read_between
 from dcp_plugin.tensors.host_memory import READ_PIECE
 
 PIECE = 4 << 20
 """Bytes per piece of a copy: to read, check and write."""
-_MOST_HEAD = 64 << 10
-"""Bytes that exceed the length of any head before a payload."""
+_SMALLEST_ITEM = 1 << 10
+"""Bytes that every tensor's item has at least, because of its frame. Shorter gaps have no items in them."""
 
 
 class FileCheck:
@@ -49,8 +45,8 @@ class FileCheck:
     def add(self, piece: memoryview) -> None:
         """Check the next bytes."""
 
-    def finish(self, file: RangedFile) -> None:
-        """End the check after the last bytes. It may read some of them again."""
+    def finish(self) -> None:
+        """End the check after the last bytes."""
 
     def unread(self) -> str:
         """Return which part of the file has not been read, for a message; empty if no part has been."""
@@ -63,7 +59,7 @@ class FileCheck:
 
 
 class ItemsCheck(FileCheck):
-    """Check of a data file of ours by the checksums of its items.
+    """Check of a data file of ours by the hashes of its items.
 
     Args:
         name: Name of the file in the index.
@@ -82,10 +78,8 @@ class ItemsCheck(FileCheck):
         self._item: _ItemCheck | None = None
         self._gap_begin = 0
         """End of the item before the position."""
-        self._used_gaps: set[tuple[int, int]] = set()
-        """Ranges between items that have other bytes than zeros."""
         self.unverified: list[str] = []
-        """Keys without checksums."""
+        """Keys without hashes."""
 
     def add(self, piece: memoryview) -> None:
         while len(piece):
@@ -94,8 +88,12 @@ class ItemsCheck(FileCheck):
             end = min(item.end if item else gap_end, self._at + len(piece))
             part, piece, self._at = piece[: end - self._at], piece[end - self._at :], end
             if item is None:
-                if part.tobytes().lstrip(b"\0"):
-                    self._used_gaps.add((self._gap_begin, gap_end))
+                may_be_dead = self._name in self._index.linkable and gap_end - self._gap_begin >= _SMALLEST_ITEM
+                if not may_be_dead and (used := part.tobytes().lstrip(b"\0")):
+                    self.faults.append(
+                        f"{self._where}: {self._name}: the bytes from {end - len(used)} on belong to no item and are "
+                        f"not those that were saved"
+                    )
                 continue
             item.add(part)
             if item.end == end:
@@ -109,11 +107,10 @@ class ItemsCheck(FileCheck):
             begin, chunk = self._coming.popleft()
             key = self._key_of(chunk)
             location = self._index.location(chunk)
-            if location.checksums is None:
+            if location.hashes is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:
-                block = block_size(location.payload_length, self._index.smallest_block)
-                return _ItemCheck(location, block, key, f"{self._where}: {key} in {self._name}")
+                return _ItemCheck(location, key, f"{self._where}: {key} in {self._name}")
         return None
 
     def _key_of(self, chunk: int) -> str:
@@ -126,42 +123,37 @@ class ItemsCheck(FileCheck):
             return f" behind byte {self._at}, in {self._item.key}"
         return f" behind byte {self._at}" + (f", before {self._key_of(self._coming[0][1])}" if self._coming else "")
 
-    def finish(self, file: RangedFile) -> None:
+    def finish(self) -> None:
         if self._at < self._size:
             self.faults.append(f"{self._where}: {self._name} is truncated after {self._at} bytes")
-        for begin, end in sorted(self._used_gaps):
-            try:
-                _check_gap(file, begin, end)
-            except (OSError, CheckpointCorrupt) as error:
-                self.faults.append(f"{self._where}: {self._name}: {error}")
 
 
 class _ItemCheck:
-    """Check of one item by its checksums, while its bytes arrive in order."""
+    """Check of one item by its hashes, while its bytes arrive in order."""
 
-    def __init__(self, location: Location, block: int, key: str, label: str) -> None:
+    def __init__(self, location: Location, key: str, label: str) -> None:
         self.key, self.label = key, label
         self.end = location.offset + location.length
         self._location = location
-        self._at, self._frame_crc = 0, 0
-        self._running = RunningCrc(block)
+        self._at = 0
+        self._frame, self._payload = xxh3_64(), BlockHashes(block_size(location.payload_length))
 
     def add(self, part: memoryview) -> None:
         begin = self._location.payload_offset or 0
         edges = (begin - self._at, begin + self._location.payload_length - self._at)
         low, high = (min(max(edge, 0), len(part)) for edge in edges)
         self._at += len(part)
-        if self._location.checksums is not None:
-            self._frame_crc = crc32(part[high:], crc32(part[:low], self._frame_crc))
-            if high > low:
-                self._running.add(part[low:high])
+        if self._location.hashes is not None:
+            self._frame.update(part[:low])
+            self._payload.add(part[low:high])
+            self._frame.update(part[high:])
 
     def is_intact(self) -> bool:
-        """Return whether the item has its checksums, if it has any. All its bytes have arrived."""
+        """Return whether the item has its hashes, if it has any. All its bytes have arrived."""
         saved = self._location
-        if saved.checksums is None:
+        if saved.hashes is None:
             return True
-        return self._running.ends == saved.checksums.tolist() and self._frame_crc == saved.frame_crc
+        return self._payload.row == saved.hashes.tolist() and frame_hash(self._frame) == saved.frame
 
 
 class HashCheck(FileCheck):
@@ -175,12 +167,12 @@ class HashCheck(FileCheck):
     def __init__(self, expected: str, where: str) -> None:
         super().__init__()
         self._expected, self._where = expected, where
-        self._hash = xxh3_128()
+        self._hash = xxh3_64()
 
     def add(self, piece: memoryview) -> None:
         self._hash.update(piece)
 
-    def finish(self, file: RangedFile) -> None:
+    def finish(self) -> None:
         if self._hash.hexdigest() != self._expected:
             self.faults.append(f"{self._where} is not what was saved with the checkpoint")
 
@@ -233,7 +225,7 @@ class PipelinedCopy:
             check.require_intact()
             to.write(piece)
             passed(len(piece))
-        check.finish(file)
+        check.finish()
         check.require_intact()
 
     def pieces(self, name: str, file: RangedFile, size: int) -> Iterator[memoryview]:
@@ -284,7 +276,7 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
     """Read all data files of a checkpoint and its base, and the extra files of the save. Return the faults.
 
-    The files of other tools have no checksums, and are only read. The bytes outside of the items of a base, and its
+    The files of other tools have no hashes, and are only read. The bytes outside of the items of a base, and its
     extra files, are not checked.
 
     Args:
@@ -303,7 +295,7 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                     if stopped.is_set():
                         return check.faults
                 if name not in in_base:
-                    check.finish(file)
+                    check.finish()
         except (OSError, SourceError) as error:
             reason = error.error if isinstance(error, SourceError) else error
             check.faults.append(f"{files.where}: {name} cannot be read{check.unread()}: {reason.strerror}")
@@ -330,47 +322,3 @@ def _fault_in_extra_file(opened: OpenCheckpoint, name: str) -> str:
     except OSError as error:
         return f"{files.where}/{name} cannot be read: {error.strerror}"
     return "" if is_saved_one else f"{files.where}/{name} is not what was saved with the checkpoint"
-
-
-def _check_gap(file: RangedFile, begin: int, end: int) -> None:
-    """Check that a range has only zeros and complete items. Raises CheckpointCorrupt."""
-    while begin < end:
-        for at, piece in pieces_between(file, begin, end):
-            used = np.frombuffer(piece, np.uint8) != 0
-            if used.any():
-                first = at + int(used.argmax())
-                begin = first - first % ALIGNMENT
-                behind = _end_of_item(file, begin, end)
-                if behind is None or not _is_unchanged(file, begin, behind):
-                    raise CheckpointCorrupt(
-                        f"the bytes from {begin} on belong to no item and are not those that were saved"
-                    )
-                begin = behind
-                break
-        else:
-            return
-
-
-def _end_of_item(file: RangedFile, begin: int, end: int) -> int | None:
-    """Return the end of the first item whose end record gives ``begin`` as its beginning."""
-    before = b""
-    for at, piece in pieces_between(file, begin, end):
-        data = before + bytes(piece)
-        start, position = at - len(before), data.find(END_BEGINS)
-        while position >= 0:
-            end_at = start + position
-            directory = directory_at(read_between(file, end_at, min(end_at + END_LENGTH, end)))
-            if directory is not None and begin + sum(directory) == end_at:
-                return end_at + END_LENGTH
-            position = data.find(END_BEGINS, position + 1)
-        before = data[1 - len(END_BEGINS) :]
-    return None
-
-
-def _is_unchanged(file: RangedFile, begin: int, end: int) -> bool:
-    directory = directory_at(read_between(file, end - END_LENGTH, end))
-    assert directory is not None, "it was just found"
-    offset, size = (begin + directory[0], directory[1])
-    head = read_between(file, begin, min(begin + _MOST_HEAD, offset))
-    around = frame_in(head, read_between(file, offset, offset + size))
-    return around is not None and around.length == end - begin and framed_item(file, begin, around) is not None

@@ -134,7 +134,7 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         for place in places:
             lengths.setdefault((place.file, place.offset), place.length)
-        if any(place.checksums is None for place in places):
+        if any(place.hashes is None for place in places):
             unverified.append(key)
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
         reader.opened.files.pin(reader.index.files)

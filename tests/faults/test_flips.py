@@ -37,8 +37,8 @@ def test_every_bit_of_a_summary_counts(tmp_path: Path) -> None:
 def test_a_damaged_summary_is_not_taken_for_one_of_an_earlier_version(tmp_path: Path) -> None:
     dcp.save({"n": 1}, tmp_path / "ck", step=7)
     good = (tmp_path / "ck" / SUMMARY).read_bytes()
-    bad = good.replace(b'"sha256"', b'"sha257"').replace(b'"format_version": 3', b'"format_version": 2')
-    for data in (bad, bad.replace(b'"step": 7', b'"step": 8'), good.replace(b'"format_version": 3', b'"version": 3')):
+    bad = good.replace(b'"sha256"', b'"sha257"').replace(b'"format_version": 4', b'"format_version": 2')
+    for data in (bad, bad.replace(b'"step": 7', b'"step": 8'), good.replace(b'"format_version": 4', b'"version": 3')):
         with pytest.raises(dcp.CheckpointCorrupt, match="is damaged"):
             Summary.decode(data, "it")
 

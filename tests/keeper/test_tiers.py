@@ -537,7 +537,6 @@ def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[
         ({"durable_every": 0, "local_dir": "x"}, "durable_every must be at least 1"),
         ({"drain_bandwidth": 0}, "drain_bandwidth must be positive"),
         ({"local_dir": "s3://bucket/x"}, "local_dir must be on a file system"),
-        ({"local_dir": "x", "checksum": False}, "needs checksum=True"),
         ({"writer": "fork"}, "writer must be 'thread' or 'process'"),
     ],
 )

@@ -27,7 +27,7 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
-from dcp_plugin.format.pickles.archive import pickle_of
+from dcp_plugin.format.pickles.archive import bytes_of, pickle_of
 from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn, load
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.tensors._torch import record_offset
@@ -350,7 +350,7 @@ def _records(path: str, file: BinaryIO, size: int) -> dict[int, int]:
             )
             raise CheckpointMismatch(f"{path} is {kind}")
         order = members.get(f"{root}byteorder")
-        if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
+        if order is not None and (order.file_size > 16 or bytes_of(archive, order) != b"little"):
             raise CheckpointMismatch(
                 f"{path} was written in another byte order. Load it where it was written, and save it again."
             )
@@ -378,7 +378,7 @@ def mentions(files: Files, name: str, text: str) -> bool:
     """Return whether the pickle of a ``torch.save`` file has this text, without loading it."""
     try:
         with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
-            return text.encode() in archive.read(pickle_of(archive, files.size(name)))
+            return text.encode() in bytes_of(archive, pickle_of(archive, files.size(name)))
     except CheckpointUnreadable:
         raise
     except CheckpointCorrupt:

@@ -43,6 +43,13 @@ def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
     return pickles[0]
 
 
+def bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return the bytes of a record, which is read once."""
+    if not member.CRC:  # torch writes zeros under torch.serialization.set_crc32_options(False)
+        del member.CRC  # zipfile then compares none
+    return archive.read(member)
+
+
 _END, _END64, _LOCATOR = struct.Struct("<4s6xHLLH"), struct.Struct("<4s28xQQQ"), struct.Struct("<4s4xQ4x")
 
 
