@@ -1,7 +1,7 @@
 """Keys that saves leave out: excluded keys, and frozen parameters that another checkpoint, the base, has.
 
 With ``trainable_only`` a save leaves out a frozen parameter if, on every rank, it has exactly the bytes that the base
-has. A comparison of 128-bit hashes decides: a load hashes the loaded parameters, and each save hashes them again. A
+has. A comparison of hashes decides: a load hashes the loaded parameters, and each save hashes them again. A
 base that is only named (``base=``) is read and compared once, at the first save. A parameter that a conversion rounded
 differs from the base. A parameter that differs is saved, for whatever reason it differs; and all parameters are saved
 if the base is deleted or replaced by another checkpoint.
