@@ -93,7 +93,7 @@ def test_a_metadata_with_a_flipped_bit_or_nothing_in_it_is_passed_over(tmp_path:
     assert dcp.latest(tmp_path) == tmp_path / "2" and dcp.verify(tmp_path / "2").ok
 
 
-def test_bytes_of_a_linked_file_that_belong_to_nobody_any_more_are_verified_too(tmp_path: Path) -> None:
+def test_of_a_linked_file_the_padding_is_verified_and_the_items_that_no_checkpoint_has_are_not(tmp_path: Path) -> None:
     linked(tmp_path)
     index = dcp.ShardedReader(tmp_path / "4").index
     name, size = max(index.files.items(), key=lambda one: one[1])
@@ -102,13 +102,10 @@ def test_bytes_of_a_linked_file_that_belong_to_nobody_any_more_are_verified_too(
     gone = next(end for end in (begin + -(-length // 64) * 64 for begin, length in used.items()) if end not in used)
     file = tmp_path / "4" / name
     assert gone < size and any(other.samefile(file) for other in (tmp_path / "3").iterdir())
-    assert dcp.verify(tmp_path / "4").ok
-    good = file.read_bytes()
-    for position in (gone, gone + 100, gone + 40_000, gone + 80_000, gone + 81_000):
-        bad = bytearray(good)
-        bad[position] ^= 4
-        file.write_bytes(bad)
-        assert not dcp.verify(tmp_path / "4").ok, position - gone
+    good, first = file.read_bytes(), min(used)
+    for position, is_noticed in ((gone + 100, False), (first + used[first], True), (first + 2000, True)):
+        file.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
+        assert dcp.verify(tmp_path / "4").ok != is_noticed, position
 
 
 def test_files_beside_are_verified_and_very_large_ones_by_size(tmp_path: Path) -> None:

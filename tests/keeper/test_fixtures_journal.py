@@ -1,6 +1,6 @@
 """A new training meets the journal and the keeper of another version: it publishes the saves in it, or refuses by name.
 
-It never deletes them. The frozen journal is of commit 51ecefe; other versions are a copy of this package with another
+It never deletes them. The frozen journal is of commit b39dffb; other versions are a copy of this package with another
 number.
 """
 
@@ -56,16 +56,16 @@ def test_the_frozen_journal_is_published_or_refused_by_name(
     """The save in it goes to a bucket of a fixed name. If a change makes this fail, raise ``FORMAT_VERSION``."""
     bucket.server.ask("PUT", tiers.BUCKET)
     memory.mkdir(mode=0o700)
-    journal = shutil.copytree(FROZEN / "journal", memory / "51ecefe0")
+    journal = shutil.copytree(FROZEN / "journal", memory / "b39dffb0")
     state = {"model": {"weights": torch.zeros(1000)}, "epoch": 0}
     start = dcp.resume_or_init(state, tiers.JOURNAL_PATH.rpartition("/")[0], **KEPT, keeper_linger=0.0)
-    if FORMAT_VERSION == 1:
+    if FORMAT_VERSION == 7:
         assert (start.how, start.step, str(start.path)) == ("resumed", tiers.JOURNAL_STEP, tiers.JOURNAL_PATH)
         assert_same(flat(state), flat(tiers.journal_state()))
     else:
         assert start.how == "fresh"
         assert str(journal) in caplog.text
-        assert f"(format 1; this one has format {FORMAT_VERSION})" in caplog.text
+        assert f"(format 7; this one has format {FORMAT_VERSION})" in caplog.text
         assert bytes_in(journal) == bytes_in(FROZEN / "journal")
 
 
