@@ -55,7 +55,7 @@ class Ours(Saver):
 
         self.name = OURS if staging == "blocking" else f"{OURS}, lazy"
         self._state = {"model": training.model, "optim": training.optimizer}
-        self._checkpointer = dcp_plugin.Checkpointer(async_save=True, staging=staging, io_threads=IO_THREADS)
+        self._checkpointer = dcp_plugin.Checkpointer(async_save=True, staging=staging, io={"threads": IO_THREADS})
 
         self._handle: Any = None
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,8 @@ Save = Callable[[Path], Any]
 
 
 def _savers(state: State, stack: list[Callable[[], None]]) -> dict[str, Save]:
-    def ours(writer: Literal["thread", "process"]) -> Save:
-        saver = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS, reuse=False, writer=writer)
+    def ours(keeper: dcp_plugin.Keeper | None) -> Save:
+        saver = dcp_plugin.Checkpointer(async_save=True, io={"threads": IO_THREADS}, reuse=False, keeper=keeper)
         stack.append(saver.close)
         return lambda path: saver.save({"state": state}, path)
 
@@ -58,8 +58,8 @@ def _savers(state: State, stack: list[Callable[[], None]]) -> dict[str, Save]:
         return lambda path: async_save({"state": state}, checkpoint_id=path, async_checkpointer_type=kind)
 
     return {
-        f'{OURS}, writer="thread"': ours("thread"),
-        f'{OURS}, writer="process"': ours("process"),
+        f"{OURS}, thread": ours(None),
+        f"{OURS}, keeper": ours(dcp_plugin.Keeper()),
         "stock async_save, thread": stocks(AsyncCheckpointerType.THREAD),
         "stock async_save, process": stocks(AsyncCheckpointerType.PROCESS),
     }

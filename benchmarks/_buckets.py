@@ -177,10 +177,10 @@ def _ours() -> list[Peer]:
     import dcp_plugin
 
     def save(state: State, path: Path, **options: Any) -> None:
-        dcp_plugin.save({"state": state}, url(path), io_threads=IO_THREADS, **options)
+        dcp_plugin.save({"state": state}, url(path), io={"threads": IO_THREADS}, **options)
 
     def load(state: State, path: Path) -> None:
-        dcp_plugin.load({"state": state}, url(path), io_threads=IO_THREADS)
+        dcp_plugin.load({"state": state}, url(path), io={"threads": IO_THREADS})
 
     unsigned = partial(save, storage_options={"unsigned_payload": True})
     return [Peer(OURS, save, load), Peer(f"{OURS}, unsigned payload", unsigned, load, only="save")]

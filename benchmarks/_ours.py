@@ -24,7 +24,7 @@ from benchmarks._restarts import Place, Way, make_cold
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.paths import resolved
 
-# --- in local_dir, on a tmpfs
+# --- in keeper.dir, on a tmpfs
 
 
 def _node(place: Place, number: int) -> str:
@@ -35,11 +35,8 @@ def _checkpointer(place: Place, nodes: int) -> dcp_plugin.Checkpointer:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return dcp_plugin.Checkpointer(
         async_save=True,
-        io_threads=IO_THREADS,
-        local_dir=_node(place, rank % nodes),
-        local_keep=1,
-        replicas=nodes - 1,
-        durable_every=None,
+        io={"threads": IO_THREADS},
+        keeper={"dir": _node(place, rank % nodes), "keep": 1, "replicas": nodes - 1, "durable_every": None},
     )
 
 
@@ -87,13 +84,13 @@ def _keepers_ended(place: Place, *, nodes: int) -> Iterator[None]:
 
 
 def _save(state: State, place: Place, *, bucket: bool) -> dcp_plugin.Checkpointer:
-    saver = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS)
+    saver = dcp_plugin.Checkpointer(async_save=True, io={"threads": IO_THREADS})
     saver.save({"state": state}, f"{_root(place, bucket)}/step-{place.step}", step=place.step).wait()
     return saver
 
 
 def _load(state: State, place: Place, *, bucket: bool) -> None:
-    _resume(state, _root(place, bucket), dcp_plugin.Checkpointer(io_threads=IO_THREADS))
+    _resume(state, _root(place, bucket), dcp_plugin.Checkpointer(io={"threads": IO_THREADS}))
 
 
 def _root(place: Place, bucket: bool) -> str:

@@ -59,11 +59,8 @@ def _on_rank(mib: int, repeats: int, run: Path) -> dict[str, list[float]]:
     savers = {
         name: dcp_plugin.Checkpointer(
             async_save=True,
-            io_threads=IO_THREADS,
-            local_dir=str(memory / f"local-{replicas}"),
-            local_keep=1,
-            replicas=replicas,
-            durable_every=None,
+            io={"threads": IO_THREADS},
+            keeper={"dir": str(memory / f"local-{replicas}"), "keep": 1, "replicas": replicas, "durable_every": None},
         )
         for replicas, name in enumerate((ALONE, COPIED))
     }

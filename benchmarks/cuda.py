@@ -104,7 +104,7 @@ def _copy(state: dict[str, torch.Tensor], device: torch.device, found: Figures, 
 def _save(staging: Any, state: dict[str, torch.Tensor], device: torch.device, found: Figures, options: Any) -> None:
     """Saves beside training steps, of one way of staging."""
     nbytes, step = sum(value.nbytes for value in state.values()), _Step(device)
-    saver = dcp_plugin.Checkpointer(async_save=True, staging=staging, io_threads=IO_THREADS, reuse=False)
+    saver = dcp_plugin.Checkpointer(async_save=True, staging=staging, io={"threads": IO_THREADS}, reuse=False)
     for repetition in range(options.repeats + 1):
         path = options.root / f"{staging}-{repetition}"
         alone = statistics.median(_seconds(step, device) for _ in range(5))
@@ -132,7 +132,7 @@ def _save(staging: Any, state: dict[str, torch.Tensor], device: torch.device, fo
 def _reduce(state: dict[str, torch.Tensor], device: torch.device, found: Figures, options: Any) -> None:
     """Collectives of a training, alone and while a save is under way."""
     gradient = torch.ones(min(_REDUCED, options.mib << 20) // 4, device=device)
-    saver = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS, reuse=False)
+    saver = dcp_plugin.Checkpointer(async_save=True, io={"threads": IO_THREADS}, reuse=False)
 
     def milliseconds() -> float:
         return statistics.median(_seconds(lambda: dist.all_reduce(gradient), device) for _ in range(5)) * 1e3

@@ -37,7 +37,7 @@ def _whole(state: State, path: Path, write: Write) -> None:
 
 
 def _ours(state: State, path: Path) -> None:
-    dcp_plugin.load({"model": state}, path / "file", io_threads=IO_THREADS)
+    dcp_plugin.load({"model": state}, path / "file", io={"threads": IO_THREADS})
 
 
 def _safetensors(state: State, path: Path) -> None:

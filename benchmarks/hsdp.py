@@ -1,7 +1,7 @@
 """HSDP: how evenly replicas share the writing, and what reading once and passing on costs and saves.
 
 *Balance* is planned in one process: weights and Adam state of a 1B-parameter LLM, 8 shards and so many replicas.
-*Broadcast* runs real ranks, as DDP and as HSDP 2x2, which load with ``read_broadcast`` off, on and ``"auto"`` in turn.
+*Broadcast* runs real ranks, as DDP and as HSDP 2x2, which load with ``io.broadcast`` off, on and ``"auto"`` in turn.
 From the disk of one host, where the second reader of a byte finds it in the page cache, so what is measured is what the
 process group costs; from a file server of a limited rate, which one or several hosts have mounted, each with a page
 cache of its own (``_slow_mount.py``); and from an object store behind a link of 1 Gbit/s (``_link.py``). What the hosts
@@ -130,7 +130,7 @@ def _rank(rank: int, world: int, port: int, kind: str, scene: Scene, mib: int, r
     dcp.save({"model": saved}, f"{scene.saves}/{kind}")
     dist.barrier()
     path = f"{scene.places[host]}/{kind}"
-    loaders = {policy: dcp.Checkpointer(read_broadcast=policy) for policy in POLICIES}
+    loaders = {policy: dcp.Checkpointer(io={"broadcast": policy}) for policy in POLICIES}
     for repetition in range(repeats + 1):
         for policy, loader in loaders.items():
             _forget(model)

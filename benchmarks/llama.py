@@ -84,8 +84,8 @@ def _peers(training: Training) -> list[Peer]:
     ours = {"model": training.model, "optim": training.optimizer}
     ways: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
         OURS: (
-            lambda path: dcp_plugin.save(ours, path, io_threads=IO_THREADS),
-            lambda path: dcp_plugin.load(ours, path, io_threads=IO_THREADS),
+            lambda path: dcp_plugin.save(ours, path, io={"threads": IO_THREADS}),
+            lambda path: dcp_plugin.load(ours, path, io={"threads": IO_THREADS}),
         ),
         "stock": (
             lambda path: stock.dcp.save(training.state(), checkpoint_id=path),

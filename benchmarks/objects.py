@@ -149,7 +149,7 @@ def _unchanged(endpoint: str, mib: int, repeats: int) -> Samples:
         _buckets.remove(first.parent)
         raw.prepare(state)
         if peer.name.startswith(OURS):
-            saver[:] = [dcp_plugin.Checkpointer(io_threads=IO_THREADS, reuse=peer.name == OURS)]
+            saver[:] = [dcp_plugin.Checkpointer(io={"threads": IO_THREADS}, reuse=peer.name == OURS)]
             saver[0].save(model, url(first))
         else:
             raw.save(state, first)
@@ -175,7 +175,7 @@ class _Background:
         self._state = state
         self._places: dict[str, str | Path] = {OURS: url(Path("async/step")), _TO_DISK: disk / "step"}
         self.names = list(self._places)
-        self._saver = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS, reuse=False)
+        self._saver = dcp_plugin.Checkpointer(async_save=True, io={"threads": IO_THREADS}, reuse=False)
         self._handle: Any = None
 
     def clear(self) -> None:

@@ -38,7 +38,7 @@ from benchmarks.peers import ours, stock
 QUESTIONS = ("start", "restore", "blocked", "replicate", "reload")
 SMALLEST = [
     *("--gib", "0.001", "--repeats", "1", "--questions", "restore", "blocked", "reload"),
-    *("--only", f"{OURS}, memory", f'{OURS}, writer="process"'),
+    *("--only", f"{OURS}, memory", f"{OURS}, keeper"),
 ]
 _MEMORY = Path("/dev/shm")
 
@@ -82,7 +82,9 @@ def _reload(root: Path, mib: int, repeats: int) -> Samples:
     newest = run
 
     with scratch(_MEMORY) as memory:
-        tiered = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS, local_dir=str(memory), local_keep=1)
+        tiered = dcp_plugin.Checkpointer(
+            async_save=True, io={"threads": IO_THREADS}, keeper={"dir": str(memory), "keep": 1}
+        )
 
         def save_tiered(state: State, path: Path) -> None:
             tiered.save({"state": state}, path).wait()
@@ -92,8 +94,8 @@ def _reload(root: Path, mib: int, repeats: int) -> Samples:
 
         peers = [
             Peer(OURS, ours.save, ours.load),
-            Peer(f"{OURS}, past the page cache", partial(ours.save, direct_io=True), ours.load),
-            Peer(f"{OURS}, local_dir in memory", save_tiered, load_tiered),
+            Peer(f"{OURS}, past the page cache", partial(ours.save, direct=True), ours.load),
+            Peer(f"{OURS}, local tier in memory", save_tiered, load_tiered),
             Peer("stock", stock.save, stock.load),
         ]
 

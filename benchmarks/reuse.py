@@ -117,9 +117,9 @@ def savings(make: Callable[[], Objects], root: Path, repeats: int, **options: An
     ratios: list[tuple[float, float]] = []
     for number in range(repeats + 1):
         first, second = root / f"{number}-first", root / f"{number}-second"
-        ours = dcp.Checkpointer(io_threads=IO_THREADS, **options)
+        ours = dcp.Checkpointer(io={"threads": IO_THREADS}, **options)
         if options.get("trainable_only"):
-            dcp.save(state, first, io_threads=IO_THREADS)
+            dcp.save(state, first, io={"threads": IO_THREADS})
         else:
             ours.save(state, first)
         before = Written(said.bytes, said.seconds)
@@ -153,7 +153,7 @@ def cost(world: int, mib: int, repeats: int, root: Path) -> Samples:
     models = {OURS: Tensors(mib, one_in=1)}
     models["reuse=False"] = models[OURS]
     models["frozen, first save"] = models["frozen, but all has changed"] = Tensors(mib, one_in=0)
-    saving = {name: dcp.Checkpointer(io_threads=IO_THREADS, reuse=name != "reuse=False") for name in models}
+    saving = {name: dcp.Checkpointer(io={"threads": IO_THREADS}, reuse=name != "reuse=False") for name in models}
 
     def change(name: str) -> None:
         for parameter in models[name].parameters():
@@ -165,7 +165,7 @@ def cost(world: int, mib: int, repeats: int, root: Path) -> Samples:
         remove(old)
         if name.startswith("frozen"):
             saving[name].close()
-            saving[name] = dcp.Checkpointer(io_threads=IO_THREADS)
+            saving[name] = dcp.Checkpointer(io={"threads": IO_THREADS})
         if name == "frozen, but all has changed":
             saving[name].save({"model": models[name]}, old)
         remove(root / name / "new")
@@ -193,7 +193,7 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
     """First saves after a load of what is all frozen, and reads of the same files, in turn."""
     state = {"model": Tensors(mib, one_in=0)}
     loaded, saved = root / "loaded", root / "saved"
-    first = dcp.Checkpointer(io_threads=IO_THREADS)
+    first = dcp.Checkpointer(io={"threads": IO_THREADS})
     first.save(state, loaded)
     first.close()
     said = Written()
@@ -205,7 +205,7 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
         if peer.name == OURS:  # as a new process: it has seen none of these files
             for old in saving:
                 old.close()
-            saving[:] = [dcp.Checkpointer(io_threads=IO_THREADS)]
+            saving[:] = [dcp.Checkpointer(io={"threads": IO_THREADS})]
             saving[0].load(state, loaded)
         if cold:
             forget(loaded)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
+    from dcp_plugin.options import IO, Keeper
     from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.records import LoadReport
@@ -77,6 +78,7 @@ _HOMES = {
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.tools.contents": ("CheckpointInfo", "inspect"),
     "dcp_plugin.tools.verify": ("VerifyReport", "verify"),
+    "dcp_plugin.options": ("IO", "Keeper"),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.state.per_rank": ("PerRank",),
@@ -98,6 +100,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "IO",
     "CheckpointConfig",
     "CheckpointCorrupt",
     "CheckpointDiff",
@@ -113,6 +116,7 @@ __all__ = [
     "Divergence",
     "DurabilityUnknown",
     "ExportReport",
+    "Keeper",
     "ListedCheckpoint",
     "LoadReport",
     "NoSharedMemory",

@@ -134,7 +134,7 @@ class Checkpointer:
             kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
                 them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
                 value, and its ``state_dict`` is not called.
-            durable: With ``local_dir``: copy this save to its path, independent of ``durable_every``.
+            durable: With ``keeper.dir``: copy this save to its path, independent of ``keeper.durable_every``.
             metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
                 :attr:`dcp_plugin.CheckpointInfo.metrics`.
 
@@ -267,7 +267,7 @@ class Checkpointer:
     def _open_in_source(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
         """Wait for the saves in flight, and open the files of a checkpoint in the source. Collective.
 
-        Without ``local_dir`` the source has no files, and the load opens those at the path.
+        Without ``keeper.dir`` the source has no files, and the load opens those at the path.
         """
         self._queue.wait_recoverable()
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
@@ -306,7 +306,7 @@ class Checkpointer:
         Raises:
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        if not self.config.has_keeper:
+        if self.config.keeper is None:
             return ()
         ranks, location = self._writer.idle_ranks(), as_path(root, self.config.storage_options)
         self._source.settle(location, ranks)
@@ -318,8 +318,8 @@ class Checkpointer:
         return self._source.quarantine(path, self.ranks)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint and its parts in ``local_dir`` of the nodes. If a save in flight is writing it, wait for
-        that save first. Call this on one rank; with ``local_dir``, on rank 0.
+        """Delete a checkpoint and its parts in ``keeper.dir`` of the nodes. If a save in flight is writing it, wait for
+        that save first. Call this on one rank; with ``keeper.dir``, on rank 0.
 
         Args:
             path: A checkpoint of this package or of another tool, complete or torn, or a link to a checkpoint. Of a
@@ -359,11 +359,11 @@ class Checkpointer:
                 raise error
 
     def wait_until_kept(self) -> None:
-        """Wait until all saves survive the end of this training. With ``local_dir`` this means that they are complete
+        """Wait until all saves survive the end of this training. With ``keeper.dir`` this means that they are complete
         there; their copies to their paths may still be under way. Integrations wait for this before they continue.
 
         Raises:
-            SaveFailed: See :meth:`wait`. With ``local_dir`` a failure is only logged here, and :meth:`wait` raises it:
+            SaveFailed: See :meth:`wait`. With ``keeper.dir`` a failure is only logged here, and :meth:`wait` raises it:
                 ranks learn of it at different times, and the training must continue.
         """
         if not self.config.has_local_tier:
@@ -374,8 +374,8 @@ class Checkpointer:
             self._writer.free_modules()
 
     def bring_newest(self) -> None:
-        """Copy the newest save to its path if only ``local_dir`` has it. :meth:`close` does the same. With
-        ``durable_every=None``, do nothing.
+        """Copy the newest save to its path if only ``keeper.dir`` has it. :meth:`close` does the same. With
+        ``keeper.durable_every=None``, do nothing.
 
         Raises:
             SaveFailed: See :meth:`wait`.

@@ -1,52 +1,34 @@
 """The configuration of every integration: plain Python, Lightning, Accelerate, Hydra and the command line.
 
-Each field is documented only here, by the text under its definition.
+Each field is documented only where it is defined, by the text under its definition; those of groups in ``options.py``.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from dcp_plugin.paths import StoreOptions, absolute, as_local, text_of
+from dcp_plugin.options import IO, Keeper, Options, refusing_typos
+from dcp_plugin.paths import StoreOptions, as_local, text_of
 
 if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
 
 F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C", bound=type)
-
-
-def _refusing_typos(cls: C) -> C:
-    """Make the constructor of ``cls`` refuse unknown fields, with the nearest field as a suggestion."""
-    init = cls.__init__  # type: ignore[misc]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **fields: Any) -> None:
-        cls.refuse_unknown(fields)  # type: ignore[attr-defined]
-        init(self, *args, **fields)
-
-    cls.__init__ = checked  # type: ignore[misc]
-    return cls
-
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "local": {"async_save": True, "keep_last": 3},
     "cluster": {"async_save": True, "keep_last": 3, "finish_on_sigterm": True},
-    "bucket": {"async_save": True, "keep_last": 3, "writer": "process"},
+    "bucket": {"async_save": True, "keep_last": 3, "keeper": Keeper()},
 }
 """Fields that each preset sets."""
 
 
-@_refusing_typos
+@refusing_typos
 @dataclass(frozen=True, repr=False)
-class CheckpointConfig:
+class CheckpointConfig(Options):
     """Settings for saving and loading checkpoints. A configuration is frozen, so several integrations may share it.
 
     Raises:
@@ -60,9 +42,11 @@ class CheckpointConfig:
         >>> dcp_plugin.CheckpointConfig(keep_last=0)
         Traceback (most recent call last):
         ValueError: keep_last must be at least 1 or None, got 0: 0 would delete what was just saved.
-        >>> dcp_plugin.CheckpointConfig(io_threads=4)
-        CheckpointConfig(io_threads=4)
+        >>> dcp_plugin.CheckpointConfig(io=dcp_plugin.IO(threads=4))
+        CheckpointConfig(io=IO(threads=4))
     """
+
+    _groups: ClassVar[Mapping[str, type[Options]]] = {"keeper": Keeper, "io": IO}
 
     async_save: bool = False
     """Return from a save when the state is copied to host memory, and write it in a background thread. The host copy is
@@ -84,36 +68,9 @@ class CheckpointConfig:
     is copied into a second host copy; a third save waits for the first. Lightning, Accelerate and transformers accept
     only ``"wait"``, since they delete and record checkpoints after each save."""
 
-    writer: Literal["thread", "process"] = "thread"
-    """Writer of the staged data. ``"thread"``: a thread of this process. ``"process"``: a *keeper*, one helper process
-    per node, which has the host copies in shared memory. A save that has returned is published even if the complete
-    training is killed right after, and the keeper never takes the training's interpreter lock. Linux only. With
-    ``local_dir`` the writer is always a keeper."""
-
-    local_dir: str | None = None
-    """A directory on each node, on a local disk or in memory (``/dev/shm/...``), that has the newest checkpoints. Each
-    node stores the part of its ranks. A restart reads the surviving parts from there, and all other parts from
-    ``path``. None: there is no local tier. Ranks on one host with equal ``local_dir`` form one node."""
-
-    local_keep: int = 2
-    """Number of the newest checkpoints to keep in ``local_dir``. While a save is written, it needs room for one
-    more."""
-
-    replicas: int = 0
-    """Number of other nodes that store a copy of each node's part in their ``local_dir``. That many nodes may be lost
-    with all their data."""
-
-    durable_every: int | None = 1
-    """Copy each N-th save of the run from ``local_dir`` to ``path``, in the background. Saves are counted over
-    restarts. ``close`` copies the newest save in any case. ``None``: copy no save, for clusters without storage that
-    all nodes share; ``path`` is then only the checkpoint's name."""
-
-    drain_bandwidth: float | None = None
-    """Largest rate at which each node reads from ``local_dir`` to copy to ``path``, in bytes per second. None: no
-    limit."""
-
-    keeper_linger: float = 600.0
-    """Seconds for which a keeper waits for a dead training to restart, before it frees its memory and ends."""
+    keeper: Keeper | None = None
+    """Settings of the process that writes the staged data (:class:`~dcp_plugin.Keeper`). ``None``: a thread of this
+    process writes it."""
 
     finish_on_sigterm: bool = False
     """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, and then do what the process would have
@@ -128,23 +85,8 @@ class CheckpointConfig:
     events: str | None = None
     """A file to which rank 0 appends a JSON object for each save (path, step, bytes, seconds, rates, or the error)."""
 
-    io_threads: int = 2
-    """Threads per rank that write or read files. A rank writes at most as many data files per checkpoint, plus files
-    for tensors that are not expected to change."""
-
-    direct_io: bool | Literal["auto"] = "auto"
-    """Bypass the page cache when writing data files (``O_DIRECT``). ``"auto"``: only for files above 1/32 of the
-    available memory, if a trial shows that the file system supports it; smaller files stay in the page cache, from
-    which a restart on the same host reads them. ``True``: for all files; a file system that refuses is an error."""
-
-    verify_on_load: bool = True
-    """Check every block that a load reads against its checksum. If only narrow columns of a stored tensor are wanted,
-    blocks that are only partly wanted are not checked, since the check would require the columns of all other ranks."""
-
-    read_broadcast: bool | Literal["auto"] = "auto"
-    """If several ranks want the same bytes, let one rank read and broadcast them. ``"auto"``: always from an object
-    store; from a file system only bytes that at least 8 hosts want. On one host sharing never pays, however slow the
-    storage is, because the page cache has the bytes that the first rank has read."""
+    io: IO = IO()
+    """Settings of reading and writing files (:class:`~dcp_plugin.IO`)."""
 
     reuse: bool = True
     """Hard-link items that have not changed since the last checkpoint of the run instead of writing them again. Each
@@ -166,13 +108,9 @@ class CheckpointConfig:
     rng: bool = True
     """Save and restore the random number generators of every rank, in the framework integrations."""
 
-    keep_last: int | None = None
-    """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all. Short for
-    ``retention=Retention(newest=N)``."""
-
-    retention: Retention | None = None
-    """After a save, delete the committed checkpoints next to it that these rules do not keep
-    (:class:`~dcp_plugin.Retention`). ``None`` keeps all."""
+    keep_last: int | Retention | None = None
+    """After a save, delete all but the newest N committed checkpoints next to it, or all that the rules of a
+    :class:`~dcp_plugin.Retention` do not keep. ``None`` keeps all."""
 
     timeout: float = 1800.0
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
@@ -202,98 +140,37 @@ class CheckpointConfig:
             keys: object = getattr(self, name)
             if isinstance(keys, Iterable) and not isinstance(keys, str):
                 object.__setattr__(self, name, tuple(keys))
-        for item in fields(self):
-            wanted, fits = _TYPES.get(str(item.type), ("", lambda value: True))
-            value = getattr(self, item.name)
-            if not fits(value):
-                shown = repr(value) if item.repr else f"a {type(value).__name__}"
-                raise TypeError(f"{item.name} must be {wanted}, got {shown}.")
+        for name, group in self._groups.items():
+            if isinstance(changes := getattr(self, name), Mapping):
+                object.__setattr__(self, name, group(**changes))
+        super().__post_init__()
         self._check_ranges()
         if self.base is not None:
             object.__setattr__(self, "base", text_of(self.base))
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
-        if self.local_dir is not None:
-            local = as_local(self.local_dir, "local_dir", "Give a directory of each node, and the URL as the path.")
-            object.__setattr__(self, "local_dir", str(absolute(local)))
         if self.events is not None:
             local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
             object.__setattr__(self, "events", local)
 
-    def __repr__(self) -> str:
-        """Return the fields that differ from their defaults, without access to a store."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.repr}
-        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(type(self), name)]
-        return f"{type(self).__name__}({', '.join(changed)})"
-
     def _check_ranges(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                options = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-                raise ValueError(f"{name} must be {options}, got {getattr(self, name)!r}.")
-        if self.io_threads < 1:
-            raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: with 0 no thread would write.")
-        if not self.timeout > 0:  # refuses NaN as well, unlike timeout <= 0
-            raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
-        if self.save_interval is not None and not self.save_interval > 0:
-            raise ValueError(f"save_interval must be positive seconds or None, got {self.save_interval}.")
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(
-                f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."
-            )
-        if self.keep_last is not None and self.retention is not None:
-            raise ValueError("keep_last and retention exclude each other: keep_last=N is Retention(newest=N).")
-        newest = self.keep_last if self.retention is None else self.retention.newest
+        newest = getattr(self.keep_last, "newest", self.keep_last)
         if self.async_save and newest == 1:
-            rule = "keep_last=1" if self.retention is None else "Retention(newest=1)"
             raise ValueError(
-                f"{rule} with async_save=True: keep at least 2, since the newest may still be on its way to disk."
+                f"keep_last={self.keep_last} with async_save=True: keep at least 2, since the newest may still be on "
+                f"its way to disk."
             )
-        self._check_tiers()
         if self.staging == "lazy" and not self.async_save:
             raise ValueError(
                 "staging='lazy' needs async_save=True: a save that waits for the disk makes no copy, so it would "
                 "gain nothing. Pass async_save=True, or leave out staging."
             )
 
-    def _check_tiers(self) -> None:
-        if self.local_keep < 1 or self.replicas < 0:
-            raise ValueError(
-                f"local_keep must be at least 1 and replicas at least 0, got {self.local_keep} and {self.replicas}."
-            )
-        if self.durable_every is not None and self.durable_every < 1:
-            raise ValueError(
-                f"durable_every must be at least 1, or None for never, got {self.durable_every}: it counts saves."
-            )
-        if self.drain_bandwidth is not None and not self.drain_bandwidth > 0:
-            raise ValueError(f"drain_bandwidth must be positive bytes per second or None, got {self.drain_bandwidth}.")
-        if not self.keeper_linger >= 0:
-            raise ValueError(f"keeper_linger must be 0 or more seconds, got {self.keeper_linger}.")
-        if self.local_dir is None and (self.replicas or self.durable_every != 1):
-            raise ValueError("replicas and durable_every apply to the checkpoints in local_dir: set local_dir, too.")
-
-    @property
-    def has_keeper(self) -> bool:
-        """True if a keeper writes the saves."""
-        return self.writer == "process" or self.has_local_tier
-
     @property
     def has_local_tier(self) -> bool:
-        """True if a save is first complete in ``local_dir`` of the nodes. Some saves are never copied to their
+        """True if a save is first complete in ``keeper.dir`` of the nodes. Some saves are never copied to their
         paths."""
-        return self.local_dir is not None
-
-    def policy(self) -> Retention | None:
-        """Return the rules for the checkpoints that stay after a save; None if all do."""
-        if self.keep_last is None:
-            return self.retention
-        from dcp_plugin.retention import Retention  # few configurations need it
-
-        return Retention(newest=int(self.keep_last))
-
-    def without_local_tier(self) -> CheckpointConfig:
-        """Return this configuration with saves directly to their paths, for a rank that saves alone."""
-        return replace(self, local_dir=None, replicas=0, durable_every=1)
+        return self.keeper is not None and self.keeper.dir is not None
 
     @classmethod
     def preset(cls, name: Literal["local", "cluster", "bucket"], /, **overrides: Any) -> CheckpointConfig:
@@ -317,7 +194,7 @@ class CheckpointConfig:
         """
         if name not in _PRESETS:
             raise ValueError(f"the presets are {', '.join(map(repr, _PRESETS))}, not {name!r}.")
-        return cls.merge(None, **{**_PRESETS[name], **overrides})
+        return cls.merge(cls(**_PRESETS[name]), **overrides)
 
     @classmethod
     def merge(
@@ -325,7 +202,8 @@ class CheckpointConfig:
     ) -> CheckpointConfig:
         """Return ``config``, or the defaults, with the fields in ``overrides`` replaced.
 
-        The override ``async_save=False`` also resets ``staging``.
+        A mapping for a group (``keeper``, ``io``) replaces single fields of the group; with ``keeper=None`` in
+        ``config``, of the defaults. The override ``async_save=False`` also resets ``staging``.
 
         Args:
             config: The configuration to change; the defaults if None.
@@ -341,10 +219,10 @@ class CheckpointConfig:
         Example:
             >>> import dcp_plugin
             >>> base = dcp_plugin.CheckpointConfig(keep_last=3)
-            >>> dcp_plugin.CheckpointConfig.merge(base, io_threads=4).keep_last
-            3
+            >>> dcp_plugin.CheckpointConfig.merge(base, io={"threads": 4})
+            CheckpointConfig(io=IO(threads=4), keep_last=3)
         """
-        cls.refuse_unknown(overrides, ("config", *besides))
+        cls._refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):
             raise TypeError(
                 f"config must be a CheckpointConfig, not a {type(config).__name__}. Pass a dict of settings as "
@@ -352,26 +230,20 @@ class CheckpointConfig:
             )
         if overrides.get("async_save") is False:
             overrides = {"staging": "blocking", **overrides}
-        return replace(config or cls(), **overrides)
-
-    @classmethod
-    def refuse_unknown(cls, names: Iterable[str], besides: tuple[str, ...] = ()) -> None:
-        """Refuse names that are not fields.
-
-        Raises:
-            TypeError: A name is not a field. The message suggests the nearest field.
-        """
-        settings = [*besides, *(item.name for item in fields(cls))]
-        near = {name: difflib.get_close_matches(name, settings, n=1) for name in names if name not in settings}
-        if unknown := [
-            f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name) for name, close in near.items()
-        ]:
-            raise TypeError(f"unknown setting {', '.join(unknown)}. The settings are {', '.join(settings)}.")
+        config = config or cls()
+        for name, group in cls._groups.items():
+            if isinstance(changes := overrides.get(name), Mapping):
+                overrides[name] = replace(getattr(config, name) or group(), **changes)
+        return replace(config, **overrides)
 
     def of_all_ranks(self) -> dict[str, Any]:
         """Return the fields that determine where ranks wait for each other, and so must be equal on all ranks."""
-        names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude", "has_keeper", "replicas")
-        return {name: getattr(self, name) for name in (*names, "save_interval")}
+        names = ("async_save", "when_busy", "trainable_only", "exclude", "save_interval")
+        return {name: getattr(self, name) for name in names} | {
+            "keeper": self.keeper is not None,
+            "keeper.replicas": self.keeper and self.keeper.replicas,
+            "io.broadcast": self.io.broadcast,
+        }
 
     def that_waits(self, integration: str) -> CheckpointConfig:
         """Return this configuration, for an integration that deletes and records checkpoints after each save.
@@ -397,7 +269,7 @@ def fields_in_signature(init: F) -> F:
     The parameter ``config`` is left out. These tools pass every default explicitly, which would override the fields of
     a ``config``.
     """
-    from dcp_plugin.retention import Retention  # as in policy()
+    from dcp_plugin.retention import Retention  # few configurations have one
 
     hints = get_type_hints(CheckpointConfig, localns={"Retention": Retention})
     parameters = signature(init, eval_str=True).parameters.values()
@@ -408,43 +280,3 @@ def fields_in_signature(init: F) -> F:
     ]
     init.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
     return init
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _are_keys(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
-
-
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "staging": ("blocking", "lazy"),
-    "writer": ("thread", "process"),
-    "when_busy": ("wait", "skip", "queue"),
-    **dict.fromkeys(("direct_io", "read_broadcast", "progress", "stock_aliases"), (True, False, "auto")),
-}
-
-_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("True or False", lambda value: value in (True, False)),
-    "int": ("a whole number", _is_int),
-    "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
-    "float": ("a number", _is_number),
-    "float | None": ("a number or None", lambda value: value is None or _is_number(value)),
-    "float | Literal['auto'] | None": (
-        "a number of seconds, 'auto' or None",
-        lambda value: value in ("auto", None) or _is_number(value),
-    ),
-    "Mapping[str, Any] | None": (
-        "a mapping or None",
-        lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),
-    ),
-    "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
-    "tuple[str, ...]": ("a sequence of keys", _are_keys),
-    "Retention | None": ("a Retention or None", lambda value: value is None or hasattr(value, "select")),
-}
-"""Description and check of a field's value, by the field's annotation. Choices are in :data:`_CHOICES`."""

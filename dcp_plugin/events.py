@@ -73,11 +73,11 @@ class SaveFinished:
     rank: int = 0
     bytes_reused: int = 0
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: the save is complete in ``local_dir``, and will not be copied to its path."""
+    """``"local"``: the save is complete in ``keeper.dir``, and will not be copied to its path."""
     local_seconds: float | None = None
-    """With ``local_dir``: time from the call until the save is complete there."""
+    """With ``keeper.dir``: time from the call until the save is complete there."""
     copies: int = 0
-    """Number of other nodes that hold a copy of each node's part, with ``replicas``."""
+    """Number of other nodes that hold a copy of each node's part, with ``keeper.replicas``."""
     degraded: str = ""
     """The parts of the configuration that the save does not fulfil, with reasons; empty if it fulfils all."""
     record: SaveRecord | None = field(default=None, repr=False, compare=False)
@@ -91,7 +91,7 @@ class SaveFinished:
 
 @dataclass(frozen=True)
 class SavedLocally:
-    """The save is complete in ``local_dir`` of all nodes, with the copies that ``replicas`` requires."""
+    """The save is complete in ``keeper.dir`` of all nodes, with the copies that ``keeper.replicas`` requires."""
 
     path: Where
     step: int | None
@@ -99,7 +99,7 @@ class SavedLocally:
     """Time since the call."""
     rank: int = 0
     copies: int = 0
-    """Number of other nodes that hold a copy of each node's part; fewer than ``replicas`` asks for is a warning."""
+    """Number of other nodes that hold a copy of each node's part; fewer than ``keeper.replicas`` are a warning."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class SaveRequest:
     files: Callable[[Path], None] | None = None
     """Function that adds the caller's files to a directory. With it, other files at the path stay."""
     durable: bool = False
-    """True to copy the save from ``local_dir`` to its path, independent of ``durable_every``."""
+    """True to copy the save from ``keeper.dir`` to its path, independent of ``keeper.durable_every``."""
 
 
 @dataclass(frozen=True)
@@ -319,11 +319,11 @@ class LoadReport:
     unchecked_bytes: int = 0
     """Bytes read whose checksum could not be compared, because only narrow columns of stored tensors were read."""
     sources: dict[str, int] = field(default_factory=dict)
-    """With ``local_dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
+    """With ``keeper.dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
     passed_over: list[str] = field(default_factory=list)
-    """With ``local_dir``: saves that were ignored or could not be read, with the reason."""
+    """With ``keeper.dir``: saves that were ignored or could not be read, with the reason."""
     seconds: float = 0.0
-    """With ``local_dir``: duration of the search and the load."""
+    """With ``keeper.dir``: duration of the search and the load."""
 
     _repr_html_ = as_html
 

@@ -32,7 +32,7 @@ class Retention:
         >>> import dcp_plugin
         >>> policy = dcp_plugin.Retention(newest=1, every_steps=2)
         >>> for step in range(1, 6):
-        ...     dcp_plugin.save({"step": step}, f"run/step-{step}", step=step, retention=policy)
+        ...     dcp_plugin.save({"step": step}, f"run/step-{step}", step=step, keep_last=policy)
         >>> [state.step for state in dcp_plugin.list_checkpoints("run")]
         [2, 4, 5]
     """

@@ -79,7 +79,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class KeeperFactories:
     """Constructors that the package of the keeper provides."""
 
     source: Callable[[CheckpointConfig], Source]
@@ -87,9 +87,9 @@ class Keeper:
     """Make a :class:`~dcp_plugin.saving.writers.Writer` over another one."""
 
 
-def keeper_of(config: CheckpointConfig) -> Keeper | None:
+def keeper_of(config: CheckpointConfig) -> KeeperFactories | None:
     """Return the keeper that a configuration requires; None if this process writes its saves itself."""
-    if not config.has_keeper:
+    if config.keeper is None:
         return None
     return importlib.import_module("dcp_plugin.keeper.registration").KEEPER  # type: ignore[no-any-return]
 

@@ -159,7 +159,7 @@ class CheckpointState:
     step: int | None = None
     time: float = 0.0
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
+    """``"local"``: only ``keeper.dir`` of the nodes has the checkpoint, and there is none at the path."""
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
     """Metrics, see :class:`CheckpointInfo`; empty with tier ``"local"``."""
     bases: tuple[Where, ...] = field(default=(), repr=False)

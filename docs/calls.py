@@ -25,7 +25,7 @@ import dcp_plugin as dcp
 
 PACKAGE = Path(dcp.__file__).parent
 USED_BY_ALL = {
-    "calls", "config", "errors", "events", "format", "interrupts", "launcher", "media", "meeting", "paths",
+    "calls", "config", "errors", "events", "format", "interrupts", "launcher", "media", "meeting", "options", "paths",
     "rank_group", "ranks", "records", "tensors", "types",
 }  # fmt: skip
 EVENTS = str(PACKAGE / "events.py")

@@ -10,17 +10,17 @@ from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.peers import stock
 
 
-def save(state: State, path: Path, **options: bool) -> None:
-    dcp_plugin.save({"state": state}, path, io_threads=IO_THREADS, **options)
+def save(state: State, path: Path, **io: bool) -> None:
+    dcp_plugin.save({"state": state}, path, io={"threads": IO_THREADS, **io})
 
 
-def load(state: State, path: Path, **options: bool) -> None:
-    dcp_plugin.load({"state": state}, path, io_threads=IO_THREADS, **options)
+def load(state: State, path: Path, **io: bool) -> None:
+    dcp_plugin.load({"state": state}, path, io={"threads": IO_THREADS, **io})
 
 
 PEERS = [
     Peer(OURS, save, load),
-    Peer("dcp_plugin, past the page cache", partial(save, direct_io=True), load, only="save"),
-    Peer("dcp_plugin, not verifying", save, partial(load, verify_on_load=False), only="load"),
+    Peer("dcp_plugin, past the page cache", partial(save, direct=True), load, only="save"),
+    Peer("dcp_plugin, not verifying", save, partial(load, verify=False), only="load"),
     Peer("dcp_plugin on stock's checkpoint", stock.save, load, only="load"),
 ]

@@ -128,11 +128,12 @@ class Attachment(BaseAttachment):
         Project.of(accelerator, config.storage_options)  # raises for a project_dir that is no path
         super().__init__(config.that_waits("the rotation of checkpoints"))
         self._reference = weakref.ref(accelerator)
-        self._alone = FrameworkCheckpointer(config.without_local_tier(), solo=True)
+        self._alone = FrameworkCheckpointer(config, solo=True, keeper=None if config.has_local_tier else config.keeper)
         """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
         part of the checkpoint."""
         self._alone.save_timing = self.checkpointer.save_timing
-        may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
+        is_durable = config.keeper is None or config.keeper.durable_every is not None
+        may_be_alone = accelerator.num_processes > 1 and is_durable
         self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
         self._has_announced = False
         self._track()

@@ -240,7 +240,7 @@ class Project:
 
     def rotate(self, event: SaveFinished, delete: Callable[[Where], None]) -> None:
         """Delete the oldest checkpoints beyond ``total_limit``. Called on rank 0 when the newest is committed.
-        ``local_keep`` limits the checkpoints in the local tier."""
+        ``keeper.keep`` limits the checkpoints in the local tier."""
         if self.config.total_limit is not None and event.tier == "durable":
             complete: list[Where] = []
             for path in self.paths():

@@ -41,7 +41,7 @@ _MAX_METRICS, _MAX_LAYOUTS = 3, 2
 def list_command(
     root: RootArgument,
     local_dir: Annotated[
-        str | None, typer.Option(help="The local_dir of the runs: also list the saves that only this host has in it.")
+        str | None, typer.Option(help="The keeper.dir of the runs: also list the saves that only this host has in it.")
     ] = None,
     sort: Annotated[Literal["time", "step", "size", "name"], typer.Option(help="Order in each run.")] = "time",
     as_json: JsonOption = False,
@@ -133,7 +133,7 @@ def _metrics(listed: ListedCheckpoint) -> str:
 def _state(listed: ListedCheckpoint) -> str:
     tool = {"dcp_plugin": "", "stock": "stock DCP"}.get(listed.format, listed.format)
     state = f"foreign: {tool}" if listed.state == "foreign" else f"{listed.state} ({tool})" if tool else listed.state
-    return f"{state}, only in local_dir" if listed.tier == "local" else state
+    return f"{state}, only in keeper.dir" if listed.tier == "local" else state
 
 
 def _notes(run: Run) -> Iterator[str]:

@@ -8,7 +8,7 @@ In: host copies in shared memory (:mod:`~dcp_plugin.keeper.spool`), and the jour
 save over, no rank is needed any more. Every step of the keeper can be repeated: a keeper that replaces a dead one reads
 the same journal and continues.
 
-A *node* is a host and a ``local_dir`` on it. It has the part of a checkpoint that its ranks wrote, the complete index,
+A *node* is a host and a ``keeper.dir`` on it. It has the part of a checkpoint that its ranks wrote, the complete index,
 and perhaps copies of other nodes' parts (:mod:`~dcp_plugin.keeper.local_checkpoints`). A load takes each byte from the
 nearest place that has it (:mod:`~dcp_plugin.keeper.source`). A file counts if the index of the save names it and it has
 its size, and its bytes count if they have their checksums.

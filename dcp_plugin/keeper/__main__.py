@@ -19,6 +19,6 @@ if __name__ == "__main__" and (held := become_keeper(Path(sys.argv[1]))) is not 
     except NoSharedMemory as error:
         sys.exit(str(error))
     from dcp_plugin.format import derived_index  # noqa: F401  (now: the package may be upgraded later)
-    from dcp_plugin.keeper.process import Keeper
+    from dcp_plugin.keeper.process import KeeperProcess
 
-    sys.exit(Keeper(spool, held, float(sys.argv[2])).run())
+    sys.exit(KeeperProcess(spool, held, float(sys.argv[2])).run())

@@ -25,7 +25,7 @@ from dcp_plugin.errors import CheckpointError, NoSharedMemory, RankFailure, Save
 from dcp_plugin.keeper.journal import Journal
 from dcp_plugin.keeper.local_checkpoints import LocalCheckpoints, node_of
 from dcp_plugin.keeper.locks import described
-from dcp_plugin.keeper.records import Go, Peer, RankJob, State
+from dcp_plugin.keeper.records import Go, Peer, RankJob, State, keeper_options
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import NO_ADDRESS, Address, Channel, KeeperLost, connect, new_key
 from dcp_plugin.media import medium_of
@@ -82,6 +82,7 @@ class KeeperClient:
 
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, queue: SaveQueue) -> None:
         self._config, self.rank, self._root, self._queue = config, ranks.rank, resolved(root), queue
+        self._options = keeper_options(config)
         self._patience = min(_ANSWER, config.timeout)
         """Seconds in which a keeper that is there has to answer."""
         self._closing = False
@@ -107,16 +108,16 @@ class KeeperClient:
             raise
         self.beside_rank_zero = self.training.first == self._node
         with suppress(OSError):  # it starts while the first save is staged; the first request starts it otherwise
-            start_keeper(self.spool, config.keeper_linger)
+            start_keeper(self.spool, self._options.linger)
 
     def _meet(self, root: Where, ranks: Ranks) -> _Training:
         """Enter the journal of this node, and return the training with what all nodes know of it. Collective."""
 
         def enter() -> tuple[str, float]:
-            self.spool = Spool.of(self._root, self._config.local_dir)
+            self.spool = Spool.of(self._root, self._options.dir)
             self.spool.enter(self._root)
             self.journal = Journal(self.spool)
-            self._node = node_of(Path(self._config.local_dir or self.spool.folder))
+            self._node = node_of(Path(self._options.dir or self.spool.folder))
             return self._node, self._newest_time()
 
         def met(nodes_and_times: list[tuple[str, float]]) -> _Training:
@@ -127,10 +128,10 @@ class KeeperClient:
         return ranks.combine(f"find the keepers for {root}", enter, met)
 
     def _newest_time(self) -> float:
-        """Return the greatest recorded time in the journal, in ``local_dir``, and on rank 0 at the path as well."""
+        """Return the greatest recorded time in the journal, in ``keeper.dir``, and on rank 0 at the path as well."""
         times = [self.journal.newest_time()]
-        if self._config.local_dir is not None:
-            saves = LocalCheckpoints(Path(self._config.local_dir), self._root).all()
+        if self._options.dir is not None:
+            saves = LocalCheckpoints(Path(self._options.dir), self._root).all()
             times += [save.record.time for save in saves]
         if self.rank == 0:
             thread = threading.Thread(target=self._look_at_path, args=(times,), name="dcp-times", daemon=True)
@@ -150,7 +151,7 @@ class KeeperClient:
     def now(self) -> float:
         """Return the time by the clock of the store, or of this host without a store, in seconds since the epoch.
 
-        Saves are published with the time that they have in ``local_dir``, and others with the time of the store: one
+        Saves are published with the time that they have in ``keeper.dir``, and others with the time of the store: one
         clock orders both, whoever sets that of this host.
         """
         if self._store_clock is None:
@@ -200,7 +201,7 @@ class KeeperClient:
         keeper = self._connect()
         key = self.training.key if self.training.nodes > 1 else None
         try:
-            self._reached_at = keeper.ask(self._patience, "attach", self._config.keeper_linger, key).get()
+            self._reached_at = keeper.ask(self._patience, "attach", self._options.linger, key).get()
             if self._reached_at is None:
                 raise ConnectionAbortedError("the keeper has just ended")
         except BaseException:
@@ -228,7 +229,7 @@ class KeeperClient:
                     self._failure = ended if has_ended else NoSharedMemory(f"no keeper answers: see {folder}/start.log")
                     raise self._failure from error
                 if started is None or (started.poll() is not None and not self.spool.is_kept()):
-                    started = start_keeper(self.spool, self._config.keeper_linger)
+                    started = start_keeper(self.spool, self._options.linger)
                     if started is not None and self._reached_at is not None:
                         logger.warning("the keeper of rank %d has died. Another keeper takes over.", self.rank)
                 time.sleep(0.02)
@@ -269,7 +270,7 @@ class KeeperClient:
         if self.training.nodes == 1:
             return "localhost", NO_ADDRESS
         while self._reached_at is None:
-            self._call("attach", self._config.keeper_linger, None)
+            self._call("attach", self._options.linger, None)
         return self._reached_at
 
     # Saves
@@ -294,7 +295,7 @@ class KeeperClient:
                 host, address = self._address()
             except (OSError, TypeError, KeeperLost) as error:
                 raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error
-            return Peer(self.rank, self._node, host, address, self._config.local_dir or "")
+            return Peer(self.rank, self._node, host, address, self._options.dir or "")
 
         def go(peers: list[Peer]) -> Peer:
             self._go = Go(token, peers)
@@ -314,7 +315,7 @@ class KeeperClient:
     def revoke(self, token: str, path: Where) -> Path:
         """Withdraw a save from the keepers: none of them publishes it any more.
 
-        The path and ``local_dir`` may hang, so a thread with a deadline changes them. Raises OSError.
+        The path and ``keeper.dir`` may hang, so a thread with a deadline changes them. Raises OSError.
 
         Returns:
             The directory with the extra files of this rank.
@@ -331,8 +332,8 @@ class KeeperClient:
 
     def _void(self, token: str, path: Where) -> None:
         try:
-            if self._config.local_dir is not None:
-                LocalCheckpoints(Path(self._config.local_dir), self._root).remove(token)
+            if self._options.dir is not None:
+                LocalCheckpoints(Path(self._options.dir), self._root).remove(token)
             if self.rank == 0 and (reserved := self.journal.state(token).reserved):
                 medium_of(path).revoke(path, reserved)
         except (OSError, CheckpointError) as error:
@@ -371,9 +372,9 @@ class KeeperClient:
 
     def forget(self, path: Where) -> None:
         """Delete this node's parts of the saves to a path; on rank 0, those of all nodes."""
-        if self._config.local_dir is not None:
+        if self._options.dir is not None:
             others = [node[0] for node in self._go.nodes()[1:]] if self._go else []
-            asked = str(path), path.parent, self._config.local_dir, others, self.training.key
+            asked = str(path), path.parent, self._options.dir, others, self.training.key
             for text in self._call("forget", *asked):
                 logger.warning("keeper of rank %d: %s", self.rank, text)
 
@@ -431,7 +432,7 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
 
 def _settle(spool: Spool, config: CheckpointConfig, deadline: float) -> list[str]:
     """Wait until a keeper, started in place of one that died, has published the saves in its journal, or completed them
-    in ``local_dir``, or dropped them. A journal of another version of this package is left as it is.
+    in ``keeper.dir``, or dropped them. A journal of another version of this package is left as it is.
 
     Returns:
         Messages about the saves that are not there.
@@ -444,7 +445,7 @@ def _settle(spool: Spool, config: CheckpointConfig, deadline: float) -> list[str
     tokens = journal.in_flight() if spool.is_kept() else journal.unfinished()
     if not tokens:
         return []
-    start_keeper(spool, config.keeper_linger)
+    start_keeper(spool, keeper_options(config).linger)
     start, problems = time.monotonic() + _START_SECONDS, []
     while tokens and (seconds := deadline - time.monotonic()) > 0:
         patience = min(_ANSWER, seconds)

@@ -6,8 +6,9 @@ writes its part and gets the complete index), *replicate* (copies go to other no
 copies are free as soon as they are written. All else that is known of a save is in the journal.
 
 A stage asks all nodes at once, and repeats requests that failed for a passing reason. A tier that fails is reported,
-and the other tiers continue. Without room in ``local_dir`` the save goes straight to its path. If a neighbour cannot be
-reached, the save has no copy. While a store is down, the newest ``local_keep`` saves wait, and older ones are dropped.
+and the other tiers continue. Without room in ``keeper.dir`` the save goes straight to its path. If a neighbour cannot
+be reached, the save has no copy. While a store is down, the newest ``keeper.keep`` saves wait, and older ones are
+dropped.
 """
 
 from __future__ import annotations
@@ -319,14 +320,14 @@ class Coordinator:
         try:
             if self._journal.state(save.token).tries > _MOST_TRIES:
                 raise SaveFailed(f"{_MOST_TRIES} keepers have died while they wrote this save")
-            if save.job.config.local_dir is None:
+            if save.job.keeper.dir is None:
                 return self._write_to_path(save)
             try:
                 self._write_locally(save)
             except (OSError, CheckpointError) as error:
-                if save.job.config.durable_every is None:
+                if save.job.keeper.durable_every is None:
                     raise
-                self._degrade(save, f"{save.path} is not kept in local_dir, but goes straight to its path: {error}")
+                self._degrade(save, f"{save.path} is not kept in keeper.dir, but goes straight to its path: {error}")
                 return self._write_to_path(save)
         except Exception as error:
             return self._fail(save, error)
@@ -350,7 +351,7 @@ class Coordinator:
         In this order either the ranks find the record, or the keeper finds that the save is revoked. An error of the
         block discards what was written.
         """
-        publication = Publication(save.path, medium_of(save.path, save.job.config.direct_io))
+        publication = Publication(save.path, medium_of(save.path, save.job.config.io.direct))
         publication.save_id = save.head.save_id
         try:
             retention.refuse_to_replace_a_base(save.path)
@@ -442,7 +443,7 @@ class Coordinator:
 
         Each training asks once, because the folder of checkpoints may have been emptied before the training began.
         """
-        if save.job.config.durable_every is None:
+        if save.job.keeper.durable_every is None:
             return ""
         root = resolved(save.path.parent)
         known = self._runs.get((str(root), save.job.key))
@@ -460,11 +461,11 @@ class Coordinator:
     # Replicate
 
     def _replicate(self, save: Save) -> Stage:
-        config, others = save.job.config, len(save.nodes) - 1
-        copies = min(config.replicas, others)
-        if config.replicas > others:
+        keeper, others = save.job.keeper, len(save.nodes) - 1
+        copies = min(keeper.replicas, others)
+        if keeper.replicas > others:
             nodes = f"{others + 1} node{'s' * bool(others)}"
-            text = f"saves have {others} of the {config.replicas} copies that replicas asks for: the job has {nodes}"
+            text = f"saves have {others} copies, and not keeper.replicas={keeper.replicas}: the job has {nodes}"
             save.degraded.append(text)
             if not self._warned_of_copies:
                 self._warn(save, text)
@@ -477,8 +478,8 @@ class Coordinator:
             self._degrade(save, f"{save.path} has no copies on other nodes: {error}")
         failure = self._complete(save)
         assert save.record is not None, "it was written locally"
-        if config.durable_every and (save.record.number % config.durable_every == 0 or save.head.durable):
-            self._drop_overtaken(config.local_keep - 1)
+        if keeper.durable_every and (save.record.number % keeper.durable_every == 0 or save.head.durable):
+            self._drop_overtaken(keeper.keep - 1)
             return "drain"
         return self._end(save, published=False) if failure is None else self._fail(save, failure)
 
@@ -517,13 +518,13 @@ class Coordinator:
             for save in overtaken:
                 save.is_in_work = True
         for save in overtaken:
-            self._put(save, self._give_way(save, "newer saves have overtaken it in local_dir"))
+            self._put(save, self._give_way(save, "newer saves have overtaken it in keeper.dir"))
 
     def _give_way(self, save: Save, why: str) -> Stage:
         """End a save that does not reach its path, because a newer one will. No caller waits for it."""
         if save.local_seconds is None:
             return self._fail(save, SaveFailed(f"{save.path} was not copied to its path: {why}"))
-        self._degrade(save, f"{save.path} is in local_dir, and was not copied to its path: {why}")
+        self._degrade(save, f"{save.path} is in keeper.dir, and was not copied to its path: {why}")
         self._end(save, published=False)
         self._journal.forget(save.token)
         return "ended"
@@ -532,7 +533,7 @@ class Coordinator:
 
     def _drain(self, save: Save) -> Stage:
         def is_overtaken() -> bool:
-            return len(self._waiting("drain")) >= save.job.config.local_keep
+            return len(self._waiting("drain")) >= save.job.keeper.keep
 
         try:
             self._retried(
@@ -564,7 +565,7 @@ class Coordinator:
     def _drain_part(self, save: Save, node: list[Peer], directory: Where, renamed: str) -> None:
         """Have a node copy its part to the path; if it does not answer, have a node with a copy of the part do it."""
         nodes = save.nodes
-        at, copies = nodes.index(node), min(save.job.config.replicas, len(nodes) - 1)
+        at, copies = nodes.index(node), min(save.job.keeper.replicas, len(nodes) - 1)
         for step in range(copies + 1):
             holder = nodes[(at + step) % len(nodes)][0]
             try:
@@ -597,10 +598,9 @@ class Coordinator:
         self._warn(save, text)
 
     def _prune(self, save: Save) -> None:
-        policy = save.job.config.policy()
-        if policy is not None:
+        if (keep_last := save.job.config.keep_last) is not None:
             try:
-                retention.prune(save.path, policy)
+                retention.prune(save.path, keep_last)
             except (OSError, CheckpointError) as error:
                 self._warn(save, f"could not delete old checkpoints beside {save.path}: {error}")
 

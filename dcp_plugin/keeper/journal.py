@@ -148,7 +148,7 @@ class Journal:
             self._changed.notify_all()
 
     def part(self, token: str, rank: int, directory: Where | None) -> Part | None:
-        """Return the part of a rank that was written to a directory (None: ``local_dir``); None if it was not."""
+        """Return the part of a rank that was written to a directory (None: ``keeper.dir``); None if it was not."""
         part: Part | None = self._read(f"{token}.{rank}.part")
         return part if part is not None and part.directory == str(directory or "") else None
 

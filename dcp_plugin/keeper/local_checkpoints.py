@@ -1,14 +1,14 @@
-"""A node's part of the newest checkpoints of each run, in its ``local_dir``, and copies of other nodes' parts.
+"""A node's part of the newest checkpoints of each run, in its ``keeper.dir``, and copies of other nodes' parts.
 
-``local_dir/.dcp_plugin/<key>/<token>/``: the key is a hash of the folder of checkpoints, as the user named it, and the
-token names one save. The folder of a save has the data files of the node's ranks, the complete index, summary and
+``<keeper.dir>/.dcp_plugin/<key>/<token>/``: the key is a hash of the folder of checkpoints, as the user named it, and
+the token names one save. The folder of a save has the data files of the node's ranks, the complete index, summary and
 ``.metadata`` (so the folders of all nodes, put into one, are a standard checkpoint), extra files, and, written last,
 ``dcp_plugin.node``: the :class:`Record` of the save. A copy of another node's part is just more files.
 
 A folder without a record is an incomplete save. No load reads it, and the next save deletes it. A folder whose record
 cannot be read stays: another version of this package may read it.
 
-Other users may write to ``local_dir``, and replace a directory by a link at any time. So ``<key>`` is opened once
+Other users may write to ``keeper.dir``, and replace a directory by a link at any time. So ``<key>`` is opened once
 without following links, its owner is checked (:class:`~dcp_plugin.media.disk.posix.OwnFolder`), and everything below is
 reached through its descriptor.
 """
@@ -67,7 +67,7 @@ class Record:
     number: int = 0
     """Number of the save in its run, from 1 on."""
     complete: bool = False
-    """True if all nodes have their part, the index, and the copies that ``replicas`` asks for."""
+    """True if all nodes have their part, the index, and the copies that ``keeper.replicas`` asks for."""
     format: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
@@ -157,7 +157,7 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
 
 
 def key_of(root: Where | str) -> str:
-    """Return the key of a folder of checkpoints, for its directories in ``local_dir`` and in shared memory."""
+    """Return the key of a folder of checkpoints, for its directories in ``keeper.dir`` and in shared memory."""
     return hashlib.blake2b(str(root).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 

@@ -83,7 +83,7 @@ class Node:
         """Write the parts that these ranks of the node have handed over.
 
         Args:
-            directory: The directory to write to; None: ``local_dir``.
+            directory: The directory to write to; None: ``keeper.dir``.
 
         Raises:
             SaveFailed, OSError: It could not be written.
@@ -111,9 +111,9 @@ class Node:
                 partial.unlink()
         else:
             to = with_options(directory, job.options or {})
-        medium = medium_of(to, job.config.direct_io)
+        medium = medium_of(to, job.config.io.direct)
         reuse = self._reuse_of(job, local=directory is None)
-        writer = PartWriter(job.where, medium, job.config.io_threads, reuse)
+        writer = PartWriter(job.where, medium, job.config.io.threads, reuse)
         try:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:
@@ -146,9 +146,9 @@ class Node:
 
     @staticmethod
     def local_checkpoints(job: RankJob) -> LocalCheckpoints:
-        """Return the parts in this node's ``local_dir`` of the saves to the folder of a save."""
-        assert job.config.local_dir is not None
-        return LocalCheckpoints(Path(job.config.local_dir), resolved(job.path.parent))
+        """Return the parts in this node's ``keeper.dir`` of the saves to the folder of a save."""
+        assert job.keeper.dir is not None
+        return LocalCheckpoints(Path(job.keeper.dir), resolved(job.path.parent))
 
     def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
         """Store the index and the record next to this node's part, which can be recovered from then on.
@@ -160,7 +160,7 @@ class Node:
         job = self.journal.job(token, ranks[0])
         checkpoints = self.local_checkpoints(job)
         folder = checkpoints.make(token)
-        if job.config.durable_every is not None:
+        if job.keeper.durable_every is not None:
             self._tiers[checkpoints.folder] = checkpoints
         for name, data in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class Node:
 
     def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str, copies: int) -> None:
         """Mark a save complete, after all nodes have their parts and copies. Delete saves older than the newest
-        ``local_keep``, except needed ones.
+        ``keeper.keep``, except needed ones.
 
         Args:
             copies: How many other nodes have a copy of each node's part.
@@ -244,7 +244,7 @@ class Node:
         if (checkpoint := checkpoints.find(token)) is None:
             raise SaveFailed(f"the part of {job.path} on this node is gone")
         checkpoint.mark_complete(run)
-        deleted = checkpoints.keep(job.config.local_keep, {*needed, token})
+        deleted = checkpoints.keep(job.keeper.keep, {*needed, token})
         self._sent = {key: sent for key, sent in self._sent.items() if sent[0] not in deleted}
         checkpoints.collect_garbage(lambda: {*needed, *self.journal.in_flight()})
         self.journal.forget_before(token, needed)
@@ -266,9 +266,9 @@ class Node:
     def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
         token, directory = job.token, with_options(directory, job.options or {})
         folder = self.local_checkpoints(job).folder_of(token)
-        medium = medium_of(directory, job.config.direct_io)
+        medium = medium_of(directory, job.config.io.direct)
         medium.join(directory, job.path)
-        pace = RateLimiter(job.config.drain_bandwidth)
+        pace = RateLimiter(job.keeper.bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
         copies: dict[FileIdentity, tuple[DataFile, str]] = {}
 
@@ -281,10 +281,10 @@ class Node:
                     return
             if (local := on_file_system(directory)) is not None:  # half of it may be there, of a node that is gone
                 (local / new_name).unlink(missing_ok=True)
-            _copy_file(folder / name, medium, directory, new_name, pace, job.config.io_threads)
+            _copy_file(folder / name, medium, directory, new_name, pace, job.config.io.threads)
             copies[identity] = DataFile.written(medium.open(directory), directory / new_name), new_name
 
-        with ThreadPoolExecutor(max(1, job.config.io_threads), thread_name_prefix="keeper-drain") as pool:
+        with ThreadPoolExecutor(max(1, job.config.io.threads), thread_name_prefix="keeper-drain") as pool:
             list(pool.map(copy, data))
         if rest := [name for name in names if name not in data]:
             add_files(medium, directory, lambda target: _copy_files(folder, rest, target))

@@ -1,7 +1,7 @@
 """The life of a keeper: it answers ranks and other keepers, and ends when no process needs it.
 
 It ends when all ranks have left and no save is in flight; or when the training has died, its saves have ended, and no
-rank has come back within ``keeper_linger`` seconds. On SIGTERM, which a cluster sends to the remaining processes of a
+rank has come back within ``keeper.linger`` seconds. On SIGTERM, which a cluster sends to the remaining processes of a
 job, it finishes the saves in flight and ends. It stays in the control group of its job, and ends with that. It logs
 unfinished saves in ``keeper.log``, and the next keeper of the same journal continues them.
 """
@@ -63,10 +63,10 @@ class _InFlight:
     """Time of the last sign of the ranks or of that keeper, on the monotonic clock."""
 
 
-class Keeper:
+class KeeperProcess:
     """Args:
     held: The descriptor of its lock, see :func:`~dcp_plugin.keeper.locks.become_keeper`.
-    linger: Seconds, see ``keeper_linger``.
+    linger: Seconds, see :class:`~dcp_plugin.Keeper`.
     """
 
     def __init__(self, spool: Spool, held: int, linger: float) -> None:

@@ -20,6 +20,7 @@ from dcp_plugin.keeper.local_checkpoints import Record
 from dcp_plugin.keeper.plain import CLASSES
 from dcp_plugin.keeper.spool import Spool
 from dcp_plugin.keeper.wire import Address
+from dcp_plugin.options import IO, Keeper
 from dcp_plugin.paths import Where, with_options
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
@@ -30,6 +31,12 @@ from dcp_plugin.storage.stock_save import items_of
 from dcp_plugin.storage.writer import Facts
 from dcp_plugin.tensors.host_memory import host_bytes
 from dcp_plugin.types import EncodedValue, Flat, Shape, ShardedValue
+
+
+def keeper_options(config: CheckpointConfig) -> Keeper:
+    """Return the keeper's options of a configuration that has them."""
+    assert config.keeper is not None, "without a keeper nothing of this package is made"
+    return config.keeper
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Head:
     run: str
     """The identifier of the run in the figures."""
     durable: bool
-    """True if the save is copied to its path whatever ``durable_every`` says."""
+    """True if the save is copied to its path whatever ``keeper.durable_every`` says."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,10 @@ class RankJob:
     def where(self) -> Where:
         """The path, with the options of its store."""
         return with_options(self.path, self.options or {})
+
+    @property
+    def keeper(self) -> Keeper:
+        return keeper_options(self.config)
 
 
 @dataclass(frozen=True)
@@ -193,7 +204,7 @@ class Part:
     """Comparisons of extra files, see :func:`dcp_plugin.storage.published.comparisons_below`."""
     attached_sizes: dict[str, int]
     directory: str = ""
-    """The directory at the path that has the files; empty if it is ``local_dir``."""
+    """The directory at the path that has the files; empty if it is ``keeper.dir``."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +214,7 @@ class End:
     published: bool
     """True if the checkpoint is at its path."""
     local: bool
-    """True if the save is complete in ``local_dir``."""
+    """True if the save is complete in ``keeper.dir``."""
     error: Exception | None = None
     seconds: float = 0.0
     """Seconds since the save was handed over."""
@@ -224,12 +235,12 @@ class End:
 
     @property
     def has_failed(self) -> bool:
-        """True if neither the path nor ``local_dir`` has the save."""
+        """True if neither the path nor ``keeper.dir`` has the save."""
         return self.failure is not None and not self.local
 
     @property
     def is_final(self) -> bool:
-        """False if the save is complete in ``local_dir`` alone, and may be brought to its path yet."""
+        """False if the save is complete in ``keeper.dir`` alone, and may be brought to its path yet."""
         return self.published or not self.local or self.error is not None
 
 
@@ -244,7 +255,7 @@ class State:
     written: bool = False
     """True if all nodes have written their parts: the host copies of the node may get other bytes."""
     local: bool = False
-    """True if the save is complete in ``local_dir``."""
+    """True if the save is complete in ``keeper.dir``."""
     copies: int = 0
     """Other nodes that hold a copy of each node's part."""
     messages: tuple[str, ...] = ()
@@ -257,7 +268,7 @@ class State:
 
 
 _TRAVELLING = (
-    *(RankJob, Items, Share, LocalInventory, Description, Head, KeyColumns, Facts, CheckpointConfig, Retention, Spent),
-    *(Go, Peer, Part, WrittenPart, Places, Record, State, End),
+    *(RankJob, Items, Share, LocalInventory, Description, Head, KeyColumns, Facts, CheckpointConfig, Keeper, IO),
+    *(Retention, Spent, Go, Peer, Part, WrittenPart, Places, Record, State, End),
 )
 CLASSES.update({each.__name__: each for each in _TRAVELLING})

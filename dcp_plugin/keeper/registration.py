@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from dcp_plugin.keeper.source import NodesSource
 from dcp_plugin.keeper.writer import KeeperWriter
-from dcp_plugin.sources import Keeper
+from dcp_plugin.sources import KeeperFactories
 
-KEEPER = Keeper(NodesSource, KeeperWriter)
+KEEPER = KeeperFactories(NodesSource, KeeperWriter)

@@ -1,4 +1,4 @@
-"""The source that reads the nodes' ``local_dir``: each byte from this node, another node, or the path.
+"""The source that reads the nodes' ``keeper.dir``: each byte from this node, another node, or the path.
 
 The ranks of a job exchange which parts of saves their nodes have, and rank 0 decides which saves can be read. World
 size, mesh and nodes may differ from those of the save. A rank that needs bytes of another node asks a rank of it, which
@@ -30,6 +30,7 @@ from dcp_plugin.keeper.local_checkpoints import (
     path_of,
     run_of,
 )
+from dcp_plugin.keeper.records import keeper_options
 from dcp_plugin.keeper.selection import OWN, NearestFiles, Place, RemoteFile
 from dcp_plugin.keeper.server import Server, send_range
 from dcp_plugin.keeper.wire import Address, Channel, new_key, own_address
@@ -77,14 +78,14 @@ class Inventory:
     """Parts of saves that the nodes of a job have. This rank serves its own until :meth:`close`.
 
     Args:
-        config: With ``local_dir``.
+        config: With ``keeper.dir``.
         root: The folder of checkpoints.
     """
 
     def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
-        assert config.local_dir is not None, "the caller has checked it"
-        self._config, self._root, self._ranks = config, root, ranks
-        self._local_dir = Path(config.local_dir)
+        self._config, self._root, self._ranks, self._options = config, root, ranks, keeper_options(config)
+        assert self._options.dir is not None, "the caller has checked it"
+        self._local_dir = Path(self._options.dir)
         self._node = node_of(self._local_dir)
         self._key = new_key()
         self._own: dict[str, LocalCheckpoint] = {}
@@ -158,7 +159,7 @@ class Inventory:
 
     def _summary_of(self, record: Record) -> Summary | None:
         """Return the summary at the path of a save; None if the path has no checkpoint, or cannot be read now."""
-        if self._config.durable_every is None:
+        if self._options.durable_every is None:
             return None
         with suppress(CheckpointError, OSError):
             return read_summary(self._path(record))
@@ -169,7 +170,7 @@ class Inventory:
 
     def _run(self, record: Record, passed_over: list[str]) -> str | None:
         """Return the run that is now in the folder of a save; None if that is unknown."""
-        if self._config.durable_every is None or not record.run:
+        if self._options.durable_every is None or not record.run:
             return None
         root = self._path(record).parent
         if str(root) not in self._runs:
@@ -221,18 +222,18 @@ def _refuse_if_not_mounted(root: Where) -> None:
 class NodesSource(Source):
     """The parts of checkpoints that the nodes of a job have.
 
-    A keeper without ``local_dir`` has none, but may still be about to publish the saves of an earlier training.
+    A keeper without ``keeper.dir`` has none, but may still be about to publish the saves of an earlier training.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
+        self._config, self._dir = config, keeper_options(config).dir
 
     def settle(self, root: Where, ranks: Ranks) -> None:
         settle_before_restart(self._config, root, ranks)
 
     @contextmanager
     def open(self, path: Where, ranks: Ranks, open_path: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
-        if self._config.local_dir is None:
+        if self._dir is None:
             yield None
             return
         with closing(Inventory(self._config, path.parent, ranks)) as inventory:
@@ -244,11 +245,11 @@ class NodesSource(Source):
                 yield None if survivor is None else inventory.files(survivor, path, open_path)
             except CheckpointNotFound as error:
                 if inventory.passed_over:
-                    error.add_note(f"In local_dir of the nodes was passed over: {_in_short(inventory.passed_over)}")
+                    error.add_note(f"In keeper.dir of the nodes was passed over: {_in_short(inventory.passed_over)}")
                 raise
 
     def states(self, root: Where, ranks: Ranks | None = None) -> list[CheckpointState]:
-        if self._config.local_dir is None:
+        if self._dir is None:
             return []
         with closing(Inventory(self._config, root, ranks or Ranks())) as inventory:
             inventory.take(of_one_node=ranks is None)
@@ -266,7 +267,7 @@ class NodesSource(Source):
         return parts[-1].record.time if parts else None
 
     def quarantine(self, path: Where, ranks: Ranks) -> bool:
-        if self._config.local_dir is None:
+        if self._dir is None:
             return False
 
         def quarantine() -> int:
@@ -278,11 +279,11 @@ class NodesSource(Source):
         return ranks.combine(f"set {path} aside", quarantine, any)
 
     def _own_parts(self, path: Where) -> list[LocalCheckpoint]:
-        return [] if self._config.local_dir is None else parts_of(Path(self._config.local_dir), path)
+        return [] if self._dir is None else parts_of(Path(self._dir), path)
 
     def forget(self, path: Where) -> None:
-        if self._config.local_dir is not None:
-            LocalCheckpoints(Path(self._config.local_dir), resolved(path.parent)).forget(path_of(path))
+        if self._dir is not None:
+            LocalCheckpoints(Path(self._dir), resolved(path.parent)).forget(path_of(path))
 
 
 def _in_short(problems: Sequence[str]) -> str:

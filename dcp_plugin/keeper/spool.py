@@ -40,7 +40,7 @@ from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where
 from dcp_plugin.types import VERSION
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
 (:mod:`~dcp_plugin.keeper.records`), raises it."""
 _WITHOUT_NUMBER = 1
@@ -152,7 +152,7 @@ class Spool:
                 if pid is not None and (self.get(name) or b"").decode() not in ("", training):
                     raise SaveFailed(
                         f"another training on {socket.gethostname()} (pid {pid}) saves to the same folder of "
-                        f"checkpoints with the same local_dir. Give one of them another folder or local_dir"
+                        f"checkpoints with the same keeper.dir. Give one of them another folder or keeper.dir"
                     )
             os.pwrite(self._held, training.encode(), 0)
 
@@ -283,7 +283,7 @@ class Spool:
             self.require_folder()
             raise NoSharedMemory(
                 f"rank {rank} cannot have {nbytes:,} bytes of shared memory in {self.folder} ({error.strerror}): give "
-                f"/dev/shm more (in a container: --shm-size, or an emptyDir with medium: Memory), or writer='thread'"
+                f"/dev/shm more (in a container: --shm-size, or an emptyDir with medium: Memory), or keeper=None"
             ) from error
         self.slabs.append(Slab(name, memory))
         return memory

@@ -31,7 +31,7 @@ from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
 from dcp_plugin.keeper.node import copy_tree
-from dcp_plugin.keeper.records import End, Head, Items, RankJob
+from dcp_plugin.keeper.records import End, Head, Items, RankJob, keeper_options
 from dcp_plugin.keeper.wire import KeeperLost
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where, options_of
@@ -112,7 +112,7 @@ class KeeperWriter:
             for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
                 if earlier.path == handle.path:
                     earlier.wait_done()
-            if self._config.local_dir is not None and self._config.durable_every is None:
+            if keeper_options(self._config).durable_every is None:
                 raise
             if ranks.rank == 0:
                 logger.warning("%s is saved without a keeper: %s", handle.path, error)
@@ -446,7 +446,7 @@ class KeptSaves:
             save.written.set()
         try:
             local = None
-            if self._config.local_dir is not None:
+            if self._config.has_local_tier:
                 local = self._follow_locally(save.token, handle, request)
             return self._finished(self._end_of(save.token, request, local), request, staging_seconds, local)
         except Exception as error:
@@ -462,7 +462,7 @@ class KeptSaves:
             kept, why = "in memory", f"the keeper has not published it within {self._config.timeout:.0f} s, and goes on"
         except (KeeperLost, NoSharedMemory) as error:
             kept, why = "in memory" if isinstance(error, KeeperLost) else "lost", str(error)
-        kept = kept if local is None else "complete in local_dir"
+        kept = kept if local is None else "complete in keeper.dir"
         raise SaveFailed(f"{request.path} is {kept}, and not durable: {why}")
 
     def _meet_when_written(self, save: _HandedOver, request: SaveRequest) -> str:
@@ -510,14 +510,14 @@ class KeptSaves:
         path, ranks = request.path, self.group
         if ranks.rank == 0:
             logger.warning("%s is written without a keeper: %s", path, reason)
-        handle.set_local(SaveFailed(f"{path} is not complete in local_dir: {reason}"))
-        publication = Publication(path, medium_of(path, self._config.direct_io))
+        handle.set_local(SaveFailed(f"{path} is not complete in keeper.dir: {reason}"))
+        publication = Publication(path, medium_of(path, self._config.io.direct))
 
         staged, planned = Attempt(save.staged), save.planned
 
         def reserve() -> SavePlan:
             files = ranks.agree(f"revoke the save of {path}", lambda: self.client.revoke(save.token, path))
-            if self._config.local_dir is not None and self._config.durable_every is None:
+            if keeper_options(self._config).durable_every is None:
                 raise SaveFailed(f"cannot save {path}: {reason}")
             has_files = request.files is not None
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(has_files, time_of(save.token)))
@@ -565,7 +565,7 @@ class KeptSaves:
         if not state.local:
             end = state.end
             why = "the keeper has not completed it yet" if end is None else end.error or end.degraded
-            handle.set_local(SaveFailed(f"{request.path} is not complete in local_dir: {why}"))
+            handle.set_local(SaveFailed(f"{request.path} is not complete in keeper.dir: {why}"))
             return None
         seconds = time.monotonic() - request.began
         self._pipeline.emit(events.SavedLocally(request.path, request.step, seconds, self.client.rank, state.copies))
@@ -603,7 +603,7 @@ class KeptSaves:
         Raises:
             CheckpointError: The copy fails.
         """
-        if self._newest is None or self._config.durable_every is None:
+        if self._newest is None or keeper_options(self._config).durable_every is None:
             return
         token, handle = self._newest
         if handle.finished is None or handle.finished.tier == "durable":
@@ -613,11 +613,13 @@ class KeptSaves:
                 return
             end = self.client.wait(token, "end").end
         except (KeeperLost, NoSharedMemory) as error:
-            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {error}") from error
+            raise SaveFailed(f"{handle.path} is complete in keeper.dir, and not durable: {error}") from error
         if end is None:
-            raise SaveFailed(f"{handle.path} is only in local_dir: the keeper has not copied it to its path yet")
+            raise SaveFailed(f"{handle.path} is only in keeper.dir: the keeper has not copied it to its path yet")
         if end.failure is not None:
-            raise SaveFailed(f"{handle.path} is complete in local_dir, and not durable: {end.failure}") from end.failure
+            raise SaveFailed(
+                f"{handle.path} is complete in keeper.dir, and not durable: {end.failure}"
+            ) from end.failure
         handle.finished = replace(handle.finished, tier="durable")
         self._pipeline.emit(handle.finished)
 

@@ -316,7 +316,7 @@ class DCPCheckpointIO(Saver):
             total, linked = summary.payload_bytes, int(summary.reused.get("bytes", 0))
         per_second = max(0, total - linked) / event.seconds if event.seconds else 0.0
         unchanged = f", {size(linked)} of it linked," if linked else ""
-        tier = "" if event.tier == "durable" else " in local_dir"
+        tier = "" if event.tier == "durable" else " in keeper.dir"
         rank_zero_info(
             f"Saved {event.path}{tier}: {size(total)}{unchanged} in {event.seconds:.2f} s "
             f"({size(per_second)}/s). The training waited {event.blocked_seconds:.2f} s."
@@ -445,7 +445,7 @@ class DCPCheckpointIO(Saver):
 
     def _alone(self) -> Checkpointer:
         """Return a Checkpointer that needs no closing: no process group, no background, no keeper."""
-        return Checkpointer(self.config.without_local_tier(), solo=True, async_save=False, writer="thread")
+        return Checkpointer(self.config, solo=True, async_save=False, keeper=None)
 
     def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

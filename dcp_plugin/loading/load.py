@@ -107,8 +107,8 @@ class Loading:
         self._partial, self._strict = partial, strict
         self._reader = ShardedReader(
             path,
-            io_threads=config.io_threads,
-            verify=config.verify_on_load,
+            io_threads=config.io.threads,
+            verify=config.io.verify,
             check_files=ranks.rank == 0,
             base=config.base,
             storage_options=config.storage_options,
@@ -220,7 +220,7 @@ class Loading:
         from dcp_plugin.planning.sharing import least_hosts  # imported late, since a single rank never needs it
 
         hosts = len({request.host for request in requests})
-        return least_hosts(self._config.read_broadcast, min(request.many_hosts for request in requests), hosts)
+        return least_hosts(self._config.io.broadcast, min(request.many_hosts for request in requests), hosts)
 
     @staticmethod
     def _difference(requests: list[_Request]) -> str:

@@ -52,7 +52,7 @@ def least_hosts(policy: bool | Literal["auto"], many: int, hosts: int) -> float:
     """Return how many hosts must want the same bytes for the ranks to share the reading; infinity if they never share.
 
     Args:
-        policy: ``read_broadcast`` of the configuration.
+        policy: ``io.broadcast`` of the configuration.
         many: Number of hosts from which on ``"auto"`` reads the same bytes once, see
             :attr:`~dcp_plugin.media.ReadCost.hosts`.
         hosts: Number of hosts of all ranks together.

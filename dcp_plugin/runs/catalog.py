@@ -55,8 +55,8 @@ def latest(
     Args:
         root: The directory, or the URL of a prefix, to search up to six directories deep.
         storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``local_dir`` of the runs. Then complete saves in it on this host count, too, by the path that
-            they would have; a load with the same ``local_dir`` finds them.
+        local_dir: The ``keeper.dir`` of the runs. Then complete saves in it on this host count, too, by the path that
+            they would have; a load with the same ``keeper.dir`` finds them.
 
     Returns:
         The checkpoint's path, or its URL as a ``str``; None if no checkpoint can be resumed from. If only checkpoints
@@ -115,7 +115,7 @@ def list_checkpoints(
     Args:
         root: The directory, or the URL of a prefix, to search up to six directories deep. Links are not followed.
         storage_options: Access to the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``local_dir`` of the runs. Then saves that only this host has in it are listed, too, with
+        local_dir: The ``keeper.dir`` of the runs. Then saves that only this host has in it are listed, too, with
             ``tier="local"``.
 
     Returns:
@@ -143,7 +143,8 @@ def local_below(
     """Return the saves that this host has in ``local_dir`` and that are not at their paths."""
     if local_dir is None:
         return []
-    return source_of(CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options)).states(root)
+    config = CheckpointConfig.merge(None, keeper={"dir": local_dir}, storage_options=storage_options)
+    return source_of(config).states(root)
 
 
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
@@ -243,7 +244,7 @@ def find_newest(
         tools: The other tools: the search includes their checkpoints.
         init_from: A path. At or below it only checkpoints of this package count.
         without: Checkpoints to ignore.
-        local: Saves that only the nodes have, in ``local_dir``.
+        local: Saves that only the nodes have, in ``keeper.dir``.
 
     Raises:
         CheckpointUnreadable: As :func:`latest`.

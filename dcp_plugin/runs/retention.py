@@ -34,12 +34,13 @@ _Sibling = tuple[CheckpointState, Summary | None]
 """A checkpoint of this package in a folder of checkpoints, and its summary if it was read."""
 
 
-def prune(newest: Where, policy: Retention) -> None:
-    """Delete the checkpoints in the folder of ``newest``, which has just been saved, that a policy does not keep.
+def prune(newest: Where, keep_last: int | Retention) -> None:
+    """Delete the checkpoints in the folder of ``newest``, which has just been saved, that ``keep_last`` does not keep.
 
     Checkpoints of other tools stay, and so does a checkpoint of this package to whose path another tool has saved. So
     do parts of the same checkpoint, such as ``checkpoint-5/model`` beside ``checkpoint-5/optimizer``.
     """
+    policy = keep_last if isinstance(keep_last, Retention) else Retention(newest=int(keep_last))
     by_names = policy.every_steps is None and policy.best is None
     siblings, _ = _siblings_in(newest.parent, by_names)
     states = [replace(state, time=float("inf")) if path == newest else state for path, (state, _) in siblings.items()]

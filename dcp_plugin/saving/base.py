@@ -114,7 +114,7 @@ class KeySelection:
             if isinstance(value, ShardedValue) and not value.stored_whole and (not opened.base or stored in left_out):
                 tensors[key] = value
         exact = {key: value for key, value in tensors.items() if _is_exact(value, opened.index, names[key])}
-        hashes = _hashes(exact, self._config.io_threads)
+        hashes = _hashes(exact, self._config.io.threads)
         for key in tensors:
             self._origins[key] = _Origin(source, left_out.get(names[key], names[key]), hashes.get(key))
 
@@ -125,7 +125,7 @@ class KeySelection:
         frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole}
         if frozen and self._config.base is not None and self._named is None:
             self._named = self._read(self._config.base, frozen)
-        now = _hashes(frozen, self._config.io_threads)
+        now = _hashes(frozen, self._config.io.threads)
         reports = {}
         for key, value in frozen.items():
             origin = self._origins.get(key)
@@ -139,7 +139,7 @@ class KeySelection:
     def _read(self, base: str, frozen: Mapping[str, ShardedValue]) -> KnownCheckpoint:
         """Read a named base, unless it was loaded, to find out which parameters it has."""
         config = self._config
-        options, threads, verify = config.storage_options, config.io_threads, config.verify_on_load
+        options, threads, verify = config.storage_options, config.io.threads, config.io.verify
         with ShardedReader(base, io_threads=threads, verify=verify, complete=False, storage_options=options) as reader:
             if reader.index.left_out:
                 raise CheckpointMismatch(

@@ -75,10 +75,10 @@ class SavePipeline:
         figures.subscribe()
         self._config = config
         self._prune: Callable[[Where], None] | None = None
-        if (policy := config.policy()) is not None:
+        if config.keep_last is not None:
             from dcp_plugin.runs import retention  # imported now: in the background, the disk may be full
 
-            self._prune = partial(retention.prune, policy=policy)
+            self._prune = partial(retention.prune, keep_last=config.keep_last)
         self.exchange = PlanExchange()
         self._local: RankLocal | None = None
         """Detector of state that differs between ranks; None for a process alone."""
@@ -314,7 +314,7 @@ class SavePipeline:
     ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, publication.medium, config.io_threads, self.reuse)
+        writer = PartWriter(request.path, publication.medium, config.io.threads, self.reuse)
         began = time.monotonic()
         written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))

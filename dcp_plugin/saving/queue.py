@@ -84,10 +84,10 @@ class SaveHandle:
             raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; the copy goes on")
 
     def wait_local(self, timeout: float | None = None) -> None:
-        """Wait until the save is complete in ``local_dir``. Any thread may call this.
+        """Wait until the save is complete in ``keeper.dir``. Any thread may call this.
 
-        The save is complete when each node has its part and the copies that ``replicas`` asks for. Without
-        ``local_dir`` this is :meth:`wait`.
+        The save is complete when each node has its part and the copies that ``keeper.replicas`` asks for. Without
+        ``keeper.dir`` this is :meth:`wait`.
 
         Raises:
             SaveFailed: The save cannot become complete locally. It may still become durable.

@@ -124,7 +124,7 @@ class CallingThread(Writer):
 
     def new_publication(self, request: SaveRequest) -> Publication:
         """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
-        publication = Publication(request.path, medium_of(request.path, self._config.direct_io))
+        publication = Publication(request.path, medium_of(request.path, self._config.io.direct))
         if (files := request.files) is None:
             return publication
         path, ranks = request.path, self._groups.front()

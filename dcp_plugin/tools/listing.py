@@ -53,7 +53,7 @@ class ListedCheckpoint:
     own_bytes: int
     """Bytes that a deletion of the checkpoint frees. Other checkpoints share its further bytes as hard links."""
     tier: Literal["durable", "local"] = "durable"
-    """``"local"``: only ``local_dir`` of the nodes has the checkpoint, and there is none at the path."""
+    """``"local"``: only ``keeper.dir`` of the nodes has the checkpoint, and there is none at the path."""
     resumes: bool = False
     """True if an automatic resume of its run would load it."""
     world_size: int | None = None
@@ -89,7 +89,7 @@ def list_runs(
     Args:
         root: A directory, or the URL of a prefix, which is searched six directories deep. Links are not followed.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
-        local_dir: The ``local_dir`` of the runs. The list then includes the saves that only this host has there, with
+        local_dir: The ``keeper.dir`` of the runs. The list then includes the saves that only this host has there, with
             ``tier="local"``.
 
     Returns:

@@ -200,11 +200,11 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     wanted = (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}")
     extra: dict[str, Any] = {name: None for name in wanted if name in names}
     Checkpointer(config, solo=True).restore(extra, path, files=files)
-    saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.verify_on_load else None
+    saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.io.verify else None
     if saved is not None and read_file(path, TRAINER_STATE_NAME, files) != saved.encode():
         raise CheckpointCorrupt(
             f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
-            f"CheckpointConfig(verify_on_load=False)."
+            f"CheckpointConfig(io=IO(verify=False))."
         )
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
     return Found(path, False, names, info.world_size, samples, has_file(path, TRAINER_STATE_NAME, files))

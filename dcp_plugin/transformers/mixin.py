@@ -132,7 +132,7 @@ class DCPTrainerMixin(Trainer):
             super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
             self.checkpoint_config = checkpoint_config
-        if self.checkpoint_config.policy() is not None:
+        if self.checkpoint_config.keep_last is not None:
             raise ValueError(
                 "keep_last would delete the best checkpoint, too: use save_total_limit of the TrainingArguments."
             )
@@ -337,7 +337,7 @@ class TrainerAdapter(BaseAttachment):
             best, delete = trainer.state.best_model_checkpoint, self.checkpointer.remove
 
             def rotate(event: SaveFinished) -> None:
-                if event.tier == "durable":  # local_keep limits checkpoints on nodes alone
+                if event.tier == "durable":  # keeper.keep limits checkpoints on nodes alone
                     checkpoints.rotate(run_dir, final, best, limit, delete)
 
             handle.on_published(rotate)

@@ -35,12 +35,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optim": optimizer, "step": 0}
 
+    keeper = {"dir": args.local_dir, "replicas": args.replicas, "bandwidth": args.drain_bandwidth}
     checkpointer = dcp_plugin.Checkpointer(
         async_save=True,
         keep_last=3,
-        local_dir=args.local_dir,
-        replicas=args.replicas,
-        drain_bandwidth=args.drain_bandwidth,
+        keeper=keeper if args.local_dir else None,
         finish_on_sigterm=args.finish_on_sigterm,
     )
     start = dcp_plugin.resume_or_init(state, args.root, checkpointer=checkpointer)

@@ -35,11 +35,11 @@ def test_attaching_twice_is_attaching_once_and_detaching_undoes_it(tmp_path: Pat
     run = t.start("single", native=True)
     accelerator, before = run.accelerator, dict(vars(run.accelerator))
     base, sampler = type(run.loader.base_dataloader), run.loader.batch_sampler.sampler
-    attached = attach(accelerator, io_threads=3)
+    attached = attach(accelerator, io={"threads": 3})
     assert attach(accelerator) is attached
-    assert attach(accelerator, io_threads=3) is attached
+    assert attach(accelerator, io={"threads": 3}) is attached
     with pytest.raises(ValueError, match=r"detach\(\) first"):
-        attach(accelerator, io_threads=2)
+        attach(accelerator, io={"threads": 2})
     attached.detach()
     attached.detach()
     assert dict(vars(accelerator)) == before

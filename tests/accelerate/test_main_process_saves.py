@@ -74,9 +74,9 @@ def _ranks_of(path: Path) -> int:
 def test_a_save_of_the_main_process_alone_resumes_on_all_ranks(tmp_path: Path, settings: str) -> None:
     options: dict[str, Any] = {"async_save": settings != "now"}
     if settings == "by a keeper":
-        options["writer"] = "process"
+        options["keeper"] = dcp.Keeper()
     if settings == "into a local directory":
-        options |= {"local_dir": str(tmp_path / "local"), "durable_every": 2}
+        options |= {"keeper": {"dir": str(tmp_path / "local"), "durable_every": 2}}
     run, messages = _start(**options), logged()
     _Waits(alone=True)
     states = {}

@@ -132,7 +132,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "save": {},
     "async": {"async_save": True},
     "lazy": {"async_save": True, "staging": "lazy"},
-    "keeper": {"async_save": True, "writer": "process", "keeper_linger": 0.0},
+    "keeper": {"async_save": True, "keeper": {"linger": 0.0}},
 }
 
 

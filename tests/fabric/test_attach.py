@@ -33,8 +33,8 @@ def test_attach_can_be_repeated_and_undone(tmp_path: Path, package: str) -> None
     attached = attach(fabric, async_save=True)
     assert attach(fabric) is attached
     assert attached.config.async_save
-    attach(fabric, async_save=True, io_threads=1)
-    assert attached.config.io_threads == 1
+    attach(fabric, async_save=True, io={"threads": 1})
+    assert attached.config.io.threads == 1
 
     state = {"model": fabric.setup(torch.nn.Linear(3, 3)), "step": 1}
     fabric.save(tmp_path / "ours", state)
@@ -101,7 +101,7 @@ def test_a_plugin_with_init_from_is_refused(tmp_path: Path, package: str) -> Non
     for strategy in ("auto", ours.dcp_strategy_class(base.strategies.SingleDeviceStrategy)("cpu")):
         fabric = base.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
         before = type(fabric.strategy)
-        for settings in ({}, {"io_threads": 1}):
+        for settings in ({}, {"io": {"threads": 1}}):
             with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):
                 ours.attach(fabric, **settings)
         assert type(fabric.strategy) is before
@@ -115,7 +115,7 @@ def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.fabric import training as t
 
-    fabric = t.fabric_for("ddp", plugins=DCPCheckpointIO(io_threads=1))
+    fabric = t.fabric_for("ddp", plugins=DCPCheckpointIO(io={"threads": 1}))
     state = t.Training(fabric).state
     with warned("rank 0 alone") as said:
         fabric.save(tmp_path / "rank-0", {"net": state["net"]})
@@ -123,7 +123,7 @@ def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
     assert all("dcp_plugin.fabric.attach(fabric)" in message for message in said)
     assert list(fabric.load(tmp_path / "rank-0")) == ["net"]
 
-    assert attach(fabric).config.io_threads == 1
+    assert attach(fabric).config.io.threads == 1
     fabric.save(tmp_path / "all", {"net": state["net"]})
     assert sorted(file.name.partition("-")[0] for file in (tmp_path / "all").glob("*.distcp")) == ["__0_0", "__1_0"]
 

@@ -43,8 +43,10 @@ class Training:
 
     hosts: Hosts
     folder: Path
-    config: dict[str, Any]
+    keeper: dict[str, Any]
+    """Options of the keeper that differ from those of :meth:`life`."""
     layout: str = "fsdp2"
+    timeout: float = 60.0
     results: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     said: str = ""
@@ -71,8 +73,9 @@ class Training:
     def life(self, **what: Any) -> Life:
         notes = self.folder / f"life-{next(self._count)}"
         notes.mkdir()
-        config = {"local_dir": str(self.hosts[0].memory / "local"), "keeper_linger": 60.0, "timeout": 60.0}
-        config |= {**self.config, **what.pop("config", {})}
+        local = str(self.hosts[0].memory / "local")
+        keeper = {"dir": local, "linger": 60.0, **self.keeper, **what.pop("keeper", {})}
+        config = {"keeper": keeper, "timeout": self.timeout}
         root = self.url or str(self.root)
         return Life(root, notes, **{"layout": self.layout, "config": config, "in_keeper": self.folder, **what})
 
@@ -107,7 +110,7 @@ class Training:
         return wrong
 
     def wait_for_keepers(self) -> None:
-        """Until none is left, which they are not for long with ``keeper_linger=0``."""
+        """Until none is left, which they are not for long with ``linger=0``."""
         for host in self.hosts:
             while host.processes():
                 time.sleep(0.01)
@@ -144,16 +147,16 @@ def is_alive(process: Process) -> bool:
 
 @contextmanager
 def training(
-    number: int, folder: Path, layout: str = "fsdp2", memory: str = "512M", **config: Any
+    number: int, folder: Path, layout: str = "fsdp2", memory: str = "512M", timeout: float = 60.0, **keeper: Any
 ) -> Iterator[Training]:
     with hosts(number, folder, memory=memory) as h:
-        yield Training(h, folder, config, layout)
+        yield Training(h, folder, keeper, layout, timeout)
 
 
-def killed(folder: Path, count: int, seed: int, **config: Any) -> Iterator[list[str]]:
+def killed(folder: Path, count: int, seed: int, **keeper: Any) -> Iterator[list[str]]:
     """Ranks killed at moments by chance, one or all; each life resumes what the one before has left."""
     chance = random.Random(seed)
-    with training(2, folder, **config) as trained:
+    with training(2, folder, **keeper) as trained:
         for _ in range(count):
             victim = chance.choice([ALL, 0, 1])
             counted = chance.choice(list(CALLS))
@@ -162,10 +165,10 @@ def killed(folder: Path, count: int, seed: int, **config: Any) -> Iterator[list[
         yield trained.run(trained.life())
 
 
-def after_save(folder: Path, count: int, **config: Any) -> Iterator[list[str]]:
+def after_save(folder: Path, count: int, **keeper: Any) -> Iterator[list[str]]:
     """All ranks are killed when the last save has returned; keepers that wait for nobody publish it and end."""
-    with training(2, folder, keeper_linger=0.0, **config) as trained:
-        trained.from_durable = not config.get("local_dir", True)
+    with training(2, folder, linger=0.0, **keeper) as trained:
+        trained.from_durable = not keeper.get("dir", True)
         for _ in range(count):
             wrong = trained.run(trained.life(saves=3, ends=False))
             trained.wait_for_keepers()
@@ -202,10 +205,10 @@ def reshaped(folder: Path, layouts: Sequence[tuple[str, Sequence[int], int]]) ->
             yield wrong + [f"{layout}: {one}" for one in trained.results if one["step"] != 3]
 
 
-def without_keepers(folder: Path, count: int, seed: int, **config: Any) -> Iterator[list[str]]:
+def without_keepers(folder: Path, count: int, seed: int, **keeper: Any) -> Iterator[list[str]]:
     """Keepers are killed at moments by chance while the training goes on."""
     chance = random.Random(seed)
-    with training(2, folder, **config) as trained:
+    with training(2, folder, **keeper) as trained:
         for _ in range(count):
             at = tuple(sorted(chance.sample(range(1, 9 * CALLS[""] // 5), 3)))
             wrong = trained.run(trained.life(saves=10, kills_keeper=at))
@@ -225,11 +228,11 @@ def unfinished(trained: Training) -> list[str]:
 
 
 def full(folder: Path, what: str) -> list[str]:
-    """The ``"memory"`` or the ``"disk"`` of a host, where ``local_dir`` is, fills up for some saves."""
-    with training(2, folder, replicas=1, durable_every=2, local_keep=1) as trained:
+    """The ``"memory"`` or the ``"disk"`` of a host, where ``keeper.dir`` is, fills up for some saves."""
+    with training(2, folder, replicas=1, durable_every=2, keep=1) as trained:
         host = trained.hosts[1]
         place, fill = (host.memory, host.fill_memory) if what == "memory" else (host.disk, host.fill_disk)
-        trained.config["local_dir"] = str(place / "local")
+        trained.keeper["dir"] = str(place / "local")
         life = trained.life(saves=8, commands={3: "fill", 6: "free"}, waits="end")
         wrong = trained.run(life, fill=fill, free=host.free) + unfinished(trained)
         if "No space left" not in trained.said:
@@ -259,7 +262,7 @@ def slow(folder: Path) -> list[str]:
 
 def cut(folder: Path, stage: str) -> list[str]:
     """The cable is out while the keepers of a dead training copy, and in again when one has noticed."""
-    with training(2, folder, replicas=1, durable_every=1, keeper_linger=0.0) as trained:
+    with training(2, folder, replicas=1, durable_every=1, linger=0.0) as trained:
         life = trained.life(saves=3, commands={4: "cut"}, ends=False)
         wrong = trained.run(life, cut=trained.hosts[1].cut)
         if stage == "noticed":
@@ -280,7 +283,7 @@ def _await_word(host: Host, word: str) -> None:
 
 def store_down(folder: Path, seconds: float = 0.0) -> list[str]:
     """The shared folder is away for some saves, and for at least so many seconds, and comes back."""
-    with training(2, folder, replicas=1, durable_every=1, local_keep=3, timeout=60.0 + 2 * seconds) as trained:
+    with training(2, folder, replicas=1, durable_every=1, keep=3, timeout=60.0 + 2 * seconds) as trained:
         away = trained.hosts.shared
         life = trained.life(saves=8, commands={3: "away", 5: "later", 7: "back"}, waits="local")
         wrong = trained.run(life, away=away.take_away, later=lambda: time.sleep(seconds), back=away.give_back)
@@ -339,7 +342,7 @@ def leaks(folder: Path, lives: int, seed: int) -> list[str]:
         for name, count in held[-1].items():
             if count > early.get(name, 0) + allowed[name]:
                 wrong.append(f"{name}: {count}, and at first {early}")
-        wrong += trained.run(trained.life(saves=1, config={**trained.life().config, "keeper_linger": 0.0}))
+        wrong += trained.run(trained.life(saves=1, keeper={"linger": 0.0}))
         trained.wait_for_keepers()
         for host in trained.hosts:
             left = [path for path in host.at(host.memory).rglob("*") if path.is_file() and ".door" not in path.parts]
@@ -353,7 +356,7 @@ def stopped(folder: Path, count: int, seed: int) -> Iterator[list[str]]:
     Beside a stopped keeper the training goes on. Beside a stopped rank it ends within the timeout.
     """
     chance = random.Random(seed)
-    with training(2, folder, replicas=1, durable_every=2, timeout=10.0, local_keep=3) as trained:
+    with training(2, folder, replicas=1, durable_every=2, timeout=10.0, keep=3) as trained:
         trained.from_durable = True
         for number in range(count):
             host = trained.hosts[chance.randrange(2)]
@@ -382,9 +385,9 @@ def _with_a_stopped_keeper(trained: Training, host: Host, at: int) -> list[str]:
 def clocks(folder: Path, tier: str) -> list[str]:
     """A clock is set back by three hours between two saves, between two starts, and on one of two hosts."""
     is_local = "local" in tier
-    config: dict[str, Any] = {"durable_every": 2} if is_local else {"local_dir": None, "writer": "process"}
+    keeper: dict[str, Any] = {"durable_every": 2} if is_local else {"dir": None}
     with ExitStack() as opened:
-        trained = opened.enter_context(training(2, folder, **config))
+        trained = opened.enter_context(training(2, folder, **keeper))
         trained.hosts[0].do(":")  # clocks are those of host names
         if "bucket" in tier:
             server = opened.enter_context(object_server.serving())
@@ -433,7 +436,7 @@ def _parts(chosen: Any) -> Parts:
         "ranks killed": partial(killed, count=count // 2, seed=seed, replicas=1, durable_every=5),
         "ranks killed, no durable storage": partial(killed, count=count - count // 2, seed=seed, durable_every=None),
         "killed after save": partial(after_save, count=few),
-        "killed after save, no local_dir": partial(after_save, count=few, local_dir=None, writer="process"),
+        "killed after save, no local tier": partial(after_save, count=few, dir=None),
         "hosts lost": partial(lost, numbers=losses, seed=seed),
         "a host fewer, other layouts": partial(reshaped, layouts=LAYOUTS),
         "keepers killed": partial(without_keepers, count=few, seed=seed, replicas=1, durable_every=3),

@@ -157,7 +157,7 @@ def live(life: Life) -> dict[str, Any]:
     checkpointer = dcp.Checkpointer(async_save=True, **life.config)
     found = resume(checkpointer, life, state)
     note(life, resumed=found["step"], **{name: found[name] for name in ("sources", "passed_over", "equal")})
-    keeper = Spool.of(resolved(as_path(life.root)), checkpointer.config.local_dir)
+    keeper = Spool.of(resolved(as_path(life.root)), checkpointer.config.keeper.dir)
 
     def at(call: int) -> None:
         if life.dies is not None and call == life.dies[1] and life.dies[0] in (ALL, dist.get_rank()):
@@ -200,7 +200,7 @@ def live(life: Life) -> dict[str, Any]:
 def _end_of(handle: dcp.SaveHandle, checkpointer: dcp.Checkpointer) -> str:
     if handle.finished is None or handle.exception() is not None:
         return str(handle.exception())
-    is_short = handle.finished.tier == "local" and handle.finished.copies < checkpointer.config.replicas
+    is_short = handle.finished.tier == "local" and handle.finished.copies < checkpointer.config.keeper.replicas
     return f"{handle.finished.tier}{', without its copies' * is_short}"
 
 

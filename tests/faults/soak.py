@@ -64,8 +64,7 @@ def random_life(chance: random.Random, first_tag: int) -> Life:
         **({"async_save": True, "staging": staging} if staging else {}),
         "reuse": chance.random() < 0.5,
         "keep_last": chance.choice([None, 2, 3]),
-        "io_threads": chance.choice([1, 2, 4]),
-        "direct_io": chance.choice([False, "auto"]),
+        "io": {"threads": chance.choice([1, 2, 4]), "direct": chance.choice([False, "auto"])},
         "rng": chance.random() < 0.5,
         "timeout": 30.0,
     }

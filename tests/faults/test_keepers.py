@@ -25,11 +25,11 @@ def test_ranks_that_are_killed_resume_from_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "local", [pytest.param(True, id="local_dir"), pytest.param(False, id="process", marks=pytest.mark.long)]
+    "local", [pytest.param(True, id="local"), pytest.param(False, id="process", marks=pytest.mark.long)]
 )
 def test_what_save_has_returned_for_is_published_without_the_training(tmp_path: Path, local: bool) -> None:
-    config = {} if local else {"local_dir": None, "writer": "process"}
-    _nothing_wrong(keepers.after_save(tmp_path, 1, **config), 2)
+    keeper = {} if local else {"dir": None}
+    _nothing_wrong(keepers.after_save(tmp_path, 1, **keeper), 2)
 
 
 @pytest.mark.long

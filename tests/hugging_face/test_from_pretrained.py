@@ -89,7 +89,7 @@ def test_each_rank_reads_its_shards_and_nothing_of_the_optimizer(tmp_path: Path)
         config=m.config("llama", width=256),
         parallelize=m.shard,
         output_loading_info=True,
-        checkpoint_config=dcp.CheckpointConfig(read_broadcast=False),
+        checkpoint_config=dcp.CheckpointConfig(io=dcp.IO(broadcast=False)),
     )
     assert not any(key.startswith("optim") for key in report.loaded)
     read: list[Any] = [None, None]

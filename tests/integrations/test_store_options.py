@@ -186,7 +186,7 @@ def test_copies_have_them_and_what_is_stored_has_not(tmp_path: Path) -> None:
     config = dcp.CheckpointConfig(storage_options=options)
     assert copy.deepcopy(config) == config == dcp.CheckpointConfig(storage_options=options)
     assert config != dcp.CheckpointConfig(storage_options={"secret_access_key": "another"})
-    assert dcp.CheckpointConfig.merge(config, io_threads=4).storage_options == options
+    assert dcp.CheckpointConfig.merge(config, io={"threads": 4}).storage_options == options
     settings = {"config": config, "fields": asdict(config), "path": as_path("s3://bucket/x", options)}
     assert SECRET not in f"{settings!r}{settings}"
     assert SECRET.encode() not in pickle.dumps(settings)
@@ -223,5 +223,5 @@ def test_accelerate_comes_to_a_bucket_by_options_alone(bucket: Bucket) -> None:
     assert (start.how, start.path) == ("resumed", paths[1])
     assert other.accelerator.save_state() == f"{project}/checkpoints/checkpoint_2"
     with pytest.raises(ValueError, match="is attached already") as caught:
-        attach(other.accelerator, io_threads=7)
+        attach(other.accelerator, io={"threads": 7})
     assert SECRET not in f"{caught.value}{start}{other.attached.config}"

@@ -1,6 +1,6 @@
-"""Each framework with ``local_dir``: it goes on from a step that was nowhere but on its nodes when all was killed.
+"""Each framework with ``keeper.dir``: it goes on from a step that was nowhere but on its nodes when all was killed.
 
-Ranks with a ``local_dir`` of their own are nodes of their own. Every second save is durable.
+Ranks with a directory of their own are nodes of their own. Every second save is durable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forked_keepers")
 
 def _settings(root: Path, nodes: int) -> dict[str, Any]:
     node = root / f"node-{dist.get_rank() % nodes}"
-    return {"local_dir": str(node), "durable_every": 2, "async_save": True, "keeper_linger": 1.0}
+    return {"keeper": {"dir": str(node), "durable_every": 2, "linger": 1.0}, "async_save": True}
 
 
 def _die(checkpointer: dcp.Checkpointer) -> None:

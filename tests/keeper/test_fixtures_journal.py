@@ -33,7 +33,7 @@ from tests.places import bytes_in
 
 OTHER = FORMAT_VERSION + 98
 REFUSAL = f"another version of dcp_plugin (format {OTHER}; this one has format {FORMAT_VERSION})"
-KEPT: dict[str, Any] = {"async_save": True, "writer": "process"}
+KEPT: dict[str, Any] = {"async_save": True, "keeper": dcp.Keeper()}
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def test_the_frozen_journal_is_published_or_refused_by_name(
     memory.mkdir(mode=0o700)
     journal = shutil.copytree(FROZEN / "journal", memory / "b39dffb0")
     state = {"model": {"weights": torch.zeros(1000)}, "epoch": 0}
-    start = dcp.resume_or_init(state, tiers.JOURNAL_PATH.rpartition("/")[0], **KEPT, keeper_linger=0.0)
-    if FORMAT_VERSION == 7:
+    start = dcp.resume_or_init(state, tiers.JOURNAL_PATH.rpartition("/")[0], async_save=True, keeper={"linger": 0.0})
+    if FORMAT_VERSION == 8:
         assert (start.how, start.step, str(start.path)) == ("resumed", tiers.JOURNAL_STEP, tiers.JOURNAL_PATH)
         assert_same(flat(state), flat(tiers.journal_state()))
     else:
         assert start.how == "fresh"
         assert str(journal) in caplog.text
-        assert f"(format 7; this one has format {FORMAT_VERSION})" in caplog.text
+        assert f"(format 8; this one has format {FORMAT_VERSION})" in caplog.text
         assert bytes_in(journal) == bytes_in(FROZEN / "journal")
 
 
@@ -98,7 +98,7 @@ def test_a_journal_of_another_version_is_refused_by_name_and_keeps_every_file(
 
 
 def test_saves_that_only_a_keeper_can_make_are_refused_by_name(memory: Path, tmp_path: Path) -> None:
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(tmp_path / "local"), durable_every=None)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": str(tmp_path / "local"), "durable_every": None})
     folder = Spool.of(resolved(tmp_path / "run"), str(tmp_path / "local")).folder
     folder.mkdir()
     (folder / "format").write_text(str(OTHER))
@@ -141,7 +141,7 @@ def test_a_lingering_keeper_of_another_version_is_left_alone_and_publishes_its_s
     program = textwrap.dedent("""
         import os, signal, sys, torch, dcp_plugin as dcp
         if __name__ == "__main__":
-            checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=0.0)
+            checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0}, when_busy="queue")
             checkpointer.save({"weights": torch.arange(10.0)}, f"{sys.argv[1]}/step-1", step=1).wait()
             keeper = checkpointer._writer.saves.client.spool.pid()
             os.kill(keeper, signal.SIGSTOP)

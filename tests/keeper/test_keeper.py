@@ -65,8 +65,7 @@ _TRAINING = """
 import os, signal, sys, torch, dcp_plugin as dcp
 if __name__ == "__main__":
     root, local, dies_at = sys.argv[1:]
-    tiers = dict(local_dir=local) if local else dict(writer="process")
-    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.5, **tiers)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": local or None, "linger": 0.5})
     checkpointer.save({"weights": torch.arange(1000.0)}, f"{root}/step-1", step=1).wait()
     print("saved", flush=True)
     if os.fork() == 0:  # as a worker of a data loader, which does not hear of the death of the training
@@ -157,7 +156,7 @@ def test_a_stopped_holder_of_the_lock_is_named_and_the_save_goes_on_without_a_ke
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
-        checkpointer = dcp.Checkpointer(async_save=True, writer="process")
+        checkpointer = dcp.Checkpointer(async_save=True, keeper=dcp.Keeper())
         checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-1").wait()
         checkpointer.close()
     finally:
@@ -195,8 +194,8 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
     tmp_path: Path, tier: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     local = tmp_path / "local" if tier == "local" else None
-    tiers = {"writer": "process"} if local is None else {"local_dir": str(local)}
-    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.0, timeout=5.0, **tiers)
+    keeper = {"dir": local}
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={**keeper, "linger": 0.0}, timeout=5.0)
     state = {"weights": torch.arange(1000.0)}
     checkpointer.save(state, tmp_path / "run/last", step=1).wait()
     pid = _keeper_of(tmp_path / "run", local)
@@ -212,7 +211,7 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
         checkpointer.close()
         assert "run/last is saved without a keeper" in caplog.text
         another = {"weights": torch.zeros(1000)}
-        assert dcp.resume_or_init(another, tmp_path / "run", timeout=5.0, **tiers).step == 3
+        assert dcp.resume_or_init(another, tmp_path / "run", timeout=5.0, keeper=keeper).step == 3
         assert same_bytes(another["weights"], torch.arange(1000.0) + 2)
     assert dcp.inspect(tmp_path / "run/last").step == 3  # what the keeper still had did not replace it
     assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/last"
@@ -221,7 +220,7 @@ def test_a_stopped_keeper_is_named_and_the_ranks_write_its_saves(
 def test_memory_of_a_save_that_was_taken_from_a_stopped_keeper_is_not_used_again(tmp_path: Path) -> None:
     """The keeper goes on, and may still read it."""
     root = tmp_path / "run"
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.0, timeout=5.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0}, timeout=5.0)
     checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
     keeper, memory = _keeper_of(root, None), Spool.of(root.resolve(), None)
     os.kill(keeper, signal.SIGSTOP)
@@ -244,8 +243,8 @@ def test_a_save_without_a_keeper_is_the_newest_after_the_clock_was_set_back(
     clock = SimpleNamespace(**vars(time) | {"time": lambda: now[0]})
     for module in (writer, keeper_client):
         monkeypatch.setattr(module, "time", clock)
-    settings: dict[str, Any] = {"local_dir": str(local), "local_keep": 9, "timeout": 5.0}
-    checkpointer = dcp.Checkpointer(async_save=True, durable_every=100, keeper_linger=0.0, **settings)
+    keeper = dcp.Keeper(dir=str(local), keep=9, durable_every=100, linger=0.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper=keeper, timeout=5.0)
 
     def save(step: int) -> None:
         checkpointer.save({"n": step}, root / f"step-{step}", step=step).wait()
@@ -257,7 +256,7 @@ def test_a_save_without_a_keeper_is_the_newest_after_the_clock_was_set_back(
         save(2)  # revoked, and written by the ranks
         save(3)  # never handed over
         checkpointer.close()
-    checkpointer = dcp.Checkpointer(async_save=True, durable_every=100, keeper_linger=0.0, **settings)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper=keeper, timeout=5.0)
     save(4)
     checkpointer.close()
     times = [checkpoint.time for checkpoint in dcp.list_checkpoints(root, local_dir=local)]
@@ -270,8 +269,8 @@ def test_close_returns_and_says_what_is_not_durable_while_the_path_hangs(
     bucket: Bucket, proxy: Proxy, tmp_path: Path, tier: str
 ) -> None:
     proxy.on(where(), Silence(), times=None)
-    tiers = {"writer": "process"} if tier == "none" else {"local_dir": str(tmp_path / "local")}
-    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.0, timeout=5.0, durable_every=1, **tiers)
+    local = None if tier == "none" else str(tmp_path / "local")
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": local, "linger": 0.0}, timeout=5.0)
     root = as_path(f"{bucket.url}/run")
     handle = checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1)
     if tier == "local":
@@ -280,16 +279,14 @@ def test_close_returns_and_says_what_is_not_durable_while_the_path_hangs(
         handle.wait(0.1)
     with pytest.raises(SaveFailed, match=r"step-1 is .*not durable"):
         checkpointer.close()
-    if (keeper := Spool.of(resolved(root), tiers.get("local_dir")).pid()) is not None:
+    if (keeper := Spool.of(resolved(root), local).pid()) is not None:
         os.kill(keeper, signal.SIGKILL)
 
 
 def _close_while_the_path_hangs(root: Where, folder: Path, tier: str) -> str:
-    """Save and close, with a ``local_dir`` for each rank, or without. Return the message of ``close``."""
+    """Save and close, with a directory for each rank, or without. Return the message of ``close``."""
     local = str(folder / f"local-{dist.get_rank()}") if tier == "local" else None
-    checkpointer = dcp.Checkpointer(
-        async_save=True, writer="process", local_dir=local, keeper_linger=0.0, timeout=5.0, durable_every=1
-    )
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": local, "linger": 0.0}, timeout=5.0)
     handle = checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1)
     if tier == "local":
         handle.wait_local()
@@ -297,7 +294,7 @@ def _close_while_the_path_hangs(root: Where, folder: Path, tier: str) -> str:
         checkpointer.close()
     dist.barrier()
     if (keeper := Spool.of(resolved(root), local).pid()) is not None:
-        with suppress(ProcessLookupError):  # without local_dir both ranks have the same
+        with suppress(ProcessLookupError):  # without a directory both ranks have the same
             os.kill(keeper, signal.SIGKILL)
     return str(caught.value)
 
@@ -317,7 +314,7 @@ def test_close_returns_on_both_ranks_while_the_path_hangs(
 def test_a_stopped_keeper_of_another_node_stops_no_rank(tmp_path: Path) -> None:
     rank, root = dist.get_rank(), tmp_path / "run"
     local = tmp_path / f"local-{rank}"
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0, timeout=5.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": str(local), "linger": 0.0}, timeout=5.0)
     state = {"weights": torch.arange(1000.0)}
     checkpointer.save(state, root / "step-1", step=1).wait()
     pid = _keeper_of(root, local)
@@ -337,8 +334,8 @@ def test_a_training_starts_while_keepers_of_one_node_are_stopped_with_saves(tmp_
     """The other rank waits for the first one until the timeout, whatever it has to wait for."""
     rank, roots = dist.get_rank(), (tmp_path / "run/a", tmp_path / "run/b")
     local = tmp_path / f"local-{rank}"
-    tiers: dict[str, Any] = {"local_dir": str(local), "timeout": 10.0, "keeper_linger": 0.0}
-    checkpointers = [dcp.Checkpointer(async_save=True, durable_every=1, **tiers) for _ in roots]
+    tiers: dict[str, Any] = {"keeper": {"dir": str(local), "linger": 0.0}, "timeout": 10.0}
+    checkpointers = [dcp.Checkpointer(async_save=True, **tiers) for _ in roots]
     for checkpointer, root in zip(checkpointers, roots, strict=True):
         checkpointer.save({"n": 1}, root / "step-1", step=1).wait()
     dist.barrier()
@@ -361,11 +358,13 @@ def test_a_training_starts_while_keepers_of_one_node_are_stopped_with_saves(tmp_
 def test_a_stopped_keeper_makes_close_name_the_save_that_is_not_durable(tmp_path: Path) -> None:
     local = tmp_path / "local"
     checkpointer = dcp.Checkpointer(
-        async_save=True, durable_every=9, local_dir=str(local), timeout=5.0, keeper_linger=0.0
+        async_save=True, keeper={"durable_every": 9, "dir": str(local), "linger": 0.0}, timeout=5.0
     )
     checkpointer.save({"n": 1}, tmp_path / "run/step-1", step=1).wait()
     with _stopped(_keeper_of(tmp_path / "run", local)):
-        with pytest.raises(SaveFailed, match=r"step-1 is complete in local_dir, and not durable: the keeper of rank 0"):
+        with pytest.raises(
+            SaveFailed, match=r"step-1 is complete in keeper\.dir, and not durable: the keeper of rank 0"
+        ):
             checkpointer.close()
         assert dcp.latest(tmp_path / "run", local_dir=local) == tmp_path / "run/step-1"
 
@@ -382,7 +381,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_removed_shared_memory_is_named_and_the_next_save_is_made_without_a_keeper(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", timeout=HANG)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper=dcp.Keeper(), timeout=HANG)
     checkpointer.save({"n": 0}, tmp_path / "run/step-0").wait()
     keeper = _keeper_of(tmp_path / "run", None)
     os.kill(keeper, signal.SIGSTOP)
@@ -409,7 +408,7 @@ def test_ctrl_c_after_the_hand_over_is_raised_when_the_save_is_followed(
         set_handed_over(handle)
 
     monkeypatch.setattr(SaveHandle, "set_handed_over", interrupted)
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0})
     with pytest.raises(KeyboardInterrupt):
         checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-1")
     checkpointer.save({"weights": torch.zeros(1000)}, tmp_path / "run/step-2").wait(HANG)
@@ -423,12 +422,14 @@ def test_fewer_copies_than_asked_for_are_a_warning_and_a_field_of_events(
 ) -> None:
     seen: list[events.Event] = []
     unsubscribe = events.subscribe(seen.append)
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(tmp_path / "local"), replicas=1, keeper_linger=0.0)
+    checkpointer = dcp.Checkpointer(
+        async_save=True, keeper={"dir": str(tmp_path / "local"), "replicas": 1, "linger": 0.0}
+    )
     for step in (1, 2):
         checkpointer.save({"n": step}, tmp_path / f"run/step-{step}", step=step).wait()
     checkpointer.close()
     unsubscribe()
-    text = "saves have 0 of the 1 copies that replicas asks for: the job has 1 node"
+    text = "saves have 0 copies, and not keeper.replicas=1: the job has 1 node"
     assert [event.copies for event in seen if isinstance(event, events.SavedLocally)] == [0, 0]
     assert [event.degraded for event in seen if isinstance(event, events.SaveFinished)] == [text, text]
     assert caplog.text.count(text) == 1
@@ -437,18 +438,18 @@ def test_fewer_copies_than_asked_for_are_a_warning_and_a_field_of_events(
 def test_an_event_says_which_tier_a_save_has_missed_and_why(tmp_path: Path) -> None:
     local, lines = tmp_path / "local", tmp_path / "events"
     local.write_text("no folder")
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0, events=str(lines))
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": str(local), "linger": 0.0}, events=str(lines))
     checkpointer.save({"n": 1}, tmp_path / "run/step-1", step=1).wait()
     checkpointer.close()
     (line,) = map(json.loads, lines.read_text().splitlines())
-    assert line["tier"] == "durable" and "is not kept in local_dir" in line["degraded"]
+    assert line["tier"] == "durable" and "is not kept in keeper.dir" in line["degraded"]
 
 
 def test_a_second_training_with_the_same_root_and_local_dir_is_refused(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys, torch, dcp_plugin as dcp
         if __name__ == "__main__":
-            checkpointer = dcp.Checkpointer(async_save=True, local_dir=sys.argv[2], keeper_linger=0.0)
+            checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": sys.argv[2], "linger": 0.0})
             try:
                 checkpointer.save({"weights": torch.zeros(1000)}, f"{sys.argv[1]}/step-2", step=2).wait()
             except dcp.SaveFailed as error:
@@ -456,7 +457,7 @@ def test_a_second_training_with_the_same_root_and_local_dir_is_refused(tmp_path:
     """)
     root, local = tmp_path / "run", tmp_path / "local"
     (tmp_path / "second.py").write_text(program)
-    checkpointer = dcp.Checkpointer(async_save=True, local_dir=str(local), keeper_linger=0.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": str(local), "linger": 0.0})
     checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
     second = programs.run(tmp_path / "second.py", root, local)
     assert second.stdout.startswith(f"another training on {socket.gethostname()} (pid {os.getpid()}) saves to the same")
@@ -480,14 +481,13 @@ class _HandedOver:
         return replace(self, spool=Spool(to))
 
     def as_saved_to(
-        self, path: Where, local_dir: Path | None, token: str = "", fill: float | None = None, **settings: Any
+        self, path: Where, local_dir: Path | None, token: str = "", fill: float | None = None, **keeper: Any
     ) -> str:
         """Put it into the spool as another save."""
         token = token or new_token(time.time())
         journal = Journal(self.spool)
         job = journal.job(self.token, 0)
-        local = None if local_dir is None else str(local_dir)
-        config = replace(job.config, local_dir=local, writer="process", timeout=5.0, **settings)
+        config = dcp.CheckpointConfig.merge(job.config, keeper={"dir": local_dir, **keeper}, timeout=5.0)
         items = plain.decode(job.items)
         if fill is not None:
             known = [item.data for item in items.decoded(self.spool)]
@@ -509,7 +509,7 @@ def test_a_keeper_writes_tensors_of_any_class(tmp_path: Path) -> None:
         """Not known to the keeper."""
 
     two, subclass = TwoTensor(torch.randn(4, 3), torch.randn(4, 3)), torch.randn(5).as_subclass(Subclass)
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.5)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.5})
     checkpointer.save({"two": two, "subclass": subclass}, tmp_path / "ck").wait()
     loaded = {"two": TwoTensor(torch.zeros(4, 3), torch.zeros(4, 3)), "subclass": torch.zeros(5)}
     checkpointer.load(loaded, tmp_path / "ck")
@@ -523,7 +523,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, lis
     """One training through the deaths of its keeper; and what was wrong with it."""
     root = tmp_path_factory.mktemp("training")
     wrong: list[str] = []
-    checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=1.0)
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 1.0}, when_busy="queue")
     checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
     spool = Spool.of(root.resolve(), None)
     first = spool.pid()
@@ -549,7 +549,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, lis
         wrong.append(str(error))
     third = spool.pid()
     checkpointer.close()
-    again = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=1.0)  # while that keeper ends
+    again = dcp.Checkpointer(async_save=True, keeper={"linger": 1.0})  # while that keeper ends
     try:
         again.save(state, root / "step-4", step=4).wait()
     except SaveFailed as error:
@@ -672,7 +672,7 @@ def test_a_save_that_gives_way_to_newer_ones_says_that_its_path_lacks_it(
     coordinator.begin()
     end = _ended(node, tokens[0])
     assert (end.published, end.local, end.error) == (False, True, None)
-    assert "is in local_dir, and was not copied to its path" in end.degraded
+    assert "is in keeper.dir, and was not copied to its path" in end.degraded
 
 
 def test_a_save_whose_copies_fail_while_a_newer_one_waits_says_so_when_it_ends(
@@ -685,8 +685,8 @@ def test_a_save_whose_copies_fail_while_a_newer_one_waits_says_so_when_it_ends(
 
     monkeypatch.setattr(Coordinator, "_ask", ask)
     monkeypatch.setattr(Save, "names_of", lambda save, node: [])
-    settings: dict[str, Any] = {"replicas": 1, "durable_every": None}
-    tokens = [handed_over.as_saved_to(tmp_path / f"run/{number}", tmp_path / "local", **settings) for number in (1, 2)]
+    keeper: dict[str, Any] = {"replicas": 1, "durable_every": None}
+    tokens = [handed_over.as_saved_to(tmp_path / f"run/{number}", tmp_path / "local", **keeper) for number in (1, 2)]
     journal = Journal(handed_over.spool)
     for token in tokens:
         go = journal.go_of(token)

@@ -16,6 +16,7 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.keeper.plain import decode, encode
 from dcp_plugin.keeper.records import End, Go, Peer, State
 from dcp_plugin.keeper.wire import KeeperLost
+from dcp_plugin.options import IO, Keeper
 from dcp_plugin.paths import ObjectPath
 from dcp_plugin.retention import Retention
 from tests.compare import same_bytes
@@ -36,7 +37,8 @@ from tests.compare import same_bytes
         {"client_options": {"timeout": timedelta(minutes=5), "allow_http": True}},
         Go("token", [Peer(0, "node", "host", ("127.0.0.1", 7))]),
         State(tries=2, messages=("slow",), end=End(True, False, bytes={0: (1, 2)})),
-        CheckpointConfig(exclude=("a*",), retention=Retention(newest=2, best=("loss", "min", 1))),
+        CheckpointConfig(exclude=("a*",), keep_last=Retention(newest=2, best=("loss", "min", 1))),
+        CheckpointConfig(keeper=Keeper(dir="/node", durable_every=None), io=IO(threads=4)),
     ],
 )
 def test_a_value_comes_back_equal_and_of_its_type(value: Any) -> None:

@@ -93,7 +93,7 @@ def saved(tmp_path: Path) -> Path:
 
 def load(path: Path, local_dir: Path, **settings: Any) -> tuple[dict[str, Any], dcp.LoadReport]:
     state = {"weights": torch.zeros(64, 1024), "bias": torch.zeros(300_000), "step": 0}
-    checkpointer = dcp.Checkpointer(local_dir=str(local_dir), **settings)
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(local_dir)}, **settings)
     report = checkpointer.load(state, path)
     checkpointer.close()
     return state, report
@@ -115,7 +115,7 @@ def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(
     tmp_path: Path, table: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tables at the path name other files, in another length: one of each place would make no checkpoint."""
-    saver = dcp.Checkpointer(local_dir=str(tmp_path / "local"), durable_every=1)
+    saver = dcp.Checkpointer(keeper={"dir": str(tmp_path / "local"), "durable_every": 1})
     path = tmp_path / "run" / "step-1"
     saver.save({"state": state_of(0)}, tmp_path / "run" / "step-0")
     saver.save({"state": state_of(1)}, path)
@@ -127,11 +127,11 @@ def test_a_save_whose_tables_the_node_has_lost_is_read_at_its_path(
     else:
         flip_byte(file)
     resumed = state_of(0)
-    start = dcp.resume_or_init({"state": resumed}, path.parent, local_dir=str(tmp_path / "local"))
+    start = dcp.resume_or_init({"state": resumed}, path.parent, keeper={"dir": str(tmp_path / "local")})
     assert (start.how, start.path) == ("resumed", path)
     same(resumed, state_of(1))
     assert not (path / "dcp_plugin.damaged").exists()
-    warnings = [record.getMessage() for record in caplog.records]
+    warnings = [text for record in caplog.records if (text := record.getMessage()).startswith(str(path))]
     assert any(text.startswith(f"{path} is read at its path alone: {path}/{table} ") for text in warnings)
     assert [
         text.endswith(f"{table} cannot be read from this node: its bytes are not those that were saved")
@@ -150,7 +150,7 @@ def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(s
     same(state, state_of(1))
     assert set(report.sources) == {OWN} and sum(report.sources.values()) > 64 * 1024 * 4
     resumed = state_of(0)
-    start = dcp.resume_or_init(resumed, saved.parent, local_dir=str(tmp_path / "local"))
+    start = dcp.resume_or_init(resumed, saved.parent, keeper={"dir": str(tmp_path / "local")})
     assert (start.how, start.path, start.step) == ("resumed", saved, 1)
     same(resumed, state_of(1))
 
@@ -158,7 +158,7 @@ def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(s
 def test_the_command_line_lists_it_too(saved: Path, tmp_path: Path) -> None:
     shutil.rmtree(saved.parent)
     shown = invoke("list", saved.parent, "--local-dir", tmp_path / "local")
-    assert shown.exit_code == 0 and "only in local_dir" in shown.output
+    assert shown.exit_code == 0 and "only in keeper.dir" in shown.output
 
 
 def test_what_is_there_is_read_and_the_rest_comes_from_the_path(saved: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_if_no_place_has_the_bytes_an_older_save_is_resumed_and_nothing_damaged_
     data = max(folder_of(tmp_path / "local", newer).glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size)
     flip_byte(data, -1000)
     state = state_of(0)
-    start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
+    start = dcp.resume_or_init(state, saved.parent, keeper={"dir": str(tmp_path / "local")})
     assert (start.path, start.damaged) == (saved, (newer,))
     same(state, state_of(1))
     assert dcp.latest(saved.parent, local_dir=tmp_path / "local") == saved
@@ -219,7 +219,7 @@ def test_to_remove_a_link_takes_nothing_from_what_it_leads_to(saved: Path, tmp_p
     last = saved.parent / "last"
     last.symlink_to(saved.name)
     steps = LocalCheckpoints(local, path_of(saved).parent)
-    checkpointer = dcp.Checkpointer(local_dir=str(local))
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(local)})
     checkpointer.remove(last)
     assert len(steps.all()) == 1 and saved.is_dir() and not last.is_symlink()
     checkpointer.remove(saved)
@@ -232,7 +232,7 @@ def test_to_remove_a_checkpoint_by_another_name_of_its_folder_takes_its_local_pa
 ) -> None:
     other_name = tmp_path / "other name"
     other_name.symlink_to(saved.parent)
-    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / "local"))
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(tmp_path / "local")})
     checkpointer.remove(other_name / saved.name)
     checkpointer.close()
     assert dcp.latest(saved.parent, local_dir=tmp_path / "local") is None
@@ -275,7 +275,7 @@ def test_stale_saves_are_never_taken_and_it_is_told_why(
     make_run(saved.parent)
     STALE[told](folder_of(tmp_path / "local", saved))
     state = state_of(0)
-    start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
+    start = dcp.resume_or_init(state, saved.parent, keeper={"dir": str(tmp_path / "local")})
     assert start.how == "fresh" and told in caplog.text
     same(state, state_of(0))
     assert dcp.latest(saved.parent, local_dir=tmp_path / "local") is None
@@ -328,7 +328,7 @@ def test_a_link_in_place_of_the_directory_leads_no_deletion_out_of_it(tmp_path: 
     home, root = tmp_path / "home", tmp_path / "run"
     (home / "thesis").mkdir(parents=True)
     (home / "thesis" / "chapter-1").write_text("words")
-    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / "local"), keeper_linger=0.0)
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(tmp_path / "local"), "linger": 0.0})
     checkpointer.save(state_of(1), root / "step-1", step=1)
     steps = LocalCheckpoints(tmp_path / "local", path_of(root / "step-1").parent)
     steps.folder.rename(tmp_path / "moved")
@@ -368,7 +368,7 @@ def test_local_saves_after_a_clock_was_set_back_are_the_newest(
         now[0] = 60.0 * minutes
         if begins_anew:
             checkpointer = dcp.Checkpointer(
-                async_save=True, local_dir=str(local), durable_every=durable, keeper_linger=60.0
+                async_save=True, keeper={"dir": str(local), "durable_every": durable, "linger": 60.0}
             )
         path = root / ("last" if durable else f"step-{step}")
         checkpointer.save({"n": step}, path, step=step).wait()
@@ -393,7 +393,7 @@ def test_a_rank_reads_the_other_nodes_bytes_over_the_network_and_only_those_it_w
         spread(path, [tmp_path / "local0", tmp_path / "local1"])
         shutil.rmtree(path)
     dist.barrier()
-    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / f"local{rank}"))
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(tmp_path / f"local{rank}")})
     columns = {"weights": distribute_tensor(torch.zeros_like(full), mesh, [Shard(1)])}
     report = checkpointer.load(columns, path)
     same({"weights": columns["weights"].full_tensor()}, {"weights": full})
@@ -419,7 +419,7 @@ def test_what_lacks_a_nodes_part_is_passed_over_on_all_ranks(tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "local1")  # with its node
     dist.barrier()
     state = {"weights": torch.zeros(400, 1000)}
-    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / f"local{rank}"))
+    checkpointer = dcp.Checkpointer(keeper={"dir": str(tmp_path / f"local{rank}")})
     start = dcp.resume_or_init(state, root, checkpointer=checkpointer)
     assert start.step == 1
     same(state, {"weights": torch.ones(400, 1000)})
@@ -532,12 +532,11 @@ def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"local_keep": 0}, "local_keep must be at least 1"),
-        ({"replicas": 1}, "set local_dir"),
-        ({"durable_every": 0, "local_dir": "x"}, "durable_every must be at least 1"),
-        ({"drain_bandwidth": 0}, "drain_bandwidth must be positive"),
-        ({"local_dir": "s3://bucket/x"}, "local_dir must be on a file system"),
-        ({"writer": "fork"}, "writer must be 'thread' or 'process'"),
+        ({"keeper": {"keep": 0}}, "keeper.keep must be at least 1"),
+        ({"keeper": {"replicas": 1}}, "set keeper.dir"),
+        ({"keeper": {"durable_every": 0, "dir": "x"}}, "keeper.durable_every must be at least 1"),
+        ({"keeper": {"bandwidth": 0}}, "keeper.bandwidth must be positive"),
+        ({"keeper": {"dir": "s3://bucket/x"}}, "keeper.dir must be on a file system"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_words(settings: dict[str, Any], told: str) -> None:
@@ -564,5 +563,5 @@ def _save_sharded(path: Path) -> None:
 
 
 def test_a_local_dir_that_does_not_exist_has_no_saves(tmp_path: Path) -> None:
-    config = CheckpointConfig(local_dir=str(tmp_path / "no" / "such"))
+    config = CheckpointConfig(keeper=dcp.Keeper(dir=str(tmp_path / "no" / "such")))
     assert NodesSource(config).states(tmp_path / "run") == []

@@ -1,4 +1,4 @@
-"""``local_dir`` under a Trainer: what Lightning links to, deletes and names is what is there."""
+"""``keeper.dir`` under a Trainer: what Lightning links to, deletes and names is what is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("forked_keepers")
 def _io(root: Path) -> Any:
     from dcp_plugin.lightning import DCPCheckpointIO
 
-    return DCPCheckpointIO(local_dir=str(root / "node"), durable_every=2, async_save=True, keeper_linger=0.0)
+    return DCPCheckpointIO(keeper={"dir": str(root / "node"), "durable_every": 2, "linger": 0.0}, async_save=True)
 
 
 @on_ranks(1)
@@ -65,7 +65,7 @@ def test_what_is_compared_with_others_is_durable_and_a_name_that_nodes_have_is_t
     trainer = t.trainer_for("single", [best], plugin=io, max_steps=3)
     trainer.fit(t.Model("single"), t.stateful_loader("single"))
     assert sorted(best.best_k_models) == sorted(str(path) for path in run.glob("best*"))
-    local = dcp.Checkpointer(io.config, solo=True, durable_every=None)
+    local = dcp.Checkpointer(io.config, solo=True, keeper={"durable_every": None})
     local.save({"step": 1}, run / "name.ckpt").wait()
     local.close()
     assert io.has_locally(run / "name.ckpt") and not (run / "name.ckpt").exists()

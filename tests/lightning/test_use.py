@@ -34,7 +34,9 @@ trainer:
     - class_path: dcp_plugin.lightning.DCPCheckpointIO
       init_args:
         async_save: {asynchronous}
-        keep_last: 3
+        keep_last: {{newest: 3}}
+        io: {{threads: 1}}
+        keeper: {keeper}
         weights_only: true
   callbacks:
     - class_path: dcp_plugin.lightning.DCPCallback
@@ -50,20 +52,23 @@ def test_lightning_cli_takes_the_plugin_from_yaml_and_checks_its_fields(tmp_path
 
     from dcp_plugin.lightning import DCPCallback
 
-    def run(asynchronous: object) -> Any:
-        (tmp_path / "given.yaml").write_text(YAML.format(root=tmp_path, asynchronous=asynchronous))
+    def run(asynchronous: object, keeper: str = "null") -> Any:
+        (tmp_path / "given.yaml").write_text(YAML.format(root=tmp_path, asynchronous=asynchronous, keeper=keeper))
         arguments = ["fit", "--config", str(tmp_path / "given.yaml")]
         return LightningCLI(BoringModel, args=arguments).trainer
 
     trainer = run("true")
     io = trainer.strategy.checkpoint_io
-    assert (io.config, io.weights_only) == (dcp.CheckpointConfig(async_save=True, keep_last=3), True)
+    expected = dcp.CheckpointConfig(async_save=True, keep_last=dcp.Retention(newest=3), io=dcp.IO(threads=1))
+    assert (io.config, io.weights_only) == (expected, True)
     assert [callback.log_metrics for callback in trainer.callbacks if isinstance(callback, DCPCallback)] == [False]
     assert dcp.inspect(trainer.checkpoint_callback.best_model_path).step == 2
     with pytest.raises(SystemExit):
         run("banana")
     with pytest.raises(SystemExit):
         run("true\n        no_such_field: 1")
+    with pytest.raises(SystemExit):
+        run("true", keeper="{no_such_field: 1}")
 
 
 @on_ranks(1)
@@ -109,8 +114,8 @@ def test_lightning_cli_takes_what_the_page_on_hydra_writes_out(tmp_path: Path) -
 def test_the_constructor_takes_a_configuration_and_fields() -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
 
-    io = DCPCheckpointIO(dcp.CheckpointConfig(io_threads=3), async_save=True)
-    assert io.config == dcp.CheckpointConfig(io_threads=3, async_save=True)
+    io = DCPCheckpointIO(dcp.CheckpointConfig(io=dcp.IO(threads=3)), async_save=True)
+    assert io.config == dcp.CheckpointConfig(io=dcp.IO(threads=3), async_save=True)
     with pytest.raises(TypeError, match="no_such_field"):
         DCPCheckpointIO(no_such_field=1)
     with pytest.raises(ValueError, match="init_from=PATH"):

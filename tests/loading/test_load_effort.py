@@ -44,7 +44,7 @@ def test_a_small_tensor_takes_few_python_calls(tmp_path: Path, state: Callable[.
     for count in (100, 300):
         path, target, saved = tmp_path / str(count), state(count, filled=False), state(count)
         dcp.save(state(count), path)
-        checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io_threads=1))  # all in the thread that is looked at
+        checkpointer = dcp.Checkpointer(io={"threads": 1})  # all in the thread that is looked at
         checkpointer.load(state(count), path)  # imports
         calls.append(calls_of(lambda load=checkpointer.load, target=target, path=path: load(target, path)))
         assert_same(_tensors(target), _tensors(saved))
@@ -130,7 +130,7 @@ def test_a_changed_byte_of_any_small_tensor_is_found(tmp_path: Path, verify: boo
         at = where.offset + where.payload_offset + where.payload_length - 3
         path.write_bytes(good[:at] + b"\1" + good[at + 1 :])
         target = {name: torch.ones_like(one) for name, one in state.items()}
-        checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(verify_on_load=verify))
+        checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io=dcp.IO(verify=verify)))
         if verify:
             with pytest.raises(dcp.CheckpointCorrupt, match=rf"the bytes of {key} in .* at byte \d+ of the file"):
                 checkpointer.load(target, tmp_path / "ck")

@@ -82,7 +82,7 @@ def test_replicas_read_every_byte_once(tmp_path: Path) -> None:
         dcp.save({"model": saved}, tmp_path / kind)
         for policy, factor in ((True, 1), (False, {"ddp": 4, "hsdp": 2}[kind]), ("auto", {"ddp": 4, "hsdp": 2}[kind])):
             model = _model(kind, seed=1)
-            report = dcp.load({"model": model}, tmp_path / kind, read_broadcast=policy)
+            report = dcp.load({"model": model}, tmp_path / kind, io={"broadcast": policy})
             expected, found = full_state(saved.state_dict()), full_state(model.state_dict())
             assert all(same_bytes(expected[key], found[key]) for key in expected)
             read = torch.tensor([report.bytes_read, report.bytes_read])
@@ -102,7 +102,7 @@ def test_targets_of_every_kind_are_filled_by_other_ranks(tmp_path: Path) -> None
     train(model, optimizer, 2)
     dcp.save({"model": model, "optim": optimizer}, tmp_path / "whole")
     other, fresh = build("fsdp2_hsdp", seed=1)
-    dcp.load({"model": other, "optim": fresh}, tmp_path / "whole", read_broadcast=True)
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "whole", io={"broadcast": True})
     expected, found = whole_state(model, optimizer), whole_state(other, fresh)
     assert all(same_bytes(expected[key], found[key]) for key in expected if isinstance(expected[key], torch.Tensor))
 
@@ -113,7 +113,7 @@ def test_targets_of_every_kind_are_filled_by_other_ranks(tmp_path: Path) -> None
     target: dict[str, Any] = {"a": torch.zeros(50, 30).t()}
     target["b"] = half if dist.get_rank() % 2 else torch.zeros(30, 50)
     target["c"] = torch.zeros(300, 400).t() if dist.get_rank() == 1 else torch.zeros(400, 300)  # one takes it in place
-    dcp.load({"t": target}, tmp_path / "plain", read_broadcast=True)
+    dcp.load({"t": target}, tmp_path / "plain", io={"broadcast": True})
     expected = gathered(large)[0]
     assert all(same_bytes(expected, found) for found in gathered(target["c"].contiguous()))
     assert len({tensor.sum().item() for tensor in gathered(target["a"].contiguous())}) == 1
@@ -129,5 +129,5 @@ def test_a_read_that_fails_fails_everywhere(tmp_path: Path) -> None:
     dist.barrier()
     target = {str(n): torch.zeros(1000) for n in range(8)}
     with pytest.raises(dcp.CheckpointCorrupt, match=r"t\.3"):
-        dcp.load({"t": target}, tmp_path / "ck", read_broadcast=True, timeout=20)
+        dcp.load({"t": target}, tmp_path / "ck", io={"broadcast": True}, timeout=20)
     dcp.save({"t": target}, tmp_path / "again")  # the group of ranks has survived

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import dcp_plugin as dcp
-from dcp_plugin import CheckpointConfig
+from dcp_plugin import IO, CheckpointConfig, Keeper
 from tests import programs
 from tests.programs import LIGHTNING, PACKAGE
 from tests.project.test_tutorials import BLOCK, SESSIONS, check_commands
@@ -103,7 +102,7 @@ class OurTrainer(DCPTrainerMixin, Trainer): pass
 OurTrainer(model, args, train_dataset=data).train()
 """
 )
-CONFIG = "from dcp_plugin import CheckpointConfig"
+CONFIG = "from dcp_plugin import CheckpointConfig, Keeper"
 BEFORE = {  # a script that works without us, or what an earlier section has made
     "Quickstart": LOADER,
     "Random numbers and data": LOADER,
@@ -125,6 +124,7 @@ BEFORE = {  # a script that works without us, or what an earlier section has mad
     "A value for each rank": "train()",
     "A start and a restart": PARTS + "train()",
     "Checkpoints without the frozen part": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
+    "Groups": "",
     "One machine": CONFIG,
     "A job that may be ended": CONFIG,
     "Many nodes and a shared disk": CONFIG,
@@ -263,12 +263,13 @@ def test_every_command_of_the_reference_runs(page: Path, tmp_path: Path, request
 
 
 def test_docs_options_has_every_field_with_its_default_in_their_order() -> None:
-    known = [(field.name, field.default) for field in fields(CheckpointConfig)]
     page = (ROOT / "docs/reference/options.md").read_text()
-    table = page.split("| field | default | |\n|---|---|---|\n")[1].split("\n\n")[0]
-    rows = [re.match(r"\| `(\w+)` \| `([^`]+)` \| \S", line) for line in table.splitlines()]
-    assert all(rows)
-    assert [(row[1], ast.literal_eval(row[2])) for row in rows if row] == known
+    tables = [rest.split("\n\n")[0] for rest in page.split("| field | default | |\n|---|---|---|\n")[1:]]
+    for table, group in zip(tables, (CheckpointConfig, Keeper, IO), strict=True):
+        rows = [re.match(r"\| `(\w+)` \| `([^`]+)` \| \S", line) for line in table.splitlines()]
+        assert all(rows)
+        found = [(row[1], eval(row[2], {"IO": IO})) for row in rows if row]
+        assert found == [(field.name, field.default) for field in fields(group)]
 
 
 def test_the_readme_is_short() -> None:

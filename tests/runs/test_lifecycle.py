@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +62,11 @@ def test_latest_of_nothing_is_none(place: Where) -> None:
 
 
 def test_a_configuration_prints_as_its_difference_and_the_presets_are_of_three_places() -> None:
-    presets = {name: dcp.CheckpointConfig.preset(name, io_threads=4) for name in ("local", "cluster", "bucket")}  # type: ignore[arg-type]
+    presets = {name: dcp.CheckpointConfig.preset(name, io={"threads": 4}) for name in ("local", "cluster", "bucket")}  # type: ignore[arg-type]
     assert {name: str(preset) for name, preset in presets.items()} == {
-        "local": "CheckpointConfig(async_save=True, io_threads=4, keep_last=3)",
-        "cluster": "CheckpointConfig(async_save=True, finish_on_sigterm=True, io_threads=4, keep_last=3)",
-        "bucket": "CheckpointConfig(async_save=True, writer='process', io_threads=4, keep_last=3)",
+        "local": "CheckpointConfig(async_save=True, io=IO(threads=4), keep_last=3)",
+        "cluster": "CheckpointConfig(async_save=True, finish_on_sigterm=True, io=IO(threads=4), keep_last=3)",
+        "bucket": "CheckpointConfig(async_save=True, keeper=Keeper(), io=IO(threads=4), keep_last=3)",
     }
     assert repr(dcp.CheckpointConfig(storage_options={"secret": "abc"})) == "CheckpointConfig()"
     with pytest.raises(ValueError, match="'local', 'cluster', 'bucket', not 's3'"):
@@ -74,7 +75,36 @@ def test_a_configuration_prints_as_its_difference_and_the_presets_are_of_three_p
         dcp.CheckpointConfig.preset("local", keep_lats=1)
 
 
-@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"retention": dcp.Retention(newest=1, every_steps=10)}])
+def test_a_mapping_changes_fields_of_a_group_and_an_instance_replaces_the_group() -> None:
+    base = dcp.CheckpointConfig(keeper=dcp.Keeper(dir="/node", keep=3), io={"threads": 4})  # type: ignore[arg-type]
+    merged = dcp.CheckpointConfig.merge(base, keeper={"replicas": 1}, io={"verify": False})
+    assert merged.keeper == dcp.Keeper(dir="/node", keep=3, replicas=1)
+    assert merged.io == dcp.IO(threads=4, verify=False)
+    assert dcp.CheckpointConfig.merge(base, keeper=dcp.Keeper(), io=dcp.IO(verify=False)) == dcp.CheckpointConfig(
+        keeper=dcp.Keeper(), io=dcp.IO(verify=False)
+    )
+    assert dcp.CheckpointConfig.merge(base, keeper=None).keeper is None
+    assert dcp.Checkpointer(keeper={"linger": 1.0}).config.keeper == dcp.Keeper(linger=1.0)
+    assert dcp.CheckpointConfig.preset("bucket", keeper={"dir": "/node"}).keeper == dcp.Keeper(dir="/node")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dcp.IO(thread=4), r"'io.thread' \(did you mean 'io.threads'\?\)"),  # type: ignore[call-arg]
+        (lambda: dcp.Checkpointer(keeper={"linger_for": 4}), r"'keeper.linger_for' \(did you mean 'keeper.linger'\?\)"),
+        (lambda: dcp.Checkpointer(threads=4), r"'threads' \(did you mean 'io.threads'\?\)"),
+        (lambda: dcp.Checkpointer(io=4), "io must be an IO or a mapping of its fields, got 4"),
+        (lambda: dcp.Checkpointer(keeper=True), "keeper must be a Keeper, a mapping of its fields or None, got True"),
+        (lambda: dcp.Keeper(keep="2"), "keeper.keep must be a whole number, got '2'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_field_of_a_group_is_told_with_its_full_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last": dcp.Retention(newest=1, every_steps=10)}])
 def test_a_rule_that_keeps_only_the_newest_is_refused_for_saves_in_the_background(rules: dict[str, Any]) -> None:
     dcp.CheckpointConfig(**rules)
     with pytest.raises(ValueError, match="keep at least 2"):
@@ -150,7 +180,7 @@ def test_keep_last_keeps_all_parts_that_were_saved_without_a_step(place: Where) 
 
 def test_a_policy_keeps_what_any_of_its_rules_keeps_after_each_save(place: Where) -> None:
     policy = dcp.Retention(newest=1, every_steps=4, best=("loss", "min", 1))
-    with closing(dcp.Checkpointer(retention=policy)) as checkpointer:
+    with closing(dcp.Checkpointer(keep_last=policy)) as checkpointer:
         for step, loss in enumerate((0.5, 0.4, 0.1, 0.3, 0.2, 0.9, 0.8)):
             checkpointer.save({"n": step}, place / f"step-{step}", step, metrics={"loss": loss})
     assert [state.step for state in dcp.list_checkpoints(place)] == [0, 2, 4, 6]

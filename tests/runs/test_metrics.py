@@ -76,7 +76,7 @@ def test_those_of_rank_0_count_and_what_one_rank_cannot_tell_ends_the_save_on_al
     rank = dist.get_rank()
     for local_dir in (None, str(tmp_path / "local")):
         checkpointer, path = (
-            dcp.Checkpointer(async_save=True, local_dir=local_dir),
+            dcp.Checkpointer(async_save=True, keeper=local_dir and {"dir": local_dir}),
             tmp_path / ("a" if local_dir is None else "b"),
         )
         checkpointer.save({"n": 1}, path, metrics={"loss": torch.tensor(float(rank + 7))}).wait()

@@ -396,8 +396,8 @@ def test_a_checkpointer_that_is_not_closed_is_told_of_as_an_open_file_is(tmp_pat
     dcp.Checkpointer()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(ValueError, match="io_threads"):
-            dcp.Checkpointer(io_threads=0)
+        with pytest.raises(ValueError, match=r"io\.threads"):
+            dcp.Checkpointer(io={"threads": 0})
         save_in_the_background()
         gc.collect()
     mine = [one.category for one in caught if "Checkpointer" in str(one.message)]  # not what other tests have left

@@ -439,7 +439,7 @@ model(torch.ones(64, 2048)).sum().backward()  # the training has its threads
 counted = []
 events.subscribe(tasks)  # called in the thread that has copied
 tasks()
-ours = dcp.Checkpointer(async_save=True, staging="lazy", io_threads=1)
+ours = dcp.Checkpointer(async_save=True, staging="lazy", io={"threads": 1})
 ours.save({"model": model}, sys.argv[1])
 ours.close()
 print(counted[1] - counted[0])

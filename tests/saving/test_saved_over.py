@@ -303,7 +303,7 @@ def test_in_the_middle_of_a_save_by_stock_ours_is_damaged_or_untouched(tmp_path:
     shutil.rmtree(tmp_path / "stock")
     for name in ("earlier", "True", "False"):
         path = tmp_path / name
-        dcp.save({"t": _tensors(1)}, path, io_threads=1, reuse=name == "True")
+        dcp.save({"t": _tensors(1)}, path, io={"threads": 1}, reuse=name == "True")
         if name == "earlier":
             _as_an_earlier_version_saved_it(path)
         (path / "__0_0.distcp").write_bytes(data)

@@ -87,7 +87,7 @@ class _Folder:
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}, {"async_save": True, "writer": "process"}],
+    [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}, {"async_save": True, "keeper": dcp.Keeper()}],
     ids=["blocking", "async", "lazy", "keeper"],
 )
 @pytest.mark.parametrize("progress_shown", ["auto", True])

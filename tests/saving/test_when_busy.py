@@ -441,7 +441,7 @@ def test_the_original_error_of_a_background_save_is_kept(tmp_path: Path) -> None
 
 def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("dcp_plugin.saving.progress.NOTE_SECONDS", 0.0)
-    ours = dcp.Checkpointer(async_save=True, progress=True, io_threads=1)
+    ours = dcp.Checkpointer(async_save=True, progress=True, io={"threads": 1})
     ours.save({"t": torch.ones(2 << 20)}, tmp_path / "ck")
     ours.close()
     said = capfd.readouterr().err

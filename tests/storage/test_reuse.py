@@ -329,7 +329,7 @@ def test_without_reuse_nothing_is_linked_or_meant_to_be(tmp_path: Path, events: 
 def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(tmp_path: Path, events: list[SaveFinished]) -> None:
     """A linked file may carry a little that belongs to nobody; what is dead never adds up."""
     model, optimizer = build(layers=40)
-    ours = dcp.Checkpointer(io_threads=1)
+    ours = dcp.Checkpointer(io={"threads": 1})
     ours.save(_state(model, optimizer), tmp_path / "0")
     for number in range(10):
         flip_in_memory(model.get_parameter(f"backbone.{number}.weight"), 5)

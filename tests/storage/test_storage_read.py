@@ -60,11 +60,11 @@ def _target(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.one_of
-@pytest.mark.parametrize("io_threads", [1, 3])
-def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, threads: int) -> None:
     chance = random.Random(1)
     state = {"big": torch.randn(700, 2500), "cube": torch.randn(40, 50, 60), "line": torch.randn(3 * MIB)}
-    dcp.save(state, tmp_path / "ours", io_threads=io_threads)
+    dcp.save(state, tmp_path / "ours", io={"threads": threads})
     stock.save(dict(state), checkpoint_id=tmp_path / "stock")
     boxes = []
     for key, tensor in state.items():
@@ -76,7 +76,7 @@ def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: 
         for verify in (True, False):
             for _, _, target in boxes:
                 target.zero_()
-            read_boxes(tmp_path / name, *boxes, io_threads=io_threads, verify=verify)
+            read_boxes(tmp_path / name, *boxes, io_threads=threads, verify=verify)
             for key, offsets, target in boxes:
                 expected = _box(state[key], offsets, tuple(target.shape)).to(target.dtype)
                 assert same_bytes(target.contiguous(), expected.contiguous())
@@ -171,9 +171,9 @@ def test_many_small_tensors_take_few_system_calls(tmp_path: Path, monkeypatch: p
 
 def test_several_threads_share_one_file(tmp_path: Path) -> None:
     tensor = torch.randn(12 * MIB)
-    dcp.save({"t": tensor}, tmp_path / "ck", io_threads=1)
+    dcp.save({"t": tensor}, tmp_path / "ck", io={"threads": 1})
     target = torch.zeros(12 * MIB)
-    dcp.load({"t": target}, tmp_path / "ck", io_threads=4)
+    dcp.load({"t": target}, tmp_path / "ck", io={"threads": 4})
     assert same_bytes(target, tensor)
 
 
@@ -255,7 +255,7 @@ def test_verify_names_the_key_from_which_on_a_file_cannot_be_read(
 ) -> None:
     elements = READ_PIECE // 4
     state = {"a": torch.ones(elements), "b": torch.ones(2 * elements), "c": torch.ones(1)}
-    dcp.Checkpointer(io_threads=1).save(state, tmp_path / "ck")
+    dcp.Checkpointer(io={"threads": 1}).save(state, tmp_path / "ck")
     read_into = LocalFile.read_into
 
     def fail(file: LocalFile, memory: Any, offset: int) -> int:
@@ -285,7 +285,7 @@ def test_a_lost_file_leaves_the_target_as_it_was(tmp_path: Path, damage: str) ->
 
 def test_each_thread_reads_neighbours_and_everything_is_read_once(tmp_path: Path) -> None:
     state = {f"t{number}": torch.full((1 + 37 * number % 11, 300_000), float(number)) for number in range(20)}
-    dcp.save(state, tmp_path / "ck", io_threads=3)
+    dcp.save(state, tmp_path / "ck", io={"threads": 3})
     with dcp.ShardedReader(tmp_path / "ck") as reader:
         chunks = [(key, reader.index[key].chunks[0]) for key in state]
         fetches = [

@@ -93,11 +93,11 @@ def _state() -> dict[str, torch.Tensor]:
 def test_every_way_to_write_gives_the_same_files(directory: Path, direct_io: Any) -> None:
     state = _state()
     if direct_io is True and not _takes_direct(directory):
-        with pytest.raises(dcp.SaveFailed, match="direct_io='auto'"):
-            dcp.save({"t": state}, directory / "ck", direct_io=True)
+        with pytest.raises(dcp.SaveFailed, match=r"io\.direct='auto'"):
+            dcp.save({"t": state}, directory / "ck", io={"direct": True})
         return
-    dcp.save({"t": state}, directory / "ck", direct_io=direct_io)
-    dcp.save({"t": state}, directory / "reference", direct_io=False)
+    dcp.save({"t": state}, directory / "ck", io={"direct": direct_io})
+    dcp.save({"t": state}, directory / "reference", io={"direct": False})
     assert len(_contents(directory / "ck")) == 2
     assert _contents(directory / "ck") == _contents(directory / "reference")
     assert dcp.verify(directory / "ck").ok
@@ -189,7 +189,7 @@ def test_where_direct_io_is_refused_the_page_cache_is_used_unless_the_user_insis
     dcp.save(state, tmp_path / "ck")
     assert _contents(tmp_path / "ck") == _contents(tmp_path / "reference")
     with pytest.raises(dcp.SaveFailed, match="refuses O_DIRECT"):
-        dcp.save(state, tmp_path / "forced", direct_io=True)
+        dcp.save(state, tmp_path / "forced", io={"direct": True})
     assert not (tmp_path / "forced").exists()
 
 
@@ -228,8 +228,8 @@ def test_what_fails_behind_ends_the_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_direct_io_is_one_of_three() -> None:
-    with pytest.raises(ValueError, match="direct_io"):
-        dcp.CheckpointConfig(direct_io="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"io\.direct must be"):
+        dcp.CheckpointConfig(io=dcp.IO(direct="yes"))  # type: ignore[arg-type]
 
 
 def test_the_pieces_of_a_tensor_are_its_bytes_in_order() -> None:

@@ -119,7 +119,7 @@ def test_a_rank_that_fails_ends_at_once_and_is_back_from_memory_while_its_save_i
     resume = """if True:
         import sys, torch, dcp_plugin as dcp
         state, root, memory = {"weight": torch.zeros(1000)}, *sys.argv[1:]
-        checkpointer = dcp.Checkpointer(async_save=True, local_dir=memory, drain_bandwidth=1.0, keeper_linger=1.0)
+        checkpointer = dcp.Checkpointer(async_save=True, keeper={"dir": memory, "bandwidth": 1.0, "linger": 1.0})
         print(dcp.resume_or_init(state, root, checkpointer=checkpointer))
     """
     save_and_fail = """

@@ -200,8 +200,8 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.Checkpointer(chekcsum=True)
     with pytest.raises(TypeError, match=r"unknown setting 'async_sav' \(did you mean 'async_save'\?\)"):
         dcp.CheckpointConfig(async_sav=True)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="io_threads must be at least 1"):
-        dcp.CheckpointConfig(io_threads=0)
+    with pytest.raises(ValueError, match=r"io\.threads must be at least 1"):
+        dcp.CheckpointConfig(io=dcp.IO(threads=0))
 
 
 @on_ranks(1)
@@ -241,7 +241,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
 @pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])
 def test_a_setting_of_another_type_is_told(name: str) -> None:
     """As text is, which YAML and the environment give for numbers and flags."""
-    for wrong in (1.5j, 30 if name in ("events", "base", "local_dir") else "30"):
+    for wrong in (1.5j, 30 if name in ("events", "base") else "30"):
         # What is in place of storage_options may be a secret.
         shown = f"a {type(wrong).__name__}" if name == "storage_options" else repr(wrong)
         with pytest.raises((TypeError, ValueError), match=rf"^{name} must be .*, got {re.escape(shown)}\.$"):
@@ -249,7 +249,12 @@ def test_a_setting_of_another_type_is_told(name: str) -> None:
 
 
 def test_a_setting_may_be_of_any_type_that_will_do(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"io_threads": np.int64(3), "timeout": 30, "keep_last": 2, "events": tmp_path / "events"}
+    given: dict[str, Any] = {
+        "io": {"threads": np.int64(3)},
+        "timeout": 30,
+        "keep_last": 2,
+        "events": tmp_path / "events",
+    }
     config = dcp.CheckpointConfig(**given, base=tmp_path, exclude=(key for key in "ab"))  # type: ignore[arg-type]
     assert config.exclude == ("a", "b") and config.base == str(tmp_path)
 
@@ -297,7 +302,7 @@ def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_pa
         for _ in range(2):
             with pytest.raises(dcp.CheckpointMismatch, match="configured differently: " + next(iter(options))):
                 ours.save({"t": torch.ones(3), "u": 1}, tmp_path / "ck")
-    dcp.save({"t": torch.ones(3)}, tmp_path / "ck", progress=first, io_threads=1 + first)
+    dcp.save({"t": torch.ones(3)}, tmp_path / "ck", progress=first, io={"threads": 1 + first})
 
 
 @on_ranks(2)

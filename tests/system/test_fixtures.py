@@ -231,7 +231,7 @@ def test_the_local_tier_is_recovered_on_any_ranks_and_without_a_node(
     """The number of each rank's node. Node 2 is new, and has nothing."""
     warnings.simplefilter("ignore")
     state = tiers.sharded_state(0)
-    start = dcp.resume_or_init(state, tiers.ROOT, local_dir=str(local / f"node-{nodes[dist.get_rank()]}"))
+    start = dcp.resume_or_init(state, tiers.ROOT, keeper={"dir": str(local / f"node-{nodes[dist.get_rank()]}")})
     assert described(state) == EXPECTED["local"]
     newest = tiers.STEPS[-1]
     assert (str(start.path), start.step) == (str(tiers.ROOT / f"step-{newest}"), newest)

@@ -110,7 +110,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sync": {},
         "async": {"async_save": True},
         "lazy": {"async_save": True, "staging": "lazy"},
-        "local": {"async_save": True, "local_dir": "/dev/shm/dcp_plugin-me"},
+        "local": {"async_save": True, "keeper": {"dir": "/dev/shm/dcp_plugin-me"}},
     },
     "partial": {
         "model_only": {"include": "model.*"},
@@ -195,6 +195,10 @@ def test_checkpoint_has_every_setting_at_its_default() -> None:
     listed = yaml.safe_load((GROUPS / "checkpoint" / "sync.yaml").read_text())
     assert listed.pop("_target_") == "dcp_plugin.CheckpointConfig"
     assert list(listed) == [one.name for one in fields(dcp.CheckpointConfig)]
+    assert list(listed["io"]) == [one.name for one in fields(dcp.IO)]
+    local = yaml.safe_load((GROUPS / "checkpoint" / "local.yaml").read_text())
+    assert list(local["keeper"]) == [one.name for one in fields(dcp.Keeper)]
+    assert dcp.Keeper(**local["keeper"] | {"dir": None}) == dcp.Keeper()
     assert dcp.CheckpointConfig(**listed) == dcp.CheckpointConfig()
 
 
@@ -288,6 +292,21 @@ def test_a_sweep_whose_jobs_share_one_directory_is_refused(app: Path) -> None:
     assert "lr 1 starts at 2" in run(app, "-m", "lr=1", "dcp_plugin.resume.root=shared").stdout
 
 
+def test_fields_of_groups_are_overridden_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "me")
+    page = (ROOT / "docs" / "guides" / "hydra.md").read_text()
+    (keeper,) = re.findall(r"`(dcp_plugin\.checkpoint\.keeper=\{.*?\})`", page)
+    (io,) = re.findall(r"`(dcp_plugin\.checkpoint\.io\..*?)`", page)
+    (replicas,) = re.findall(r"`(dcp_plugin\.checkpoint\.keeper\..*?)`", page)
+    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        for option, overrides, meant in (
+            ("async", [keeper, io], dcp.Keeper(dir="/dev/shm/run")),
+            ("local", [replicas, io], dcp.Keeper(dir="/dev/shm/dcp_plugin-me", replicas=1)),
+        ):
+            config = hydra.compose(overrides=[f"+dcp_plugin/checkpoint={option}", *overrides]).dcp_plugin.checkpoint
+            assert instantiate(config) == dcp.CheckpointConfig(async_save=True, keeper=meant, io=dcp.IO(threads=4))
+
+
 def test_typos_are_named(app: Path) -> None:
     option = run(app, "dcp_plugin/checkpoint=asynch")
     assert "Could not find 'dcp_plugin/checkpoint/asynch'" in option.stderr and "async\n" in option.stderr
@@ -295,6 +314,8 @@ def test_typos_are_named(app: Path) -> None:
     assert "Key 'asnyc_save' is not in struct" in hydras and "use +dcp_plugin.checkpoint.asnyc_save=true" in hydras
     as_proposed = run(app, "+dcp_plugin.checkpoint.asnyc_save=true").stderr
     assert "'asnyc_save' (did you mean 'async_save'?)" in as_proposed
+    in_group = run(app, "dcp_plugin.checkpoint.keeper={replica: 1}").stderr
+    assert "'keeper.replica' (did you mean 'keeper.replicas'?)" in in_group
     (app.parent / "train.yaml").write_text(TRAIN + "dcp_plugin: {checkpoint: {asnyc_save: true}}\n")
     assert "'asnyc_save' (did you mean 'async_save'?)" in run(app).stderr
 

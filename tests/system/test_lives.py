@@ -46,7 +46,7 @@ class _Life:
         self.model = _net(self.dice.randrange(99))
         options: dict[str, Any] = {"trainable_only": self.dice.random() < 0.5, "async_save": self.dice.random() < 0.4}
         self.ours.close()
-        self.ours = dcp.Checkpointer(io_threads=self.dice.choice([1, 2]), **options)
+        self.ours = dcp.Checkpointer(io={"threads": self.dice.choice([1, 2])}, **options)
         self.ours.load({"model": self.model}, self.root / self.dice.choice(list(self.saved)))
 
     def load_a_part(self) -> None:

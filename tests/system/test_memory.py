@@ -45,7 +45,7 @@ def _in_background(staging: str, state: dict[str, dict[str, torch.Tensor]], path
 
 def _save_directly(state: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
     with suppress(dcp.SaveFailed):  # a file system that refuses
-        dcp.save(state, path, direct_io=True)
+        dcp.save(state, path, io={"direct": True})
 
 
 @on_ranks(1)
@@ -61,7 +61,7 @@ def test_no_way_to_save_or_load_needs_more_than_the_page_on_memory_says(tmp_path
     found["async save, lazy, once more"] = once_more
     found |= {
         "load": extra_peak(lambda: dcp.load(target, tmp_path / "save")),
-        "load, not verifying": extra_peak(lambda: dcp.load(target, tmp_path / "save", verify_on_load=False)),
+        "load, not verifying": extra_peak(lambda: dcp.load(target, tmp_path / "save", io={"verify": False})),
         "verify": extra_peak(lambda: dcp.verify(tmp_path / "save")),
         "export to safetensors": extra_peak(
             lambda: dcp.export(tmp_path / "save", tmp_path / "model.safetensors", "safetensors")

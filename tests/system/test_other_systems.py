@@ -67,8 +67,8 @@ def test_macos_saves_and_loads(tmp_path: Path) -> None:
         "load, here + '/mac'",
         "later, here + '/later', finish_on_sigterm=True, staging='lazy'",
         "load, here + '/later'",
-        "later, here + '/process', writer='process'",
-        "dcp.save, state, here + '/direct', direct_io=True",
+        "later, here + '/process', keeper={}",
+        "dcp.save, state, here + '/direct', io={'direct': True}",
     )
     assert done == ["done"] * 7
     assert direct.startswith("SaveFailed") and "darwin has no O_DIRECT" in direct

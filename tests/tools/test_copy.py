@@ -44,7 +44,7 @@ def _state(seed: int = 0) -> dict[str, Any]:
 
 def _save(path: Where, seed: int = 0) -> dict[str, Any]:
     state = _state(seed)
-    dcp.save(state, path, step=seed, config=dcp.CheckpointConfig(io_threads=4))
+    dcp.save(state, path, step=seed, config=dcp.CheckpointConfig(io=dcp.IO(threads=4)))
     return state
 
 

@@ -17,7 +17,7 @@ KINDS = {
     "sync": {},
     "async": {"async_save": True},
     "lazy": {"async_save": True, "staging": "lazy"},
-    "keeper": {"async_save": True, "writer": "process"},
+    "keeper": {"async_save": True, "keeper": dcp.Keeper()},
 }
 
 
@@ -74,7 +74,7 @@ def test_files_written_on_save_are_those_that_the_trainer_alone_has(tmp_path: Pa
 def test_a_checkpoint_that_a_callback_uses_is_published_whatever_durable_every_says(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    config = dcp.CheckpointConfig(async_save=True, local_dir=tmp_path / "local", durable_every=10)
+    config = dcp.CheckpointConfig(async_save=True, keeper=dcp.Keeper(dir=tmp_path / "local", durable_every=10))
     t.trainer(tmp_path / "run", config=config, callbacks=[_writer()]).train()
     assert [(tmp_path / f"run/checkpoint-{step}/note-0.txt").read_text() for step in (3, 6)] == ["3", "6"]
 

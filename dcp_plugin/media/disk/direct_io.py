@@ -194,6 +194,6 @@ class BlockFile:
             raise error
         if self._forced:
             raise SaveFailed(
-                f"cannot write {self._path} with direct_io=True: its file system refuses O_DIRECT ({error.strerror}). "
-                f"direct_io='auto' writes through the page cache there."
+                f"cannot write {self._path} with io.direct=True: its file system refuses O_DIRECT ({error.strerror}). "
+                f"io.direct='auto' writes through the page cache there."
             ) from error

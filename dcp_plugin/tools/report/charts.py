@@ -113,7 +113,7 @@ def seconds(run: RunFigures) -> Chart:
     """Return the chart of the seconds of each save, by stage, with the seconds for which the training waited."""
     saves = [save for save in run.saves if save.error or save.seconds is not None]
     written = "Upload" if all(save.to_store for save in run.timed) else "Write"
-    names = ("Copy to host memory", written, "Upload from local_dir", "Plan, publish, queue")
+    names = ("Copy to host memory", written, "Upload from keeper.dir", "Plan, publish, queue")
     stages = zip(names, _STAGES, zip(*map(_stages, saves), strict=True), strict=True)
     traces = [_bars(name, colour, saves, took, _short, 1) for name, colour, took in stages if max(took) >= 0.0005]
     waited = [

@@ -61,7 +61,7 @@ class Save:
     """The slowest rank's, as is ``write_seconds``."""
     write_seconds: float | None = None
     upload_seconds: float | None = None
-    """Seconds of the upload from ``local_dir`` to the path."""
+    """Seconds of the upload from ``keeper.dir`` to the path."""
     bytes: int | None = None
     bytes_reused: int | None = None
     to_store: bool = False
