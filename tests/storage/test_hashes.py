@@ -100,7 +100,7 @@ def test_bytes_in_the_wrong_place_are_found_by_verify_and_by_loads(
     tmp_path: Path, damage: Callable[[bytearray, list[Location], bytes], None]
 ) -> None:
     for seed, name in enumerate(("ck", "other")):
-        dcp.save(_state(seed), tmp_path / name, io_threads=1)
+        dcp.save(_state(seed), tmp_path / name, io={"threads": 1})
     files, places = zip(*(_place(tmp_path / "ck", key) for key in "ab"), strict=True)
     data, other = bytearray(files[0].read_bytes()), _place(tmp_path / "other", "a")[0].read_bytes()
     damage(data, list(places), other)
