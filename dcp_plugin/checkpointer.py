@@ -68,7 +68,7 @@ class Checkpointer:
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
-        talks = self.config.when_busy != "wait" or self.config.save_interval is not None
+        talks = self.config.when_busy == "skip" or self.config.save_interval is not None
         aside = self.config.async_save and talks
         self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
         self._saving = SavePipeline(self.config)
@@ -165,7 +165,7 @@ class Checkpointer:
             if may_skip and is_rank_zero_busy(self._writer, self._groups, handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self._writer.idle_ranks(begins_save=True)
+            ranks = self._writer.idle_ranks()
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
@@ -352,7 +352,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         with self._queue.call("wait"):
-            ended = self._queue.wait_for_all_but(0)
+            ended = self._queue.wait_for_all()
             self._writer.free_modules()
             self.save_timing.paused(time.monotonic() - began, saving=False)
             if (error := first_unreported(ended)) is not None:

@@ -62,11 +62,10 @@ class CheckpointConfig(Options):
     or module hook that may write weights. Needs ``async_save``.
     """
 
-    when_busy: Literal["wait", "skip", "queue"] = "wait"
+    when_busy: Literal["wait", "skip"] = "wait"
     """Action of a background save while the previous save is not on disk yet. ``"wait"``: wait for the previous save.
-    ``"skip"``: skip the new save with a warning, on every rank (``handle.skipped``). ``"queue"``: return when the state
-    is copied into a second host copy; a third save waits for the first. Lightning, Accelerate and transformers accept
-    only ``"wait"``, since they delete and record checkpoints after each save."""
+    ``"skip"``: skip the new save with a warning, on every rank (``handle.skipped``). Lightning, Accelerate and
+    transformers accept only ``"wait"``, since they delete and record checkpoints after each save."""
 
     keeper: Keeper | None = None
     """Settings of the process that writes the staged data (:class:`~dcp_plugin.Keeper`). ``None``: a thread of this
@@ -252,7 +251,7 @@ class CheckpointConfig(Options):
             integration: Name of the integration, for the message.
 
         Raises:
-            ValueError: ``when_busy`` skips or queues saves.
+            ValueError: ``when_busy`` skips saves.
         """
         if self.when_busy != "wait":
             raise ValueError(

@@ -204,7 +204,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "staging": _one_of("blocking", "lazy"),
-    "when_busy": _one_of("wait", "skip", "queue"),
+    "when_busy": _one_of("wait", "skip"),
     **dict.fromkeys(("direct", "broadcast", "progress", "stock_aliases"), _one_of(True, False, "auto")),
     "threads": ("at least 1, got {}: with 0 no thread would write", lambda value: value >= 1),
     "keep": ("at least 1, got {}", lambda value: value >= 1),

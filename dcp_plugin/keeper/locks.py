@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from dcp_plugin.errors import NoSharedMemory
@@ -31,6 +33,14 @@ _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's ``struct flock``: type, whence, start, length, pid."""
 _locking = threading.Lock()
 """POSIX locks do not exclude the threads of one process."""
+
+
+def _renew_lock() -> None:
+    global _locking
+    _locking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # the holder may be a thread of the parent
 
 
 def lock(descriptor: int) -> bool:
@@ -95,24 +105,17 @@ def exclusive(base: Path) -> Iterator[None]:
         NoSharedMemory: The lock is not free within :data:`_LOCK_SECONDS`; names the process that holds it.
         OSError: The file system failed.
     """
-    deadline = time.monotonic() + _LOCK_SECONDS
-    if not _locking.acquire(timeout=_LOCK_SECONDS):
-        raise NoSharedMemory(f"another thread of this process holds the lock of {base}")
-    descriptor = -1
-    try:
-        (base / ".door").mkdir(mode=0o700, exist_ok=True)
-        path = base / ".door" / "lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        while not lock(descriptor):
+    path = base / ".door" / "lock"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    # `with` statements of C types: Ctrl-C cannot come between the lock and its release.
+    with _locking, FileIO(path, "a", opener=partial(os.open, mode=0o600)) as file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not lock(file.fileno()):
             if time.monotonic() > deadline:
-                process = described(holder(descriptor))
+                process = described(holder(file.fileno()))
                 raise NoSharedMemory(f"{path} is held by {process} for {_LOCK_SECONDS:.0f} s")
             time.sleep(_PAUSE)
         yield
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-        _locking.release()
 
 
 def described(pid: int | None) -> str:

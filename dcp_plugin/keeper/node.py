@@ -1,6 +1,6 @@
 """Work of a keeper for its own node: write parts, store the index, copy to other nodes and to the durable path.
 
-Each request may be repeated after a keeper or a connection has died; it then finds the work that is done already.
+The coordinator may repeat each request after a keeper or a connection has died. The request then skips finished work.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FileIdentity = tuple[int, int, int, int]
 
 
 class RateLimiter:
-    """Limit of the bytes per second that pass; None: no limit."""
+    """Limit of bytes per second; None for no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate, self._free = rate, time.monotonic()
 
     def passed(self, count: int) -> None:
-        """Wait until these bytes, which have just passed, are within the rate."""
+        """Wait until the bytes that have just passed are within the limit."""
         if self._rate is not None:
             self._free = max(self._free, time.monotonic() - 1.0) + count / self._rate
             if (ahead := self._free - time.monotonic()) > 0:
@@ -58,14 +58,14 @@ class RateLimiter:
 
 @dataclass
 class Node:
-    """The work of one keeper for its node."""
+    """Work of one keeper for its node."""
 
     journal: Journal
     _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
     """The reuse for each rank; the second part of the key is true for the local tier."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
-    """The lock of each request for a save: one that was asked for again may be under way still."""
+    """The lock of each request for a save: a repeated request may still be running."""
     _drained: dict[FileIdentity, DataFile] = field(default_factory=dict)
     """The file in the last durable checkpoint with the same contents, for each local data file."""
     _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Node:
         to: Where
         if directory is None:
             to = folder = self.local_checkpoints(job).make(token)
-            for partial in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
+            for partial in folder.glob(f"__{rank}_*"):  # from a keeper that died during a write
                 partial.unlink()
         else:
             to = with_options(directory, job.options or {})
@@ -154,7 +154,7 @@ class Node:
         """Store the index and the record next to this node's part, which can be recovered from then on.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk failed.
         """
         self.journal.refuse_revoked(token)
         job = self.journal.job(token, ranks[0])
@@ -200,7 +200,7 @@ class Node:
             os.close(descriptor)
 
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
-        """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
+        """Take a file of another node's part. The channel sends the bytes, unless this node has them already."""
         ranks = self.journal.ranks_of(token)
         checkpoints = self.local_checkpoints(self.journal.job(token, ranks[0])) if ranks else None
         outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
@@ -215,7 +215,7 @@ class Node:
             ):
                 channel.send(("ok", False))
                 return
-            half = target.with_name(f".{uuid.uuid4().hex}.half")  # the same may be on its way a second time
+            half = target.with_name(f".{uuid.uuid4().hex}.half")  # a repeated request may send the same file
             _make_room(half, size)
         except OSError as error:
             channel.send(("error", error))
@@ -236,7 +236,7 @@ class Node:
         ``keeper.keep``, except needed ones.
 
         Args:
-            copies: How many other nodes have a copy of each node's part.
+            copies: The number of other nodes that have a copy of each node's part.
             run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, if it is known.
         """
         job = self.journal.job(token, ranks[0])
@@ -251,14 +251,14 @@ class Node:
         self.journal.change(token, written=True, local=True, copies=copies)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
-        """Copy files of this node's part to the durable storage; link those that are there already.
+        """Copy files of this node's part to the durable storage. Link files that the storage has already.
 
         Args:
-            directory: Of the reservation there.
-            renamed: The part of data files' names there that stands for the save, in place of the token.
+            directory: The reserved directory in the storage.
+            renamed: The part of the data files' names that names the save in the storage, in place of the token.
 
         Raises:
-            OSError, SaveFailed: The storage refuses.
+            OSError, SaveFailed: The storage failed.
         """
         with self._lock_of(token, "drain"):
             self._drain(self.journal.job(token, rank), names, directory, renamed)
@@ -279,7 +279,9 @@ class Node:
                 with suppress(CannotLink):
                     copies[identity] = medium.link_file(drained, directory / new_name), new_name
                     return
-            if (local := on_file_system(directory)) is not None:  # half of it may be there, of a node that is gone
+            if (
+                local := on_file_system(directory)
+            ) is not None:  # a node that is gone may have written half of the file
                 (local / new_name).unlink(missing_ok=True)
             _copy_file(folder / name, medium, directory, new_name, pace, job.config.io.threads)
             copies[identity] = DataFile.written(medium.open(directory), directory / new_name), new_name
@@ -332,7 +334,7 @@ def _linked(known: Path, target: Path, size: int) -> bool:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """Make an empty file with reserved space for so many bytes. Raises OSError."""
+    """Make an empty file with reserved space for its bytes. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if size:

@@ -1,20 +1,20 @@
-"""The shared directory: a directory in memory that a rank and its keeper share, and its files.
+"""Shared directory: files in memory that a rank and its keeper share.
 
 ``/dev/shm/dcp_plugin-<uid>/<key>/``, for this user alone:
 
 ==========================  ===========================================================================================
 ``root``                    the folder of checkpoints
 ``format``                  the version of these files: :data:`FORMAT_VERSION`
-``keeper.lock``             locked by the keeper that is alive; its pid is in it
+``keeper.lock``             locked by the keeper that is alive; contains its pid
 ``keeper.sock``             the socket for ranks of this node
 ``keeper.log``              its log
-``<client>.client``         locked by a rank while it may hand saves over; holds the name of its training.
+``<client>.client``         locked by a rank while it may hand saves over; contains the name of its training.
                             A rank that ends normally deletes it
 ``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
 ``<token>.…``               records of a save, and ``keeper.address``: the journal (:mod:`~dcp_plugin.keeper.journal`)
 ==========================  ===========================================================================================
 
-Each file appears complete, by a rename. A directory of another format is neither read nor deleted: another version of
+A rename makes each file appear complete. A directory of another format is neither read nor deleted: another version of
 this package can resume the training that made its saves.
 """
 
@@ -60,7 +60,7 @@ def base_directory() -> Path:
     """Return the directory of this user's shared directories; make it if it does not exist.
 
     Raises:
-        NoSharedMemory: It cannot be made, or other users can write to it.
+        NoSharedMemory: The directory cannot be made, or other users can write to it.
     """
     if not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
         raise NoSharedMemory(
@@ -82,7 +82,7 @@ def base_directory() -> Path:
 
 @dataclass(frozen=True)
 class Slab:
-    """A piece of shared memory, by the name of its file."""
+    """Shared memory of one file."""
 
     name: str
     memory: torch.Tensor
@@ -91,7 +91,7 @@ class Slab:
 
 @dataclass
 class Spool:
-    """One shared directory. The rank and the keeper each make such an object for the same folder."""
+    """Shared directory. The rank and the keeper each make such an object for the same folder."""
 
     folder: Path
     slabs: list[Slab] = field(default_factory=list)
@@ -113,8 +113,8 @@ class Spool:
         return cls(folder)
 
     def enter(self, root: Where) -> None:
-        """Have no keeper remove the folder, or a host copy of this rank, until :meth:`leave` or the end of the process.
-        Make the folder if it does not exist.
+        """Lock the folder and the host copy of this rank, so that no keeper removes them. Make the folder if it does
+        not exist. The lock ends with :meth:`leave`, or with the process.
 
         The lock is a POSIX lock: a process that is forked from this one, and may outlive it, does not inherit it.
 
@@ -125,7 +125,7 @@ class Spool:
         try:
             with exclusive(self.folder.parent):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
-                if self.get(_FORMAT) is None and self.get("root") is None:  # it is new
+                if self.get(_FORMAT) is None and self.get("root") is None:  # the folder is new
                     self.put(_FORMAT, str(FORMAT_VERSION).encode())
                 self.refuse_other_format()
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -178,25 +178,25 @@ class Spool:
         return locked_by(self.folder / f"{client}{_CLIENT}") is not None
 
     def clients(self) -> tuple[list[str], bool]:
-        """Return the ranks that are alive, and whether one has died since the last call. In the keeper."""
+        """Return the ranks that are alive, and whether a rank has died since the last call. Called in the keeper."""
         alive, has_death = [], False
         for name in self.names(_CLIENT):
             if locked_by(self.folder / name) is not None:
                 alive.append(name.removesuffix(_CLIENT))
-            elif self.get(name):  # an empty file is of a rank that is about to lock it
+            elif self.get(name):  # a rank is about to lock an empty file
                 self.drop(name)
                 has_death = True
         return alive, has_death
 
     def drop_host_copies(self, needed: Collection[str]) -> None:
-        """Delete the host copies of ranks that are gone, except those of the clients in ``needed``. In the keeper."""
+        """Delete the host copies of dead ranks, except those of the clients in ``needed``. Called in the keeper."""
         for name in self.names(""):
             client = name.split("-")[1] if name.startswith(SLAB) else None
             if client is not None and client not in needed and not self.is_used_by(client):
                 self.drop(name)
 
     def require_folder(self) -> None:
-        """Raise NoSharedMemory if the folder is gone, or another one has its name: no keeper finds this rank there."""
+        """Raise NoSharedMemory if the folder is gone, or another has its name: no keeper would find this rank."""
         if self._held is not None and not (self.folder / f"{self.client}{_CLIENT}").exists():
             raise NoSharedMemory(
                 f"{self.folder} is gone: something has removed it, or files in it, during the training. A new training "
@@ -204,7 +204,7 @@ class Spool:
             )
 
     def take_away(self) -> bool:
-        """Rename the folder, to be deleted; return False if a rank uses it. In the keeper."""
+        """Rename the folder, to be deleted; return False if a rank uses it. Called in the keeper."""
         with exclusive(self.folder.parent):
             if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
                 return False
@@ -233,7 +233,7 @@ class Spool:
         return str(self.folder / _SOCKET)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all. Raises OSError."""
+        """Write a file. Readers see the complete file or none. Raises OSError."""
         put_file(self.folder, name, data)
 
     def get(self, name: str) -> bytes | None:
@@ -263,7 +263,7 @@ class Spool:
     # Host copies
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        """Return shared memory for a host copy. All of it is reserved now, since tmpfs may be full later.
+        """Return shared memory for a host copy. The kernel reserves it now, since tmpfs may be full later.
 
         Raises:
             NoSharedMemory: Too little memory is free.
@@ -289,7 +289,7 @@ class Spool:
         return memory
 
     def release(self, kept: Sequence[torch.Tensor]) -> None:
-        """Give back all slabs of this rank but those of these tensors."""
+        """Give back the slabs of this rank, except the slabs of these tensors."""
         addresses = {tensor.data_ptr() for tensor in kept}
         gone = [slab for slab in self.slabs if slab.memory.data_ptr() not in addresses]
         self.slabs = [slab for slab in self.slabs if slab.memory.data_ptr() in addresses]
@@ -310,7 +310,7 @@ class Spool:
         return None
 
     def map(self, name: str) -> torch.Tensor:
-        """Map a slab of any rank of the node. In the keeper. Raises OSError if it is gone."""
+        """Map a slab of any rank of the node. Called in the keeper. Raises OSError if the slab is gone."""
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
         try:
             return _mapped(descriptor, os.fstat(descriptor).st_size, populate=False)

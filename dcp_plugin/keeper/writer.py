@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
-from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
@@ -55,21 +55,6 @@ _LOOK_SECONDS = 0.5
 """Seconds between two checks whether the training has stopped waiting."""
 
 
-def _set_event() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-class _Pool:
-    """A host copy in shared memory."""
-
-    def __init__(self, client: KeeperClient) -> None:
-        self.memory = HostPool(partial(client.spool.allocate, client.rank))
-        self.written = _set_event()
-        """Set when the save that is in it is written, and before its first save."""
-
-
 @dataclass
 class _HandedOver:
     """A save that was handed over to the keepers."""
@@ -77,9 +62,6 @@ class _HandedOver:
     token: str
     staged: StagedState
     planned: SavePlan
-    pool: _Pool
-    before: threading.Event
-    """The event :attr:`written` of the save before."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set when the keepers, or the ranks in their place, have written it, or it has failed."""
 
@@ -108,7 +90,7 @@ class KeeperWriter:
         except NoSharedMemory as error:
             if self.saves is not None:
                 self.saves.wait_written()
-                self.saves.give_up_pools()
+                self.saves.release_memory()
             for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
                 if earlier.path == handle.path:
                     earlier.wait_done()
@@ -125,8 +107,7 @@ class KeeperWriter:
 
     def _submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         if self.saves is None:
-            pools = 1 + int(self._config.async_save and self._config.when_busy == "queue")
-            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue, pools)
+            self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue)
         saves, attached = self.saves, None
         saves.renew_group(ranks)
         self._queue.closes_at = None
@@ -134,33 +115,17 @@ class KeeperWriter:
             if (files := request.files) is not None:
                 attached = ranks.agree(f"add files to {handle.path}", lambda: saves.add_files(files))
             with collector_paused(), module_cache():
-                self._stage_and_hand_over(saves, handle, live, request, ranks, attached)
+                copy = HostCopy(self._pipeline, handle, ranks)
+                copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
+                # All ranks go on in this thread, or all in another.
+                is_lazy = self._config.staging == "lazy"
+                later = is_lazy and ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
+                saves.start(handle, request, copy, attached, ranks, later)
         finally:  # it has another name by now if it was handed over, or will have
             if attached is not None and handle not in self._queue.handles:
                 shutil.rmtree(attached, ignore_errors=True)
 
-    def _stage_and_hand_over(
-        self,
-        saves: KeptSaves,
-        handle: SaveHandle,
-        live: LiveState,
-        request: SaveRequest,
-        ranks: Ranks,
-        attached: Path | None,
-    ) -> None:
-        copy = HostCopy(self._pipeline, handle, ranks)
-        try:
-            copy.begin(live, Attempt.of(saves.pool))  # a pool may fail on one rank alone
-            later = not copy.complete
-            if self._config.staging == "lazy":  # all ranks go on in this thread, or all in another
-                later = ranks.combine(f"stage {handle.path}", copy.needs_finish, any)
-            saves.start(handle, request, copy, attached, ranks, later)
-        except BaseException:
-            if handle not in self._queue.handles:
-                copy.release()  # no thread will make the copy that training waits for
-            raise
-
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Wait until no save in flight talks to other ranks. Each rank learns at another time how a save ends, so the
         error of a failed save is raised by the caller that waits for it."""
         for handle in self._queue.handles:
@@ -176,7 +141,7 @@ class KeeperWriter:
         return self._fallback.is_free() if self.saves is None else self.saves.is_free()
 
     def holdings(self) -> list[str]:
-        kept = [] if self.saves is None else [f"{self.saves.nbytes:,} bytes of shared memory, and a keeper"]
+        kept = [] if self.saves is None else [f"{self.saves.memory.nbytes:,} bytes of shared memory, and a keeper"]
         return self._fallback.holdings() + kept
 
     def forget(self, path: Where) -> bool:
@@ -203,31 +168,26 @@ class KeptSaves:
 
     Args:
         root: The folder of checkpoints.
-        pools: Number of saves that may be staged and not written.
 
     Raises:
         NoSharedMemory: On every rank.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        root: Where,
-        ranks: Ranks,
-        pipeline: SavePipeline,
-        queue: SaveQueue,
-        pools: int,
+        self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, queue: SaveQueue
     ) -> None:
         self._config, self._pipeline, self._queue = config, pipeline, queue
         self.group = Ranks()
         """The group in which the threads of saves agree."""
         self.client = KeeperClient(config, root, ranks, queue)
         pipeline.newest_time = max(pipeline.newest_time, self.client.training.newest)
-        self._pools = [_Pool(self.client) for _ in range(pools)]
+        self.memory = HostPool(partial(self.client.spool.allocate, self.client.rank))
+        """The host copy, in shared memory."""
+        self._written = threading.Event()
+        """Set while no save that is in :attr:`memory` has yet to be written."""
+        self._written.set()
         self._process = os.getpid()
         self._has_warned_of_clock = False
-        self._count = 0
-        self._last_written = _set_event()
         self._newest: tuple[str, SaveHandle] | None = None
 
     def renew_group(self, ranks: Ranks) -> None:
@@ -238,44 +198,33 @@ class KeptSaves:
         if ranks.size > 1 and (self.group.size == 1 or not self.group.usable):
             self.group = Ranks.of_default_group(3 * self._config.timeout)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the host copies in bytes."""
-        return sum(pool.memory.nbytes for pool in self._pools)
-
     def is_free(self) -> bool:
         """Return whether the next save need not wait for its host copy."""
-        return self._next().written.is_set()
-
-    def _next(self) -> _Pool:
-        return self._pools[self._count % len(self._pools)]
+        return self._written.is_set()
 
     def pool(self) -> HostPool:
-        """Return the host copy for the next save, after the save that is in it is written.
+        """Return the host copy for the next save, after the earlier save is written.
 
         Raises:
             NoSharedMemory: The keeper is passed over.
         """
-        pool = self._next()
-        pool.written.wait()
+        self.wait_written()
         self.client.refuse_if_passed_over()
-        if not all(self.client.spool.is_there(memory) for memory in pool.memory.slabs):
-            pool.memory.free()
-        return pool.memory
+        if not all(self.client.spool.is_there(slab) for slab in self.memory.slabs):
+            self.memory.free()
+        return self.memory
 
     def wait_written(self) -> None:
-        """Wait until the keepers have written all saves, so that none overtakes the next one."""
-        self._last_written.wait()
+        """Wait until the earlier save is written, so that it does not overtake the next one."""
+        self._written.wait()
 
-    def give_up_pools(self) -> None:
-        """Free the host copies that are not in use, because there is too little memory for the next save."""
-        for pool in self._pools:
-            if pool.written.is_set():
-                pool.memory.free()
+    def release_memory(self) -> None:
+        """Free the host copy."""
+        self.memory.free()
         self._release()
 
     def _release(self) -> None:
-        self.client.spool.release([slab for pool in self._pools for slab in pool.memory.slabs])
+        self.client.spool.release(self.memory.slabs)
 
     def add_files(self, files: Callable[[Path], None]) -> Path | None:
         """Return a directory of this rank with the caller's files for the next save; None if there are none."""
@@ -309,24 +258,41 @@ class KeptSaves:
 
         if not later:
             staged = copy.finish()
-
-            def follow(save: _HandedOver) -> None:
+            with self._followed_or_freed():
+                save = self._hand_over(request, staged, attached, ranks)
                 timed = self._timed(request)
-                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), in_keeper=True)
-
-            self._hand_over(handle, request, staged, attached, ranks, follow)
+                enter = partial(self._enter, save, handle)
+                self._queue.start(handle, lambda: None, lambda _: self.follow(save, handle, timed), True, enter)
             return
         request = self._timed(request)
 
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
-                with together(request.call):
-                    save = self._hand_over(handle, request, staged, attached, ranks)
+                with together(request.call), self._followed_or_freed():
+                    save = self._hand_over(request, staged, attached, ranks)
+                    self._enter(save, handle)
             except Exception as error:
                 self._pipeline.fail(error, request, ranks.rank)
             return self.follow(save, handle, request)
 
         self._queue.start(handle, copy.finish, write, in_keeper=True)
+
+    @contextmanager
+    def _followed_or_freed(self) -> Iterator[None]:
+        """Free the host copy if the block ends before a thread follows the save: a keeper may write from the memory."""
+        written = self._written
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too
+            if self._written is written:
+                self.memory.free()
+            raise
+
+    def _enter(self, save: _HandedOver, handle: SaveHandle) -> None:
+        """Note a save that is handed over, and that a thread follows."""
+        self._written = save.written
+        self._newest = save.token, handle
+        handle.set_handed_over()
 
     def _timed(self, request: SaveRequest) -> SaveRequest:
         """Return the request with the seconds that an asynchronous save has blocked the training, unless they are noted
@@ -336,18 +302,9 @@ class KeptSaves:
         return replace(request, blocked_seconds=time.monotonic() - request.began)
 
     def _hand_over(
-        self,
-        handle: SaveHandle,
-        request: SaveRequest,
-        staged: Attempt[StagedState],
-        attached: Path | None,
-        ranks: Ranks,
-        follow: Callable[[_HandedOver], None] | None = None,
+        self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks
     ) -> _HandedOver:
         """Plan, and give the save to the keepers. Collective.
-
-        Args:
-            follow: Starts the thread that follows the save; None if this is that thread.
 
         Raises:
             CheckpointError: On every rank.
@@ -371,23 +328,8 @@ class KeptSaves:
             events.emit(events.SaveStarted(request.path, request.step))
             return self._job(token, request, staged.get(), planned, ranks)
 
-        job = Attempt.of(begin)
-        pool = self._next()
-        try:
-            self.client.hand_over(request.path, token, job, attached, ranks)
-            save = _HandedOver(token, staged.get(), planned, pool, self._last_written)
-            with interrupts_held():
-                if follow is not None:
-                    follow(save)
-                pool.written = self._last_written = save.written
-                self._count += 1
-                self._newest = token, handle
-                handle.set_handed_over()
-        except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
-            if follow is None or handle not in self._queue.handles:
-                pool.memory.free()
-            raise
-        return save
+        self.client.hand_over(request.path, token, Attempt.of(begin), attached, ranks)
+        return _HandedOver(token, staged.get(), planned)
 
     def _job(
         self,
@@ -438,7 +380,6 @@ class KeptSaves:
         """
         staging_seconds = save.staged.copy_seconds
         try:
-            save.before.wait()
             if reason := self._meet_when_written(save, request):
                 return self._write_without_keeper(save, handle, request, reason)
         finally:
@@ -537,7 +478,7 @@ class KeptSaves:
         try:
             return self._unless_closed(request, write)
         finally:
-            save.pool.memory.free()
+            self.memory.free()
 
     def _unless_closed(self, request: SaveRequest, write: Callable[[], events.SaveFinished]) -> events.SaveFinished:
         """Return the result of ``write``.
@@ -624,12 +565,10 @@ class KeptSaves:
         self._pipeline.emit(handle.finished)
 
     def close(self) -> None:
-        """Give back the host copies, and leave the keeper. Do nothing in a forked process, which has neither."""
+        """Give back the host copy, and leave the keeper. Do nothing in a forked process, which has neither."""
         if os.getpid() != self._process:
             return
-        for pool in self._pools:
-            pool.memory.free()
-        self._release()
+        self.release_memory()
         self.client.close()
         if self.group.size > 1:
             self.group.close()

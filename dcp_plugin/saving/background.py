@@ -24,7 +24,7 @@ from dcp_plugin.saving import progress  # noqa: F401
 from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.saving.writers import CallingThread
-from dcp_plugin.staging.guard import Guard, take_off_hooks
+from dcp_plugin.staging.guard import delay_changes, take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import layouts_of
 from dcp_plugin.state.names import module_cache
@@ -38,20 +38,16 @@ class HostCopy:
     """Host copy of one asynchronous save.
 
     :meth:`begin` does not copy step-stable tensors during the call; :meth:`finish` copies them in another thread. Until
-    :meth:`release`, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A failure on this rank
-    stays in the copy until the ranks meet.
+    the save is staged, or has failed, code that would change them waits (see :mod:`dcp_plugin.staging.guard`). A
+    failure on this rank stays in the copy until the ranks meet.
     """
 
     def __init__(self, pipeline: SavePipeline, handle: SaveHandle, ranks: Ranks) -> None:
         self._pipeline, self._handle, self._ranks = pipeline, handle, ranks
         self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
-        self._guard: Guard | None = None
+        self.complete = True
+        """False if :meth:`finish` has tensors to copy."""
         self._seconds = 0.0
-
-    @property
-    def complete(self) -> bool:
-        """True if :meth:`finish` has no tensors to copy."""
-        return self._guard is None
 
     def needs_finish(self) -> bool:
         """Return whether :meth:`finish` has tensors to copy. Raise the error of :meth:`begin` on this rank."""
@@ -70,7 +66,8 @@ class HostCopy:
             stable = StepStableMemory([*live_objects(live.state), *live.owners] if self._pipeline.is_lazy else [])
             snapshot = Snapshot(gathered.leaves, pool.get(), self._pipeline.encode, stable)
             if not snapshot.complete:
-                self._guard = Guard(stable.modules)
+                self.complete = False
+                delay_changes(stable.modules, self._handle)
             self._seconds = time.monotonic() - began
             return gathered, snapshot
 
@@ -104,12 +101,6 @@ class HostCopy:
             return attempt.then(copy)
         finally:
             self._handle.set_staged()
-            self.release()
-
-    def release(self) -> None:
-        """Release the code that waits to change the state."""
-        if self._guard is not None:
-            self._guard.copied.set()
 
 
 class BackgroundThread(CallingThread):
@@ -117,17 +108,14 @@ class BackgroundThread(CallingThread):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         super().__init__(config, pipeline, queue, groups)
-        self._allowed_in_flight = int(config.when_busy == "queue")
-        self.pools = [HostPool() for _ in range(1 + self._allowed_in_flight)]
-        self._saves = 0
+        self.pool = HostPool()
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.new_publication(request)
         copy = HostCopy(self._pipeline, handle, ranks)
         self._queue.warns_at_exit = ranks.rank == 0
-        try:
+        with self.publication(handle, request, ranks) as publication:
             with collector_paused(), module_cache():
-                copy.begin(live, Attempt(self.pools[self._saves % len(self.pools)]))
+                copy.begin(live, Attempt(self.pool))
             if copy.complete:
                 handle.set_staged()
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
@@ -137,19 +125,12 @@ class BackgroundThread(CallingThread):
                     return self._pipeline.run(publication, timed, staged, ranks)
 
             self._queue.start(handle, copy.finish, write)
-        finally:  # Ctrl-C may arrive after the thread has started
-            if handle in self._queue.handles:
-                self._saves += 1  # not earlier: the next save takes the other pool, which may be in use
-            else:
-                copy.release()  # no thread will make the copy that training waits for
-                publication.discard()
 
     def free_modules(self) -> None:
         take_off_hooks()
 
     def holdings(self) -> list[str]:
-        return [f"{pool.nbytes:,} bytes of host memory" for pool in self.pools if pool.nbytes]
+        return [f"{self.pool.nbytes:,} bytes of host memory"] if self.pool.nbytes else []
 
     def close(self) -> None:
-        for pool in self.pools:
-            pool.free()
+        self.pool.free()

@@ -1,8 +1,8 @@
 """Asynchronous saves: their handles, their threads, and the order in which they run.
 
-Each asynchronous save is one thread. The thread finishes the copy to host memory, waits for the thread of the save
-before it, and writes. So the saves of a checkpointer run their collectives one after another, in the same order on all
-ranks.
+Each asynchronous save is one thread, which finishes the copy to host memory and writes. The next save begins when that
+thread runs no more collectives. So the saves of a checkpointer run their collectives one after another, in the same
+order on all ranks.
 
 The speed of a rank's thread must not decide whether the rank raises: the other ranks would continue into collectives
 that the rank never joins. So errors of earlier saves are raised only after every rank has waited for the same saves.
@@ -293,18 +293,22 @@ class SaveQueue:
                 f"cannot {action}: this Checkpointer belongs to process {self._process}, from which this process was "
                 "forked. Make a Checkpointer in this process."
             )
-        if not self._calling.acquire(blocking=False):
-            raise CheckpointError(
-                f"cannot {action}: another thread is in a call of the same Checkpointer. Only one thread at a time may "
-                f"save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with its "
-                f"handle."
-            )
+        is_reserved = False
         try:
+            with interrupts_held():
+                is_reserved = self._calling.acquire(blocking=False)
+            if not is_reserved:
+                raise CheckpointError(
+                    f"cannot {action}: another thread is in a call of the same Checkpointer. Only one thread at a time "
+                    f"may save, load, wait or close. Give each thread its own Checkpointer, or wait for a save with "
+                    f"its handle."
+                )
             for handle in self.in_flight:
                 handle.refuse_in_callback(action)
             yield
         finally:
-            self._calling.release()
+            if is_reserved:
+                self._calling.release()
 
     @contextmanager
     def beginning(self, handle: SaveHandle) -> Iterator[None]:
@@ -335,16 +339,17 @@ class SaveQueue:
         copy: Callable[[], T],
         write: Callable[[T], events.SaveFinished],
         in_keeper: bool = False,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run ``copy`` in a thread and, when the earlier saves have ended, ``write`` with its result.
+        """Run ``copy`` in a thread, and ``write`` with its result.
 
         ``copy`` ends with :meth:`SaveHandle.set_staged`. Its result includes its failure, so that ``write`` raises the
         failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
+        ``on_start`` is called when the save is entered, while SIGINT is held back.
 
         If this call raises, the save is either among :attr:`handles` and continues, on Ctrl-C for example; or neither
         function runs.
         """
-        before = next(reversed(self._saves), None)
         returning = threading.Event()
 
         def run() -> None:
@@ -353,8 +358,6 @@ class SaveQueue:
                 staged = copy()
                 if thread.ident is not None:
                     _let_training_go_first()
-                if before is not None:
-                    before.wait_turn()
                 handle.set_published(write(staged))
             except BaseException as error:  # otherwise callers would wait forever
                 failure = _as_exception(error, handle.path)
@@ -370,6 +373,7 @@ class SaveQueue:
         with interrupts_held():
             self._saves[handle] = thread
             _unattended.add(self)
+            on_start()
             try:
                 thread.start()
             except Exception:  # the process has as many threads as it may have
@@ -379,23 +383,18 @@ class SaveQueue:
         if thread.ident is None:  # the other ranks must not wait for this one
             run()
 
-    def wait_for_all_but(self, count: int) -> list[SaveHandle]:
-        """Wait for the oldest saves until ``count`` remain; for all saves if one of them failed.
+    def wait_for_all(self) -> list[SaveHandle]:
+        """Wait until every save has ended.
 
         Returns:
             The saves that have ended, the same on every rank.
         """
-        ended: list[SaveHandle] = []
-        while len(self._saves) > count:
-            handle = self.handles[0]
+        ended = self.handles
+        for handle in ended:
             handle.wait_done()  # after a join that Ctrl-C interrupts, a thread counts as ended
             _join(self._saves[handle])
-            del self._saves[handle]
-            ended.append(handle)
-            if handle.exception() is not None:
-                count = 0
-        if not self._saves:
-            _unattended.discard(self)
+        self._saves.clear()
+        _unattended.discard(self)
         return ended
 
     def drop_succeeded(self) -> None:
@@ -431,7 +430,7 @@ class SaveQueue:
                     "save succeeded, wait for its handle, or close the Checkpointer.",
                     handle.path,
                 )
-        for handle in self.wait_for_all_but(0):
+        for handle in self.wait_for_all():
             if (error := handle.take_error()) is not None:
                 logger.error(
                     "%s was NOT saved, and the program ended without waiting for the save: %s", handle.path, error

@@ -1,9 +1,8 @@
 """Save timing: measure the duration of steps, and decide when to save.
 
-Rank 0 decides by its clock, and broadcasts its decision in a *meeting*: whether to save now, and the number of calls
-until the next meeting. Between two meetings a call compares two numbers. The next meeting is halfway to the moment at
-which a save will be due. So an interval of any length has few meetings, and no meeting is late if steps become twice as
-slow.
+Rank 0 decides by its clock. It broadcasts in a *meeting* whether to save now, and the number of calls until the next
+meeting. Between two meetings a call only compares two numbers. The next meeting is halfway to the time at which a save
+becomes due. An interval of any length therefore has few meetings, and no meeting is late if steps become twice as slow.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.ranks import Ranks
 
 _APART_SECONDS = 60.0
-"""Most seconds between two meetings."""
+"""Maximal seconds between two meetings."""
 _SLACK = 0.01
 """Part of the interval by which a save may come earlier, in place of one more meeting."""
 
 
 class SaveTiming:
-    """Measures the steps between the saves of a checkpointer, and decides when its saves are due.
+    """Measurement of the steps between the saves of a checkpointer, and decision when its saves are due.
 
     Args:
         config: Has the interval.
@@ -99,6 +98,6 @@ class SaveTiming:
             self._since = self.clock()
 
     def ended(self) -> None:
-        """Record that the training has ended. Another one may follow; the time until its first step is no step."""
+        """Record that the training has ended. The time until the first step of another training is no step."""
         self._ended = self._answered = None
         self._paused, self._calls_left = 0.0, 0

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 from dcp_plugin.config import CheckpointConfig
@@ -45,7 +47,7 @@ class Writer(Protocol):
             CheckpointError: On every rank: the save has failed.
         """
 
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Return the group of ranks after all saves in flight have finished with it. Collective.
 
         Raises:
@@ -106,42 +108,34 @@ class CallingThread(Writer):
 
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
-        self._allowed_in_flight = 0
-        """Saves that may still be in flight when another begins."""
 
     def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
-        publication = self.new_publication(request)
-        with collector_paused(), self.progress(handle, ranks):
+        with (
+            self.publication(handle, request, ranks) as publication,
+            collector_paused(),
+            self.progress(handle, ranks),
+        ):
             with module_cache():
-                try:
-                    gathered = Attempt.of(lambda: self._pipeline.gather(live, ranks))
-                    staged = gathered.then(self._pipeline.stage_in_place)
-                except BaseException:  # Ctrl-C, or SystemExit in a state_dict
-                    publication.discard()
-                    raise
+                gathered = Attempt.of(lambda: self._pipeline.gather(live, ranks))
+                staged = gathered.then(self._pipeline.stage_in_place)
             event = self._pipeline.run(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def new_publication(self, request: SaveRequest) -> Publication:
-        """Return the unpublished checkpoint, with the caller's files in it. Collective if the caller has files."""
+    @contextmanager
+    def publication(self, handle: SaveHandle, request: SaveRequest, ranks: Ranks) -> Iterator[Publication]:
+        """Yield the unpublished checkpoint, with the caller's files in it. Collective if the caller has files.
+
+        An error of the block, such as Ctrl-C, discards the checkpoint, unless a thread writes it by then.
+        """
         publication = Publication(request.path, medium_of(request.path, self._config.io.direct))
-        if (files := request.files) is None:
-            return publication
-        path, ranks = request.path, self._groups.front()
-
-        def add() -> None:
-            publication.medium.join(directory, path)
-            add_files(publication.medium, directory, files)
-
         try:
-            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", add)
-        except BaseException as error:
-            publication.discard()
-            if isinstance(error, Exception):
-                raise_as_failed_save(error, path)
-            raise  # Ctrl-C
-        return publication
+            if request.files is not None:
+                _add_files(publication, request.files, ranks)
+            yield publication
+        except BaseException:
+            if handle not in self._queue.handles:
+                publication.discard()
+            raise
 
     def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
         wanted = is_terminal(sys.stderr) if self._config.progress == "auto" else self._config.progress
@@ -151,19 +145,17 @@ class CallingThread(Writer):
 
         return progress.shown(handle.path, in_background)
 
-    def idle_ranks(self, begins_save: bool = False) -> Ranks:
+    def idle_ranks(self) -> Ranks:
         """Wait for the saves in flight, and return the group of ranks.
 
         All ranks know the failures of these saves, but on some ranks the handle may have raised them already: then all
-        ranks raise if any rank has not. A group that a save in flight has just lost stays: other ranks may not have
-        noticed yet, and making a new group is a collective. The next call that waits for that save makes it.
+        ranks raise if any rank has not.
         """
-        ended = self._queue.wait_for_all_but(self._allowed_in_flight if begins_save else 0)
+        ended = self._queue.wait_for_all()
         self.free_modules()
         unreported = first_unreported(ended)
-        last_group = self._groups.known
         try:
-            ranks = last_group if self._queue.handles and last_group is not None else self._groups.main()
+            ranks = self._groups.main()
         except BaseException as error:  # must not hide the failure that this call was about to raise
             if unreported is not None:
                 error.add_note(
@@ -181,3 +173,18 @@ class CallingThread(Writer):
 
     def is_free(self) -> bool:
         return all(handle.done() for handle in self._queue.handles)
+
+
+def _add_files(publication: Publication, files: Callable[[Path], None], ranks: Ranks) -> None:
+    """Reserve the directory of a checkpoint, and let every rank add files to it. Collective."""
+    path = publication.path
+
+    def add() -> None:
+        publication.medium.join(directory, path)
+        add_files(publication.medium, directory, files)
+
+    try:
+        directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
+        ranks.agree(f"add files to {path}", add)
+    except Exception as error:
+        raise_as_failed_save(error, path)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,43 +26,47 @@ from torch.utils.hooks import RemovableHandle
 
 from dcp_plugin.tensors._torch_modules import is_of_torch
 
-_under_way: list[Guard] = []
+
+class Staging(Protocol):
+    """A save whose state is being copied. An interrupted or failed save counts as staged."""
+
+    def staged(self) -> bool: ...
+
+    def wait_staged(self) -> None: ...
+
+
+_under_way: list[tuple[Staging, list[RemovableHandle]]] = []
+"""The saves whose state is being copied, and their hooks on modules."""
 os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no copying thread and would wait forever
 
 
-class Guard:
-    """A copy under way. Changes of the state wait until :attr:`copied` is set.
+def delay_changes(modules: Iterable[nn.Module], save: Staging) -> None:
+    """Let changes of the state wait until ``save`` is staged.
 
     Args:
         modules: Modules whose ``load_state_dict`` also waits, whether called directly or for an outer module.
     """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        _hold_back_steps()
-        take_off_hooks()
-        self.copied = threading.Event()
-        """Set when the copy is complete or abandoned. Delayed changes then proceed."""
-        self.hooks: list[RemovableHandle] = [
-            module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-            for module in modules
-        ]
-        _under_way.append(self)
+    _hold_back_steps()
+    take_off_hooks()
+    hooks = [module.register_load_state_dict_pre_hook(_before_load) for module in modules]  # type: ignore[no-untyped-call]
+    _under_way.append((save, hooks))
 
 
 def wait_until_copied() -> None:
     """Wait for every copy under way in this process. Called before parameters change."""
-    for guard in tuple(_under_way):
-        guard.copied.wait()
+    for save, _ in tuple(_under_way):
+        save.wait_staged()
     take_off_hooks()
 
 
 def take_off_hooks() -> None:
     """Remove the hooks of finished copies. Called in the training thread only."""
-    for guard in tuple(_under_way):
-        if guard.copied.is_set():
-            for hook in guard.hooks:
+    for entry in tuple(_under_way):
+        save, hooks = entry
+        if save.staged():
+            for hook in hooks:
                 hook.remove()
-            _under_way.remove(guard)
+            _under_way.remove(entry)
 
 
 @functools.cache
@@ -93,5 +96,5 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _before_load(module: nn.Module, *args: Any) -> None:
-    for guard in tuple(_under_way):
-        guard.copied.wait()  # no take_off_hooks() here: torch is iterating over the module's hooks
+    for save, _ in tuple(_under_way):
+        save.wait_staged()  # no take_off_hooks() here: torch is iterating over the module's hooks

@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -69,9 +69,9 @@ class RankLocal:
 
         Values that all ranks are expected to share are remembered, and :meth:`compare` compares them.
         """
-        shards, shared, standing = details.shards, details.shared, standing_of(state)
-        held = (key for key in shared & state.keys() if standing.get(key, Standing.HOLDS) < Standing.RECEIVED)
-        self._shared = _hashes({key: state[key] for key in held}, _SAMPLED)
+        shards, standing = details.shards, _standing_of_received(state)
+        held = _not_empty(state, details.shared - {key for key in standing if standing[key] == Standing.RECEIVED})
+        self._shared = _hashes(held, _SAMPLED)
         local_slots = _slots_of_sharded(state, shards)
         rank_local = {key: slot_and_box for key, slot_and_box in local_slots.items() if key in self._apart}
         evident = {
@@ -229,15 +229,18 @@ def note_received(key: str, value: ShardedValue | EncodedValue | None, owner: in
         del received[key]
 
 
-def standing_of(state: Flat) -> dict[str, Standing]:
-    """Return the standing of the entries that are empty, or that a load has given to this rank."""
-    standing = {
-        key: value.standing for key, value in state.items() if isinstance(value, EncodedValue) and value.standing
+def _standing_of_received(state: Flat) -> dict[str, Standing]:
+    """Return the standing of the entries that a load has given to this rank, except empty ones."""
+    hashes = _hashes(_not_empty(state, received), _SAMPLED)
+    return {
+        key: Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
+        for key, value_hash in hashes.items()
     }
-    copies = {key: state[key] for key in received if key in state and key not in standing}
-    for key, value_hash in _hashes(copies, _SAMPLED).items():
-        standing[key] = Standing.RECEIVED if value_hash == received[key][0] else Standing.CHANGED
-    return standing
+
+
+def _not_empty(state: Flat, keys: Iterable[str]) -> Flat:
+    """Return the entries under these keys, as far as the state has them and they are not empty."""
+    return {key: state[key] for key in keys if key in state and not getattr(state[key], "standing", Standing.HOLDS)}
 
 
 @dataclass(frozen=True)

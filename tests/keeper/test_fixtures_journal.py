@@ -141,7 +141,7 @@ def test_a_lingering_keeper_of_another_version_is_left_alone_and_publishes_its_s
     program = textwrap.dedent("""
         import os, signal, sys, torch, dcp_plugin as dcp
         if __name__ == "__main__":
-            checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0}, when_busy="queue")
+            checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0})
             checkpointer.save({"weights": torch.arange(10.0)}, f"{sys.argv[1]}/step-1", step=1).wait()
             keeper = checkpointer._writer.saves.client.spool.pid()
             os.kill(keeper, signal.SIGSTOP)

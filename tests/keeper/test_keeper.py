@@ -523,7 +523,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, lis
     """One training through the deaths of its keeper; and what was wrong with it."""
     root = tmp_path_factory.mktemp("training")
     wrong: list[str] = []
-    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 1.0}, when_busy="queue")
+    checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 1.0})
     checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
     spool = Spool.of(root.resolve(), None)
     first = spool.pid()

@@ -1,4 +1,4 @@
-"""A save while another one is in flight: it waits, is skipped, or stands in line; on every rank alike."""
+"""A save while another one is in flight: it waits or is skipped; on every rank alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import textwrap
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +16,15 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from tests.compare import assert_same, assert_saved
+from tests.compare import assert_same
 from tests.damage import bad_disk, raising
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.limits import HANG
 from tests.messages import logged
-from tests.objects import Holder
 from tests.places import names_in
 from tests.programs import Program
-from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
+from tests.slowness import Gate, pause, slow_copies, slow_writes
 
 
 def _restored(path: Path) -> dict[str, Any]:
@@ -97,76 +95,6 @@ def test_every_rank_skips_alike(tmp_path: Path) -> None:
     assert_same(_restored(tmp_path / "a"), expected)
 
 
-@pytest.mark.parametrize("staging", ["blocking", "lazy"])
-@on_ranks(2)
-def test_every_rank_stands_in_line_alike(tmp_path: Path, staging: str) -> None:
-    """Three states, of which two are held in memory at once, and ranks of different speed."""
-    model, optimizer = build("fsdp2")
-    ours = dcp.Checkpointer(async_save=True, when_busy="queue", staging=staging)
-    gate, expected = Gate(), []
-    with slow_writes(gate), slow_copies(at_random(0.001)):
-        gate.close()
-        handles = []
-        for number in range(2):
-            train(model, optimizer, 1, seed=number)
-            expected.append(whole_state(model, optimizer))
-            handles.append(ours.save({"model": model, "optim": optimizer}, tmp_path / str(number)))
-        train(model, optimizer, 1, seed=2)
-        assert not handles[0].done()
-        gate.open_soon()
-        expected.append(whole_state(model, optimizer))
-        ours.save({"model": model, "optim": optimizer}, tmp_path / "2")
-        assert handles[0].done()
-        train(model, optimizer, 1, seed=3)
-        ours.wait()
-    for number in range(3):
-        assert_same(_restored(tmp_path / str(number)), expected[number])
-    assert all(pool.nbytes for pool in ours._writer.pools)
-    ours.close()
-
-
-@on_ranks(2)
-def test_ranks_agree_on_files_in_the_middle_of_another_save(tmp_path: Path) -> None:
-    """Ranks agree on files in the middle of a save that talks, too."""
-    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
-
-    def write(directory: Path) -> None:
-        (directory / f"note-{dist.get_rank()}").write_text("for people")
-
-    with slow_writes(at_random(0.05, seed=dist.get_rank())):
-        for number in range(4):
-            ours.save({"n": number}, tmp_path / str(number), files=write)
-    ours.close()
-    assert {entry.name for entry in tmp_path.rglob("note-*")} == {"note-0", "note-1"}
-    assert len(list(tmp_path.rglob("note-*"))) == 8
-
-
-@on_ranks(2)
-def test_a_save_in_line_is_written_although_the_one_before_fails(tmp_path: Path) -> None:
-    """The second save is in line when the first one fails: the third raises that everywhere, the second is there."""
-    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
-    failing = Gate()
-
-    def fail() -> None:
-        failing()
-        if not broken.is_set() and dist.get_rank() == 1:
-            broken.set()
-            raise OSError("bad disk")
-
-    broken = threading.Event()
-    with bad_disk(fail):
-        failing.close()
-        ours.save({"t": torch.ones(3)}, tmp_path / "first")
-        second = ours.save({"t": torch.ones(3)}, tmp_path / "second")
-        failing.open()
-        with pytest.raises(dcp.SaveFailed, match=r"rank 1.*bad disk"):
-            ours.save({"t": torch.ones(3)}, tmp_path / "third")
-        assert second.done() and second.exception() is None
-        ours.save({"t": torch.ones(3)}, tmp_path / "fourth")
-        ours.close()
-    assert names_in(tmp_path) == ["fourth", "second"]
-
-
 @on_ranks(2)
 def test_rank_0_logs_the_events_of_saves(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
@@ -190,7 +118,7 @@ def test_rank_0_logs_the_events_of_saves(tmp_path: Path) -> None:
 def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ModelCheckpoint decides"):
         dcp.CheckpointConfig(when_busy="skip").that_waits("ModelCheckpoint")
-    for wrong in ({"when_busy": "later"}, {"staging": "eager"}):
+    for wrong in ({"when_busy": "queue"}, {"staging": "eager"}):
         with pytest.raises(ValueError, match="must be"):
             dcp.CheckpointConfig(**wrong)
 
@@ -447,25 +375,6 @@ def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd
     said = capfd.readouterr().err
     assert "saving ck in the background: " in said and "of 8 MiB on rank 0" in said
     assert said.endswith("s\n") and "\r" not in said.replace("\r\x1b", "")
-
-
-def test_an_interrupted_call_leaves_the_host_copy_of_the_save_in_flight_alone(tmp_path: Path) -> None:
-    tensor, interrupted = torch.ones(1000), Holder({})
-    interrupted.state_dict = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
-    gate = Gate()
-    with slow_writes(gate):
-        gate.close()
-        first = ours.save({"t": tensor}, tmp_path / "first")
-        with pytest.raises(KeyboardInterrupt):
-            ours.save({"t": tensor, "x": interrupted}, tmp_path / "second")
-        tensor.zero_()
-        ours.save({"t": tensor}, tmp_path / "third")
-        assert not first.done()
-        gate.open()
-        ours.close()
-    assert_saved(tmp_path / "first", {"t": torch.ones(1000)})
-    assert_saved(tmp_path / "third", {"t": torch.zeros(1000)})
 
 
 def test_a_save_that_something_ends_by_an_exit_has_failed_and_is_said_to(tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ def test_a_checkpoint_is_the_state_at_its_call_whatever_that_is_and_whatever_fol
         async_save=True,
         staging="lazy",
         io={"threads": chance.randint(1, 5), "direct": chance.choice([False, "auto"])},
-        when_busy=chance.choice(["wait", "queue"]),
         reuse=chance.random() < 0.5,
     )
     expected = []

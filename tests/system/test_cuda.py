@@ -127,7 +127,7 @@ def test_a_default_device_changes_no_save_and_no_load(tmp_path: Path, world_size
 def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:
     model = nn.Linear(1000, 1000).cuda()
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    pool = ours._writer.pools[0]
+    pool = ours._writer.pool
     places = set()
     for number in range(3):
         ours.save({"model": model}, tmp_path / str(number)).wait()

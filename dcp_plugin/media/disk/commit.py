@@ -677,9 +677,9 @@ def _let_go(token: str, finished: bool = False) -> None:
         return
     if finished:
         held.workspace.delete(f"{token}.json")
+    held.stop_heartbeat()
     with interrupts_held():
-        del _held[token]
-        held.stop_heartbeat()
+        _held.pop(token, None)
         held.workspace.close()
         with suppress(OSError):
             os.close(held.descriptor)

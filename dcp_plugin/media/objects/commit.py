@@ -32,6 +32,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -53,6 +54,7 @@ from dcp_plugin.format import (
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE, time_after
 from dcp_plugin.format.torch_archive import MAGIC
+from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.media import (
     Leftover,
     Reservation,
@@ -97,7 +99,11 @@ _OTHER_TAG = f'"{32 * "0"}"'
 class _Held:
     """A save in flight of this process."""
 
-    reservation: Reservation[ObjectPath]
+    final: ObjectPath
+    record: str
+    """The key of its record."""
+    owner: Callable[[], Reservation[ObjectPath] | None]
+    """Returns the reservation; None once the save has ended, without an end of its own if Ctrl-C came in between."""
     tag: str | None
     """The tag of the ``.metadata`` that this save replaces."""
     replaced: str
@@ -139,10 +145,10 @@ def reserve(
         names = {item.key.rpartition("/")[2]: item for item in objects}
         among_other_files = among_other_files or bool(copy_of)  # a copy has checked the path already
         replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
-        reservation = _begin(client, final, names.get(METADATA), recorded, **({"copies": copy_of} if copy_of else {}))
-        if copy_of:
-            reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
-        _held[reservation.token].replaces_file = replaces_file
+        begun = _begin(client, final, names.get(METADATA), recorded, **({"copies": copy_of} if copy_of else {}))
+        reservation = replace(begun, directory=final / f"{copy_of}{SAVING}", time=None) if copy_of else begun
+        held = _held[reservation.token]
+        held.replaces_file, held.owner = replaces_file, weakref.ref(reservation)
         try:
             records = _Records(workspace_of(final))
             if copy_of:
@@ -181,22 +187,24 @@ def _begin(
     agrees with the store's, and else of the latter.
     """
     now, last = time.time(), _last_time[0]
-    held = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
+    reservation = _put_record(client, final, published, _later(now) if recorded is None else recorded, noted)
     try:
-        entry = client.head(_record_key(held.reservation)) if recorded is None else None
+        entry = client.head(_record_key(reservation)) if recorded is None else None
         if entry is not None and abs(entry.modified - now) > _CLOCKS_DIFFER:
-            _let_go(held.reservation)
+            _let_go(reservation)
             _last_time[0] = last  # a wrong time is no lower bound of later times
-            held = _put_record(client, final, published, _later(entry.modified), noted)
+            reservation = _put_record(client, final, published, _later(entry.modified), noted)
+        held = _held[reservation.token]
         if final.store not in _conditional:
-            _conditional[final.store] = _refuses(client, _record_key(held.reservation), held.contents)
+            _conditional[final.store] = _refuses(client, held.record, held.contents)
             if not _conditional[final.store]:
                 _warn_unconditional(final.store)
+        with interrupts_held():
+            held.stop_heartbeat = lease.start_heartbeat(lambda: _put_again(held))
     except BaseException:
-        _let_go(held.reservation)
+        _let_go(reservation)
         raise
-    held.stop_heartbeat = lease.start_heartbeat(lambda: _put_again(held))
-    return held.reservation
+    return reservation
 
 
 def _later(now: float) -> float:
@@ -207,33 +215,32 @@ def _later(now: float) -> float:
 
 def _put_record(
     client: Client, final: ObjectPath, published: ObjectInfo | None, recorded: float, noted: Mapping[str, Any]
-) -> _Held:
+) -> Reservation[ObjectPath]:
     token = new_token(recorded)
     reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
     tag = published.tag if published else None
     text = json.dumps({"target": target, **lease.maker(recorded), "replaces": tag, **noted}).encode()
-    replaced = _token_of(client, published)
-    held = _held[token] = _Held(reservation, tag, replaced, text)
+    replaced, record = _token_of(client, published), _record_key(reservation)
+    _held[token] = _Held(final, record, weakref.ref(reservation), tag, replaced, text)
     try:
-        client.put(_record_key(reservation), text)
+        client.put(record, text)
     except BaseException:
-        del _held[token]  # otherwise a sweep of this process spares the record
+        _forget(token)  # otherwise a sweep of this process spares the record
         raise
-    return held
+    return reservation
 
 
 def _put_again(held: _Held) -> None:
     """Put the record of a save of this process again, unless another job has marked the save as dead."""
-    final = held.reservation.final
     with suppress(Changed):
         if (entry := _own(held)) is not None:
-            _put_over(client_of(final), final, entry.key, held.contents, entry.tag)
+            _put_over(client_of(held.final), held.final, entry.key, held.contents, entry.tag)
 
 
 def _own(held: _Held) -> ObjectInfo | None:
     """Return the record of a save of this process; None if another job has marked it as dead, which makes it longer."""
-    entry = client_of(held.reservation.final).head(_record_key(held.reservation))
+    entry = client_of(held.final).head(held.record)
     return entry if entry is not None and entry.size == len(held.contents) else None
 
 
@@ -335,7 +342,7 @@ def _publish_of_others(reservation: Reservation[ObjectPath], files: Mapping[str,
 def _refuse_if_taken_for_dead(held: _Held) -> None:
     if _own(held) is None:
         raise SaveFailed(
-            f"cannot commit {held.reservation.final}: another job took this save for dead, since its lease was not "
+            f"cannot commit {held.final}: another job took this save for dead, since its lease was not "
             f"renewed for {lease.LEASE / 60:.0f} minutes, and has deleted its files. Save again."
         )
 
@@ -345,10 +352,10 @@ def _undo_if_taken_for_dead(held: _Held) -> None:
     try:
         _refuse_if_taken_for_dead(held)
     except SaveFailed:
-        client_of(held.reservation.final).delete([key_of(held.reservation.final, METADATA)])
+        client_of(held.final).delete([key_of(held.final, METADATA)])
         raise
     except OSError as error:  # it was there a moment ago
-        logger.debug("whether %s was taken for dead cannot be seen: %s", held.reservation.final, error)
+        logger.debug("whether %s was taken for dead cannot be seen: %s", held.final, error)
 
 
 def _commit(reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
@@ -425,17 +432,22 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True, keep: 
             "cannot delete the files of a failed save of %s; the next save deletes them: %s", reservation.final, error
         )
     finally:
-        _held.pop(reservation.token, held).stop_heartbeat()
+        _forget(reservation.token)
 
 
 def _name_below(path: ObjectPath, key: str) -> str:
     return key.removeprefix(key_of(path, ""))
 
 
+def _forget(token: str) -> None:
+    """End the heartbeat of a save. Its record counts as that of an ended process from now on."""
+    if (held := _held.get(token)) is not None:
+        held.stop_heartbeat()  # before it is forgotten: after Ctrl-C in between, the next sweep repeats this
+        _held.pop(token, None)
+
+
 def _let_go(reservation: Reservation[ObjectPath]) -> None:
-    held = _held.pop(reservation.token, None)
-    if held is not None:
-        held.stop_heartbeat()
+    _forget(reservation.token)
     with suppress(OSError):  # the next save in the folder finds no objects of it
         client_of(reservation.final).delete([_record_key(reservation)])
 
@@ -560,7 +572,9 @@ class _Records:
         self._noted: dict[tuple[str, str], dict[str, Any] | None] = {}
 
     def read(self) -> list[_Record]:
-        """Return the present records."""
+        """Return the present records, after the saves of this process that have ended are forgotten."""
+        for token in [token for token, held in list(_held.items()) if held.owner() is None]:
+            _forget(token)
         items = [item for item in self.client.below(self.workspace.key) if item.key.endswith(".json")]
         unknown = [item for item in items if (item.key, item.tag) not in self._noted]
         if unknown:

@@ -1,8 +1,8 @@
 """Files of a checkpoint in a store, read while other processes publish, replace and delete checkpoints.
 
-A single listing has the objects, their sizes and their tags. Each later read requires the listed tag, so a replaced
-object is never read in place of the listed one. Small reads pass through a cache: readers of other tools' files read
-the same few ranges several times.
+A single listing returns the objects, their sizes and their tags. Each later read requires the listed tag, so a read
+never returns bytes of an object that has replaced the listed one. Small reads pass through a cache, because readers of
+other tools' files read the same few ranges several times.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dcp_plugin.paths import ObjectPath
 _A_PAGE = 1000
 """Keys that a store lists in one answer."""
 _BLOCK = 64 << 10
-"""Bytes that a small read asks for, of an object that is larger than :data:`GAP`: others are read in one request."""
+"""Bytes of a request for a small read, if the object is larger than :data:`GAP`. A smaller object is one request."""
 _MOST_CACHED = 32 << 20
 
 
 class _Cache:
-    """Blocks of the objects below a prefix, by key, tag and number; the most recently used ones."""
+    """Most recently used blocks of the objects below a prefix, by key, tag and number."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -38,7 +38,7 @@ class _Cache:
         self._lock = threading.Lock()
 
     def read(self, info: ObjectInfo, offset: int) -> memoryview:
-        """Return bytes from ``offset`` on, at least one."""
+        """Return at least one byte from ``offset`` on."""
         size = info.size if info.size <= GAP else _BLOCK
         number = offset // size
         if (data := self._known(info, number)) is None:
@@ -80,7 +80,7 @@ class _Cache:
 
 
 class _Object(RawRanges):
-    """An object, read by ranges."""
+    """Object that is read by ranges."""
 
     def __init__(self, client: Client, cache: _Cache, info: ObjectInfo, where: str) -> None:
         super().__init__(info.size)
@@ -120,7 +120,7 @@ class _Object(RawRanges):
 
 
 class ObjectFiles(Readable):
-    """Objects below a prefix, looked up one by one. The tag of an object stays the same after that.
+    """Objects below a prefix, without a listing. The first use of an object determines its tag.
 
     No file needs a pin: a save that replaces a checkpoint keeps the old objects, and the next save deletes them.
     """
@@ -168,10 +168,10 @@ class ObjectFiles(Readable):
 
 
 class ListedFiles(ObjectFiles):
-    """The objects below a prefix, of one listing.
+    """Objects of one listing of a prefix.
 
     Args:
-        listed: By the names below the prefix. These files are compared with the store no more. None: the first use
+        listed: The objects, by their names below the prefix; :meth:`moved` then makes no request. None: the first use
             lists them.
     """
 
@@ -223,6 +223,6 @@ class ListedFiles(ObjectFiles):
             return False
         try:
             before, now = self._all().get(METADATA), self._client.head(key_of(self.path, METADATA))
-        except OSError:  # unknown, and the caller has an error already
+        except OSError:  # the state is unknown, and the caller already has an error
             return False
         return (before.tag if before else None) != (now.tag if now else None)
