@@ -12,7 +12,7 @@ from dcp_plugin.types import VERSION
 
 if TYPE_CHECKING:
     from dcp_plugin import events as events
-    from dcp_plugin import hf as hf
+    from dcp_plugin import tools as tools
     from dcp_plugin.api import load, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         CheckpointUnreadable,
         DurabilityUnknown,
-        NoSharedMemory,
         RankFailure,
         SaveFailed,
         UnsafeCheckpoint,
@@ -36,29 +35,25 @@ if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
     from dcp_plugin.runs.catalog import latest, list_checkpoints
     from dcp_plugin.saving.queue import SaveHandle
-    from dcp_plugin.start import Restart, resolve_resume, resume_or_init
+    from dcp_plugin.start import Start, resolve_resume, resume_or_init
     from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.state.random_streams import RandomStreams
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.stock_save import ShardedSavePlanner, ShardedWriter
-    from dcp_plugin.tools.contents import CheckpointInfo, inspect
-    from dcp_plugin.tools.copy import CopyReport, copy
-    from dcp_plugin.tools.diff import CheckpointDiff, diff
-    from dcp_plugin.tools.divergence import Divergence, first_divergence
-    from dcp_plugin.tools.export import ExportReport, export
-    from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
-    from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
+    from dcp_plugin.tools.contents import inspect
+    from dcp_plugin.tools.copy import copy
+    from dcp_plugin.tools.diff import diff
+    from dcp_plugin.tools.export import export
+    from dcp_plugin.tools.prune import prune
     from dcp_plugin.tools.read import read
-    from dcp_plugin.tools.report.page import report
-    from dcp_plugin.tools.verify import VerifyReport, verify
-    from dcp_plugin.types import CheckpointState
+    from dcp_plugin.tools.verify import verify
 
 
 __version__ = VERSION
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
-    "dcp_plugin.start": ("Restart", "resolve_resume", "resume_or_init"),
+    "dcp_plugin.start": ("Start", "resolve_resume", "resume_or_init"),
     "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
@@ -70,14 +65,13 @@ _HOMES = {
         "CheckpointNotFound",
         "CheckpointUnreadable",
         "DurabilityUnknown",
-        "NoSharedMemory",
         "RankFailure",
         "SaveFailed",
         "UnsafeCheckpoint",
     ),
     "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
-    "dcp_plugin.tools.contents": ("CheckpointInfo", "inspect"),
-    "dcp_plugin.tools.verify": ("VerifyReport", "verify"),
+    "dcp_plugin.tools.contents": ("inspect",),
+    "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.options": ("IO", "Keeper"),
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
@@ -85,17 +79,13 @@ _HOMES = {
     "dcp_plugin.state.random_streams": ("RandomStreams",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.stock_save": ("ShardedSavePlanner", "ShardedWriter"),
-    "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
-    "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
-    "dcp_plugin.tools.diff": ("CheckpointDiff", "diff"),
-    "dcp_plugin.tools.divergence": ("Divergence", "first_divergence"),
-    "dcp_plugin.tools.export": ("ExportReport", "export"),
+    "dcp_plugin.tools.prune": ("prune",),
+    "dcp_plugin.tools.diff": ("diff",),
+    "dcp_plugin.tools.export": ("export",),
     "dcp_plugin.tools.read": ("read",),
-    "dcp_plugin.tools.copy": ("CopyReport", "copy"),
-    "dcp_plugin.tools.report.page": ("report",),
+    "dcp_plugin.tools.copy": ("copy",),
     "dcp_plugin.records": ("LoadReport",),
     "dcp_plugin.retention": ("Retention",),
-    "dcp_plugin.types": ("CheckpointState",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -103,53 +93,37 @@ __all__ = [
     "IO",
     "CheckpointConfig",
     "CheckpointCorrupt",
-    "CheckpointDiff",
     "CheckpointError",
     "CheckpointIncomplete",
-    "CheckpointInfo",
     "CheckpointMismatch",
     "CheckpointNotFound",
-    "CheckpointState",
     "CheckpointUnreadable",
     "Checkpointer",
-    "CopyReport",
-    "Divergence",
     "DurabilityUnknown",
-    "ExportReport",
     "Keeper",
-    "ListedCheckpoint",
     "LoadReport",
-    "NoSharedMemory",
     "PartialLoad",
     "PerRank",
-    "PruneReport",
-    "PrunedCheckpoint",
-    "PrunedLeftover",
     "RandomStreams",
     "RankFailure",
-    "Restart",
     "Retention",
-    "Run",
     "SaveFailed",
     "SaveHandle",
     "ShardedLoadPlanner",
     "ShardedReader",
     "ShardedSavePlanner",
     "ShardedWriter",
+    "Start",
     "UnsafeCheckpoint",
-    "VerifyReport",
     "copy",
     "diff",
     "export",
-    "first_divergence",
     "inspect",
     "latest",
     "list_checkpoints",
-    "list_runs",
     "load",
     "prune",
     "read",
-    "report",
     "resolve_resume",
     "resume_or_init",
     "save",
@@ -158,7 +132,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("events", "hf"):
+    if name in ("events", "tools"):
         return importlib.import_module(f"dcp_plugin.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,17 +27,18 @@ from dcp_plugin.ranks import RankGroups, Ranks
 from dcp_plugin.records import LiveState, LoadReport, SaveRequest
 from dcp_plugin.runs.damage import quarantine_damaged
 from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported, wait_until_staged
+from dcp_plugin.saving.queue import RunningSave, SaveHandle, SaveQueue, first_unreported, wait_until_staged
 from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.partial import PartialLoad
 
 
+@public_class()
 class Checkpointer:
     """Interface for saves and loads with one configuration, one process group and one host copy.
 
@@ -75,8 +77,7 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)
         self._source = source_of(self.config)
-        self.save_timing = SaveTiming(self.config, lambda: self._queue.is_saving)
-        """Measurement of steps, for integrations."""
+        self._timing = SaveTiming(self.config, lambda: self._queue.is_saving)
 
     def __enter__(self) -> Self:
         return self
@@ -111,10 +112,7 @@ class Checkpointer:
         path: PathLike,
         step: int | None = None,
         files: Callable[[Path], None] | None = None,
-        views: Views | None = None,
         owners: Iterable[Any] = (),
-        aliases: Aliases | None = None,
-        kinds: Mapping[str, str] | None = None,
         durable: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
@@ -127,16 +125,11 @@ class Checkpointer:
             files: Called on every rank before any other work, with the directory in which the checkpoint is made. The
                 files that it adds are published with the checkpoint and belong to it. It may still change ``state``.
                 With it, ``path`` may be a directory with other files, which stay.
-            views: Further tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
             owners: Modules and optimizers whose state dicts are in ``state`` without the objects. With
                 ``staging="lazy"``, their tensors may be copied later as well.
-            aliases: Further keys for stock loaders, see :mod:`dcp_plugin.format.metadata`.
-            kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
-                them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
-                value, and its ``state_dict`` is not called.
             durable: With ``keeper.dir``: copy this save to its path, independent of ``keeper.durable_every``.
             metrics: Names -> numbers or tensors of one element. The checkpoint records those of rank 0, see
-                :attr:`dcp_plugin.CheckpointInfo.metrics`.
+                :attr:`dcp_plugin.tools.CheckpointInfo.metrics`.
 
         Returns:
             A handle. Without ``async_save``, the save is already complete.
@@ -153,25 +146,7 @@ class Checkpointer:
             CheckpointError: Another call of this checkpointer is under way, in another thread or as the caller of this
                 one; or a subscriber makes this call while a save is in flight. Raised on this rank alone.
         """
-        began = time.monotonic()
-        handle = SaveHandle(as_path(path, self.config.storage_options), step)
-        call = Call.save(handle.path, step)
-        with self._queue.beginning(handle), together(call):
-            if self.config.finish_on_sigterm:
-                from dcp_plugin.saving import sigterm  # imported late, since few configurations use it
-
-                sigterm.watch(self._queue, self.config.timeout)
-            may_skip = self.config.async_save and self.config.when_busy == "skip"
-            if may_skip and is_rank_zero_busy(self._writer, self._groups, handle.path):
-                handle.set_skipped()
-                return handle
-            ranks = self._writer.idle_ranks()
-            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
-            is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self._compares_ranks, is_data)
-            self._writer.submit(handle, request, live, ranks)
-            self.save_timing.paused(time.monotonic() - began, saving=True)
-        return handle
+        return Internals(self).save(state, path, step, files, owners, durable, metrics)
 
     def load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
@@ -221,25 +196,6 @@ class Checkpointer:
         """
         return self._load(state, path, partial, strict, LoadMode.FILL)
 
-    def restore(
-        self,
-        state: Mapping[str, Any],
-        path: PathLike,
-        partial: PartialLoad | None = None,
-        strict: bool = True,
-        files: SourceFiles | None = None,
-    ) -> LoadReport:
-        """Load a checkpoint of the same run, for integrations. Collective.
-
-        Mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape, including
-        tensors that they do not have now. A warning names the tensors that the target has and the checkpoint lacks. A
-        rank gets no tensor that another rank's target has as a shard, or in a module or optimizer.
-
-        Arguments and errors are those of :meth:`load`. ``files`` are the files of :meth:`shown` if this rank restores
-        alone.
-        """
-        return self._load(state, path, partial, strict, LoadMode.RESTORE, files)
-
     def _load(
         self,
         state: Mapping[str, Any],
@@ -271,51 +227,6 @@ class Checkpointer:
         """
         self._queue.wait_recoverable()
         return self._source.open(path, ranks, lambda: unpacked(medium_of(path).open(path, pin=True)))
-
-    @contextmanager
-    def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
-        """Open the files of a checkpoint that only a source has, for integrations that examine it before a load.
-
-        All ranks leave the block together. Collective.
-
-        Returns:
-            The files, valid during the block; None if the checkpoint can be read at its path.
-
-        Raises:
-            RankFailure: See :meth:`load`.
-        """
-        if not self.config.has_local_tier:
-            yield None
-            return
-        with self._queue.call(f"look at {path}"):
-            ranks = self._writer.idle_ranks()
-            location = as_path(path, self.config.storage_options)
-            if not self._writer.is_attached:
-                self._source.settle(location.parent, ranks)
-            with self._open_in_source(location, ranks) as files:
-                is_only_in_source = files is not None and not files.is_at_path
-                yield files if is_only_in_source else None
-                if is_only_in_source:  # after the meeting no rank reads this node's files
-                    ranks.agree(f"end to look at {location}", lambda: None)
-
-    def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
-        """Return the saves at or below ``root`` that are only on the nodes, where a load finds them. Collective.
-
-        Before the search, keepers of an earlier training finish the saves that they have received.
-
-        Raises:
-            RankFailure: A rank died, or did not answer within the timeout.
-        """
-        if self.config.keeper is None:
-            return ()
-        ranks, location = self._writer.idle_ranks(), as_path(root, self.config.storage_options)
-        self._source.settle(location, ranks)
-        return tuple(self._source.states(location, ranks))
-
-    def set_local_aside(self, path: Where) -> bool:
-        """Exclude the nodes' saves to a path from all later starts. Return whether any node has such a save.
-        Collective."""
-        return self._source.quarantine(path, self.ranks)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint and its parts in ``keeper.dir`` of the nodes. If a save in flight is writing it, wait for
@@ -354,35 +265,9 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all()
             self._writer.free_modules()
-            self.save_timing.paused(time.monotonic() - began, saving=False)
+            self._timing.paused(time.monotonic() - began, saving=False)
             if (error := first_unreported(ended)) is not None:
                 raise error
-
-    def wait_until_kept(self) -> None:
-        """Wait until all saves survive the end of this training. With ``keeper.dir`` this means that they are complete
-        there; their copies to their paths may still be under way. Integrations wait for this before they continue.
-
-        Raises:
-            SaveFailed: See :meth:`wait`. With ``keeper.dir`` a failure is only logged here, and :meth:`wait` raises it:
-                ranks learn of it at different times, and the training must continue.
-        """
-        if not self.config.has_local_tier:
-            self.wait()
-            return
-        with self._queue.call("wait"):
-            self._queue.wait_recoverable()
-            self._writer.free_modules()
-
-    def bring_newest(self) -> None:
-        """Copy the newest save to its path if only ``keeper.dir`` has it. :meth:`close` does the same. With
-        ``keeper.durable_every=None``, do nothing.
-
-        Raises:
-            SaveFailed: See :meth:`wait`.
-        """
-        with self._queue.call("bring the newest save to its path"):
-            self.wait()
-            self._writer.bring_newest()
 
     def due(self, step: int) -> bool:
         """Return whether ``save_interval`` requires a save now, equal on every rank. Collective: call after each step.
@@ -409,22 +294,7 @@ class Checkpointer:
             ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
             >>> checkpointer.close()
         """
-        return self.save_timing.due(step, self._groups.front)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The group in which an integration lets all ranks agree. Collective."""
-        return self._groups.front()
-
-    def all_ranks_come_to(self, step: str, within: float) -> bool:
-        """Return whether every rank makes this call, for situations in which some ranks may not. True for a single
-        rank.
-
-        The result is False after ``within`` seconds. It is False at once if the ranks have not met yet, or if an
-        earlier failure has closed their group.
-        """
-        ranks = self._groups.known
-        return self._groups.solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
+        return self._timing.due(step, self._groups.front)
 
     def close(self) -> None:
         """Finish the saves in flight, free the host copy and leave the process group. Later saves are possible.
@@ -446,7 +316,165 @@ class Checkpointer:
                     from dcp_plugin.saving import sigterm  # imported late, as in save()
 
                     sigterm.forget(self._queue)
-                self.save_timing.ended()
+                self._timing.ended()
                 self._writer.close()
                 self._saving.forget_plan()
                 self._groups.close()
+
+
+@dataclass(frozen=True)
+class Internals:
+    """Further calls of a Checkpointer, for integrations and for the start of a run."""
+
+    of: Checkpointer
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        step: int | None = None,
+        files: Callable[[Path], None] | None = None,
+        owners: Iterable[Any] = (),
+        durable: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        views: Views | None = None,
+        aliases: Aliases | None = None,
+        kinds: Mapping[str, str] | None = None,
+    ) -> RunningSave:
+        """Save; see :meth:`Checkpointer.save`. Collective.
+
+        Args:
+            views: Further tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
+            aliases: Further keys for stock loaders, see :mod:`dcp_plugin.format.metadata`.
+            kinds: Names of ``state`` that are state dicts of a ``"module"`` or an ``"optimizer"``. A load then matches
+                them by kind, as it matches live objects. With it, all of ``state`` is data: an object in a mapping is a
+                value, and its ``state_dict`` is not called.
+        """
+        began = time.monotonic()
+        handle = RunningSave(as_path(path, self.of.config.storage_options), step)
+        call = Call.save(handle.path, step)
+        with self.of._queue.beginning(handle), together(call):
+            if self.of.config.finish_on_sigterm:
+                from dcp_plugin.saving import sigterm  # imported late, since few configurations use it
+
+                sigterm.watch(self.of._queue, self.of.config.timeout)
+            may_skip = self.of.config.async_save and self.of.config.when_busy == "skip"
+            if may_skip and is_rank_zero_busy(self.of._writer, self.of._groups, handle.path):
+                handle.set_skipped()
+                return handle
+            ranks = self.of._writer.idle_ranks()
+            request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
+            is_data = kinds is not None
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compares_ranks, is_data)
+            self.of._writer.submit(handle, request, live, ranks)
+            self.of._timing.paused(time.monotonic() - began, saving=True)
+        return handle
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        partial: PartialLoad | None = None,
+        strict: bool = True,
+        files: SourceFiles | None = None,
+    ) -> LoadReport:
+        """Load a checkpoint of the same run. Collective.
+
+        Mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape, including
+        tensors that they do not have now. A warning names the tensors that the target has and the checkpoint lacks. A
+        rank gets no tensor that another rank's target has as a shard, or in a module or optimizer.
+
+        Arguments and errors are those of :meth:`Checkpointer.load`. ``files`` are the files of :meth:`shown` if this
+        rank restores alone.
+        """
+        return self.of._load(state, path, partial, strict, LoadMode.RESTORE, files)
+
+    @contextmanager
+    def shown(self, path: PathLike) -> Iterator[SourceFiles | None]:
+        """Open the files of a checkpoint that only a source has, for an integration that examines it before a load.
+
+        All ranks leave the block together. Collective.
+
+        Returns:
+            The files, valid during the block; None if the checkpoint can be read at its path.
+
+        Raises:
+            RankFailure: See :meth:`Checkpointer.load`.
+        """
+        if not self.of.config.has_local_tier:
+            yield None
+            return
+        with self.of._queue.call(f"look at {path}"):
+            ranks = self.of._writer.idle_ranks()
+            location = as_path(path, self.of.config.storage_options)
+            if not self.of._writer.is_attached:
+                self.of._source.settle(location.parent, ranks)
+            with self.of._open_in_source(location, ranks) as files:
+                is_only_in_source = files is not None and not files.is_at_path
+                yield files if is_only_in_source else None
+                if is_only_in_source:  # after the meeting no rank reads this node's files
+                    ranks.agree(f"end to look at {location}", lambda: None)
+
+    def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
+        """Return the saves at or below ``root`` that are only on the nodes, where a load finds them. Collective.
+
+        Before the search, keepers of an earlier training finish the saves that they have received.
+
+        Raises:
+            RankFailure: A rank died, or did not answer within the timeout.
+        """
+        if self.of.config.keeper is None:
+            return ()
+        ranks, location = self.of._writer.idle_ranks(), as_path(root, self.of.config.storage_options)
+        self.of._source.settle(location, ranks)
+        return tuple(self.of._source.states(location, ranks))
+
+    def set_local_aside(self, path: Where) -> bool:
+        """Exclude the nodes' saves to a path from all later starts. Return whether any node has such a save.
+        Collective."""
+        return self.of._source.quarantine(path, self.ranks)
+
+    def wait_until_kept(self) -> None:
+        """Wait until all saves survive the end of this training. With ``keeper.dir`` this means that they are complete
+        there; their copies to their paths may still be under way. Integrations wait for this before they continue.
+
+        Raises:
+            SaveFailed: See :meth:`Checkpointer.wait`. With ``keeper.dir`` a failure is only logged here, and
+                the next wait raises it: ranks learn of it at different times, and the training must continue.
+        """
+        if not self.of.config.has_local_tier:
+            self.of.wait()
+            return
+        with self.of._queue.call("wait"):
+            self.of._queue.wait_recoverable()
+            self.of._writer.free_modules()
+
+    def bring_newest(self) -> None:
+        """Copy the newest save to its path if only ``keeper.dir`` has it. :meth:`Checkpointer.close` does the same.
+        With ``keeper.durable_every=None``, do nothing.
+
+        Raises:
+            SaveFailed: See :meth:`Checkpointer.wait`.
+        """
+        with self.of._queue.call("bring the newest save to its path"):
+            self.of.wait()
+            self.of._writer.bring_newest()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group in which an integration lets all ranks agree. Collective."""
+        return self.of._groups.front()
+
+    def all_ranks_come_to(self, step: str, within: float) -> bool:
+        """Return whether every rank makes this call, for situations in which some ranks may not. True for a single
+        rank.
+
+        The result is False after ``within`` seconds. It is False at once if the ranks have not met yet, or if an
+        earlier failure has closed their group.
+        """
+        ranks = self.of._groups.known
+        return self.of._groups.solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
+
+    def share_timing(self, other: Checkpointer) -> None:
+        """Measure the steps of two checkpointers together: each of them saves for the same loop."""
+        self.of._timing = other._timing

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hint
 
 from dcp_plugin.options import IO, Keeper, Options, refusing_typos
 from dcp_plugin.paths import StoreOptions, as_local, text_of
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.retention import Retention
@@ -26,6 +27,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 """Fields that each preset sets."""
 
 
+@public_class()
 @refusing_typos
 @dataclass(frozen=True, repr=False)
 class CheckpointConfig(Options):

@@ -28,6 +28,8 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
+from dcp_plugin.types import public_class
+
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _NEWLINE = re.compile(r"\n(?!  )")
 
@@ -94,6 +96,7 @@ def is_terminal(stream: Any) -> bool:
     return False
 
 
+@public_class()
 class CheckpointError(Exception):
     """Base class of all exceptions that this package raises on purpose."""
 
@@ -110,7 +113,7 @@ class CheckpointError(Exception):
     @classmethod
     def _where_explained(cls) -> str:
         """Return where the class is explained, or its nearest base class in this package."""
-        public = next(base for base in cls.__mro__ if base.__module__ == __name__)
+        public = next(base for base in cls.__mro__ if globals().get(base.__name__) is base)
         return f"See `dcp-plugin explain {public.__name__}`, or {EXPLAINED}#{public.__name__.lower()}"
 
 
@@ -119,6 +122,7 @@ def _message(text: str) -> str:
     return _NEWLINE.sub(r"\\n", printable(text))
 
 
+@public_class()
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """There is no checkpoint at the path, or no committed one.
 
@@ -127,6 +131,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """
 
 
+@public_class()
 class CheckpointIncomplete(CheckpointError, ValueError):
     """The directory looks like a checkpoint, but its save was never committed.
 
@@ -134,10 +139,12 @@ class CheckpointIncomplete(CheckpointError, ValueError):
     """
 
 
+@public_class()
 class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
 
+@public_class()
 class CheckpointUnreadable(CheckpointCorrupt):
     """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
     or a newer version of this package has saved it.
@@ -146,6 +153,7 @@ class CheckpointUnreadable(CheckpointCorrupt):
     """
 
 
+@public_class()
 class CheckpointMismatch(CheckpointError, RuntimeError):
     """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
 
@@ -162,6 +170,7 @@ class NotInCheckpoint(CheckpointMismatch, KeyError):
     __str__ = Exception.__str__  # KeyError would show the message in quotes, like a key
 
 
+@public_class()
 class UnsafeCheckpoint(CheckpointError):
     """A value requires the execution of pickled code, and ``allow_pickle`` does not have its key.
 
@@ -170,6 +179,7 @@ class UnsafeCheckpoint(CheckpointError):
     """
 
 
+@public_class()
 class SaveFailed(CheckpointError):
     """A save did not become a checkpoint. Anything at its path is unchanged."""
 
@@ -178,6 +188,7 @@ class NoSharedMemory(SaveFailed):
     """The memory that a keeper shares with the training cannot be allocated. The save uses another way if possible."""
 
 
+@public_class()
 class DurabilityUnknown(CheckpointError):
     """The new checkpoint is at its path and can be loaded, but the last sync failed.
 
@@ -186,6 +197,7 @@ class DurabilityUnknown(CheckpointError):
     """
 
 
+@public_class()
 class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree."""
 

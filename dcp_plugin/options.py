@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dcp_plugin.paths import StoreOptions, absolute, as_local
+from dcp_plugin.types import public_class
 
 C = TypeVar("C", bound=type)
 
@@ -73,6 +74,7 @@ class Options:
             raise TypeError(f"unknown setting {', '.join(texts)}. The settings are {', '.join(settings)}.")
 
 
+@public_class()
 @refusing_typos
 @dataclass(frozen=True, repr=False)
 class Keeper(Options):
@@ -126,6 +128,7 @@ class Keeper(Options):
             )
 
 
+@public_class()
 @refusing_typos
 @dataclass(frozen=True, repr=False)
 class IO(Options):

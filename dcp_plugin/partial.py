@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from dcp_plugin.types import public_class
+
 Policy = Literal["error", "warn", "ignore"]
 
 PATTERN = "re:"
@@ -31,6 +33,7 @@ class Submodule:
         return f"Submodule({type(self.module).__name__}, source={self.source!r})"
 
 
+@public_class()
 @dataclass(frozen=True)
 class PartialLoad:
     """Rules for loading a part of a checkpoint. Only bytes of selected keys are read; other targets keep their values.

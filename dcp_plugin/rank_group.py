@@ -50,7 +50,7 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         if isinstance(error, CheckpointError):
-            public_kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+            public_kind = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
             return cls(public_kind.__name__, str(error))
         return cls("", f"{type(error).__name__}: {error}")
 

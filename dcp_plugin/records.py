@@ -47,7 +47,7 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
+from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html, public_class
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ class OpenCheckpoint:
     known_identity: str
     """:attr:`identity`; empty if it is a fingerprint that is not computed yet."""
     format: str
-    """Format, see :class:`~dcp_plugin.CheckpointInfo`."""
+    """Format, see :class:`~dcp_plugin.tools.CheckpointInfo`."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Name -> ``"module"`` or ``"optimizer"``, for names that the checkpoint records."""
     summary: Summary | None = None
@@ -298,6 +298,7 @@ class LoadPlan:
     """Small chunks that are read without conversion. ``items`` does not include them."""
 
 
+@public_class()
 @dataclass(frozen=True)
 class LoadReport:
     """Result of a load. Keys are keys of the target, unless stated otherwise."""

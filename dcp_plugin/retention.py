@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, public_class
 
 _States = Iterable[CheckpointState]
 
@@ -17,6 +17,7 @@ NEWEST = "the newest of its run"
 """The reason to keep a checkpoint whatever the rules say."""
 
 
+@public_class()
 @dataclass(frozen=True)
 class Retention:
     """Rules for the checkpoints of a run that stay. A checkpoint stays if any rule keeps it.

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dcp_plugin.calls import Call, together
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, some
 from dcp_plugin.media import locate, medium_of, uncommitted_reason
@@ -35,13 +35,14 @@ from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
 from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
 
+@public_class()
 @dataclass(frozen=True)
-class Restart:
+class Start:
     """Start of a run. ``str()`` returns one line for the log."""
 
     how: Literal["resumed", "warm-started", "fresh"]
@@ -78,7 +79,8 @@ class StartOptions:
     strict: bool = True
     storage_options: StorageOptions | None = field(default=None, repr=False)
     local: tuple[CheckpointState, ...] = ()
-    """Saves that can be loaded although their paths do not exist, see :meth:`dcp_plugin.Checkpointer.surviving`."""
+    """Saves that can be loaded although their paths do not exist, see
+    :meth:`dcp_plugin.checkpointer.Internals.surviving`."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -89,7 +91,7 @@ class StartOptions:
 
     def with_local(self, checkpointer: Checkpointer, root: PathLike) -> StartOptions:
         """Return the options with the saves at or below ``root`` that only the nodes have. Collective."""
-        return self if self.resume == "never" else replace(self, local=checkpointer.surviving(root))
+        return self if self.resume == "never" else replace(self, local=Internals(checkpointer).surviving(root))
 
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
         """Return the run's own checkpoint to resume from, see :func:`resolve_resume`.
@@ -143,7 +145,7 @@ class StartOptions:
         modules: Mapping[str, Any],
         find: Callable[[Collection[Where]], Where | None] = lambda damaged: None,
         resume: Callable[[Where], LoadReport | None] = lambda path: None,
-    ) -> Restart:
+    ) -> Start:
         """Resume, or load the weights of ``init_from``, or neither. Collective.
 
         Args:
@@ -161,45 +163,47 @@ class StartOptions:
         damaged: list[Where] = []
         while True:
             with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
-                restart = checkpointer.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
-            if restart.path is None:
-                return restart
-            if restart.how != "resumed":
-                return replace(restart, report=checkpointer.load(modules, restart.path, self.partial, self.strict))
+                start = Internals(checkpointer).ranks.from_zero(
+                    "decide what to start from", lambda: self._decide(find, damaged)
+                )
+            if start.path is None:
+                return start
+            if start.how != "resumed":
+                return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
             try:
-                report = resume(restart.path)
+                report = resume(start.path)
             except CheckpointCorrupt as error:
-                if self.resume != "auto" or not self._set_aside(checkpointer, restart.path, error):
+                if self.resume != "auto" or not self._set_aside(checkpointer, start.path, error):
                     raise
-                damaged.append(restart.path)
+                damaged.append(start.path)
                 continue
-            _refuse_a_mixture(restart, report, damaged)
-            return replace(restart, report=report, damaged=tuple(damaged))
+            _refuse_a_mixture(start, report, damaged)
+            return replace(start, report=report, damaged=tuple(damaged))
 
     @staticmethod
     def _set_aside(checkpointer: Checkpointer, path: Where, error: CheckpointCorrupt) -> bool:
-        if checkpointer.set_local_aside(path):
+        if Internals(checkpointer).set_local_aside(path):
             return True
-        return checkpointer.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
+        return Internals(checkpointer).ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
 
-    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Restart:
+    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Start:
         own = find(damaged)
         if own is None and damaged:
             raise CheckpointCorrupt(_all_damaged(damaged))
         if own is not None:
             if (local := next((state for state in self.local if state.path == own), None)) is not None:
-                return Restart("resumed", own, local.step)
+                return Start("resumed", own, local.step)
             summary = summary_if_readable(own)  # if it was damaged after the search, the load will raise that
-            return Restart("resumed", own, summary.step if summary is not None else None)
+            return Start("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
-            return Restart("fresh")
+            return Start("fresh")
         source = locate(as_path(self.init_from, self.storage_options))
         if not medium_of(source).kind(source):
             raise CheckpointNotFound(
                 f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
                 "Give the path of a checkpoint, or no init_from to start from scratch."
             )
-        return Restart("warm-started", source)
+        return Start("warm-started", source)
 
 
 def _all_damaged(damaged: list[Where]) -> str:
@@ -209,11 +213,11 @@ def _all_damaged(damaged: list[Where]) -> str:
     )
 
 
-def _refuse_a_mixture(restart: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
+def _refuse_a_mixture(start: Start, report: LoadReport | None, damaged: list[Where]) -> None:
     """Refuse a resume in which a value of a damaged checkpoint, loaded in part, may remain in the state."""
     if damaged and report is not None and report.missing:
         raise CheckpointCorrupt(
-            f"{damaged[-1]} turned out to be damaged while it was loaded, and {restart.path}, which is older, has no "
+            f"{damaged[-1]} turned out to be damaged while it was loaded, and {start.path}, which is older, has no "
             f"{some(report.missing)}, where values of the damaged one may be left. The next start begins with the "
             f"older one alone."
         )
@@ -279,7 +283,7 @@ def resume_or_init(
     checkpointer: Checkpointer | None = None,
     config: CheckpointConfig | None = None,
     **overrides: Any,
-) -> Restart:
+) -> Start:
     """Load the run's newest checkpoint into ``state``, or else the pre-trained weights ``init_from``. Collective.
 
     A resume restores: mappings, lists and ``Stateful`` objects get the tensors that they had at the save, of any shape
@@ -327,7 +331,7 @@ def resume_or_init(
         options = replace(options, storage_options=used.config.storage_options).with_local(used, root)
 
         def find(damaged: Collection[Where]) -> Where | None:
-            if resume != "never" and (launch := used.ranks.launch) is not None:
+            if resume != "never" and (launch := Internals(used).ranks.launch) is not None:
                 refuse_other_ranks(as_path(root, used.config.storage_options), launch)
             return options.find(root, without=damaged)
 
@@ -352,8 +356,8 @@ def _warn_of_new_random_numbers() -> None:
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
-        report = checkpointer.restore(state, path, strict=strict)
-        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and checkpointer.ranks.rank == 0:
+        report = Internals(checkpointer).restore(state, path, strict=strict)
+        if not any(map(_OF_RANDOM_NUMBERS.search, report.loaded)) and Internals(checkpointer).ranks.rank == 0:
             _warn_of_new_random_numbers()
         return report
     except CheckpointMismatch as error:

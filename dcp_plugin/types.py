@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, ForwardRef, Literal, NamedTuple, TypeVar
 
 from dcp_plugin.paths import Where
 
@@ -15,6 +17,28 @@ VERSION = "0.1.0"
 """Version of this package, recorded in each checkpoint."""
 
 Shape = tuple[int, ...]
+
+C = TypeVar("C", bound=type)
+
+
+def public_class(package: str = "dcp_plugin") -> Callable[[C], C]:
+    """Return a decorator that names the package from which users import a class as its module.
+
+    Pickles of users refer to a class by its module, so they survive a move of the code. ``typing.get_type_hints`` still
+    resolves the annotations: each refers to the module that contains it.
+    """
+
+    def named(cls: C) -> C:
+        cls.__annotations__ = {
+            name: ForwardRef(text, is_argument=False, module=cls.__module__, is_class=True)
+            if isinstance(text, str)
+            else text
+            for name, text in get_annotations(cls).items()
+        }
+        cls.__module__ = package
+        return cls
+
+    return named
 
 
 class LocalChunk(NamedTuple):
@@ -148,6 +172,7 @@ def as_html(report: Any) -> str:
     return f"<p>{escape(one_line(str(report)))}</p><table>{rows}</table>"
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CheckpointState:
     """A directory that is a checkpoint or looks like one."""

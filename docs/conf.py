@@ -21,7 +21,11 @@ DOCS = Path(__file__).parent.absolute()
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
-from dcp_plugin.types import VERSION  # noqa: E402
+from dcp_plugin import types  # noqa: E402
+
+# autodoc looks for the texts below fields in the module that a class names as its own.
+types.public_class = lambda package="": lambda cls: cls
+types.CheckpointState.__module__ = types.__name__
 
 SITE = "https://dcp-plugin.readthedocs.io/en/latest"
 REPOSITORY = "https://github.com/dcp-plugin/dcp-plugin"
@@ -47,7 +51,7 @@ def listed(folder: str) -> list[str]:
 project = "dcp_plugin"
 author = "The authors of dcp_plugin"
 copyright = f"{author}. Apache-2.0"  # noqa: A001  (Sphinx calls it so)
-version = release = VERSION
+version = release = types.VERSION
 
 extensions = [
     "myst_parser",
@@ -76,7 +80,7 @@ mermaid_height = "auto"
 html_theme = "furo"
 pygments_dark_style = "github-dark"  # the default underlines the names of modules
 html_baseurl = f"{SITE}/"
-html_title = f"dcp_plugin {VERSION}"
+html_title = f"dcp_plugin {version}"
 html_static_path = ["_static"]
 html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
@@ -137,7 +141,7 @@ def _refer(
         return None
     target = node["reftarget"].removeprefix(".")
     last = target.rpartition(".")[2]
-    for name in [f"dcp_plugin.{last}", f"dcp_plugin.{target}"]:
+    for name in [f"dcp_plugin.{last}", f"dcp_plugin.tools.{last}", f"dcp_plugin.{target}"]:
         if found := env.domains.python_domain.objects.get(name):
             return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, content, name)
     here = node.get("py:module") or "dcp_plugin"

@@ -159,7 +159,7 @@ def announce(life: Life, what_happens: str) -> None:
 Row = tuple[str, str, Text]
 
 
-def describe(state: dcp.CheckpointState) -> Row:
+def describe(state: dcp.tools.CheckpointState) -> Row:
     """Return the name, size and condition of a checkpoint. Verify a committed checkpoint."""
     name = str(state.path).removeprefix(f"{CHECKPOINTS}/")
     if not state.committed:
@@ -180,7 +180,7 @@ def show(rows: Iterable[Row]) -> None:
     console.print(table)
 
 
-def committed_steps(states: list[dcp.CheckpointState]) -> list[int]:
+def committed_steps(states: list[dcp.tools.CheckpointState]) -> list[int]:
     return sorted(state.step for state in states if state.committed and state.step is not None)
 
 

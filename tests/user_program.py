@@ -24,7 +24,7 @@ def train(root: Path) -> int:
         raise SystemExit(str(error)) from error
     finally:
         checkpointer.close()
-    assert_type(dcp.verify(root / "step-1"), dcp.VerifyReport)
+    assert_type(dcp.verify(root / "step-1"), dcp.tools.VerifyReport)
     assert_type(dcp.verify(root / "step-1").ok, bool)
     assert_type(handle, dcp.SaveHandle)
     step = dcp.inspect(root / "step-1").step

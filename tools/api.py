@@ -17,11 +17,11 @@ from typing import Any
 FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "dcp_plugin",
+    "dcp_plugin.tools",
     "dcp_plugin.lightning",
     "dcp_plugin.fabric",
     "dcp_plugin.accelerate",
     "dcp_plugin.transformers",
-    "dcp_plugin.hf",
 )
 
 

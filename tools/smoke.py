@@ -26,8 +26,9 @@ ROWS = torch.arange(40.0).reshape(10, 4)
 
 
 def alone(folder: Path) -> None:
-    for name in dcp.__all__:
-        getattr(dcp, name)
+    for module in (dcp, dcp.tools):
+        for name in module.__all__:
+            getattr(module, name)
     saved = {"model": {"w": ROWS, "b": torch.ones(3, dtype=torch.bfloat16)}, "epoch": 3}
     dcp.save(saved, folder / "ours")
     stock.save(saved, checkpoint_id=folder / "stock")

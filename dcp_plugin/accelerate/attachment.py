@@ -32,6 +32,7 @@ from dcp_plugin.accelerate.attendance import Attendance
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.integration import BaseAttachment, FrameworkCheckpointer
@@ -43,8 +44,9 @@ from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.start import Start, StartOptions
 from dcp_plugin.state.random_streams import capture, restore
+from dcp_plugin.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -112,6 +114,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
     return type(kind.__name__, (kind,), {**names, **{name: replaced(name) for name in _REPLACED}})
 
 
+@public_class("dcp_plugin.accelerate")
 class Attachment(BaseAttachment):
     """Saves and loads of one accelerator, until :meth:`detach`. The end of its ``with`` block detaches.
 
@@ -131,7 +134,7 @@ class Attachment(BaseAttachment):
         self._alone = FrameworkCheckpointer(config, solo=True, keeper=None if config.has_local_tier else config.keeper)
         """Saves of rank 0 without the other ranks, directly to their paths: in a local tier, other nodes would have no
         part of the checkpoint."""
-        self._alone.save_timing = self.checkpointer.save_timing
+        Internals(self._alone).share_timing(self.checkpointer)
         is_durable = config.keeper is None or config.keeper.durable_every is not None
         may_be_alone = accelerator.num_processes > 1 and is_durable
         self._attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
@@ -171,7 +174,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: This save, or an earlier save in the background, failed; raised on every calling rank.
         """
-        self.checkpointer.wait_until_kept()
+        self.internals.wait_until_kept()
         accelerator = self._accelerator
         earlier = Attempt.of(self._alone.wait)
         project = self._project()
@@ -187,7 +190,7 @@ class Attachment(BaseAttachment):
         if project is not None:
             next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
-        checkpointer = self._alone if alone else self.checkpointer
+        internals = Internals(self._alone) if alone else self.internals
         self._announce_background_save(path)
         accelerator_step = self._accelerator_step()
         state: dict[str, Any] = dict(training.optimizers)
@@ -207,7 +210,7 @@ class Attachment(BaseAttachment):
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         step = _step_named(path.name)
-        handle = checkpointer.save(state, path, step, files=before, views=views, metrics=metrics)
+        handle = internals.save(state, path, step, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
@@ -231,13 +234,13 @@ class Attachment(BaseAttachment):
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: The checkpoint cannot be
                 loaded; raised on every rank.
         """
-        self.checkpointer.wait_until_kept()
-        self.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._alone.wait)
+        self.internals.wait_until_kept()
+        self.internals.ranks.from_zero("finish the saves of rank 0 alone", self._alone.wait)
         project = self._project()
         if project is not None:
-            project = project.with_local(self.checkpointer.surviving(project.root))
+            project = project.with_local(self.internals.surviving(project.root))
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
-        with self.checkpointer.shown(path) as files:
+        with self.internals.shown(path) as files:
             self._load_from(path, files, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
@@ -259,7 +262,7 @@ class Attachment(BaseAttachment):
         if arguments and not training.sharded:
             name = min(arguments)
             raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
-        ranks = self.checkpointer.ranks
+        ranks = self.internals.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
         # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
@@ -272,7 +275,7 @@ class Attachment(BaseAttachment):
             self.last_load = None
             remaining = replace(training, models=models)
             accelerator.step = stock_format.load(
-                accelerator, self.checkpointer, path, remaining, strict, map_location, load_kwargs
+                accelerator, self.internals, path, remaining, strict, map_location, load_kwargs
             )
         else:
             self._restore(path, training, models, extra_keys, strict)
@@ -283,7 +286,7 @@ class Attachment(BaseAttachment):
             if not is_stock and (added := {name: left[name] for name in left if name not in training.models}):
                 # Without a rename, a single module would be filled from the single module of the checkpoint.
                 under_own_names = PartialLoad(rename={f"{name}.": f"{name}." for name in added})
-                self.checkpointer.restore(added, path, under_own_names, strict=strict)
+                self.internals.restore(added, path, under_own_names, strict=strict)
 
     def resume_or_init(
         self,
@@ -293,7 +296,7 @@ class Attachment(BaseAttachment):
         init_from: PathLike | None = None,
         partial: PartialLoad | None = None,
         strict: bool = True,
-    ) -> Restart:
+    ) -> Start:
         """Load the run's own newest checkpoint; without any, load the models' weights from ``init_from``. Collective.
 
         Call this method after ``prepare``, which gives the accelerator its models.
@@ -411,7 +414,7 @@ class Attachment(BaseAttachment):
     def _run_load_hooks(self, training: Training, path: Where, files: SourceFiles | None) -> dict[str, nn.Module]:
         """Run the hooks. Return the models that they leave to be loaded, by name."""
         run = functools.partial(extra_state.run_load_hooks, self._accelerator, training, local_copy(path, files=files))
-        return self.checkpointer.ranks.agree(f"run the hooks for {path}", run)
+        return self.internals.ranks.agree(f"run the hooks for {path}", run)
 
     def _restore(
         self, path: Where, training: Training, models: dict[str, nn.Module], extra_keys: list[str], strict: bool
@@ -420,7 +423,7 @@ class Attachment(BaseAttachment):
         extra, messages = extra_state.to_restore(self._accelerator, self._track(), training.registered, extra_keys)
         names = {**names_for(training.models, models.values()), **training.shared_names}
         state = {**models, **names, **training.optimizers, **extra}
-        self.last_load = self.checkpointer.restore(state, path, strict=strict)
+        self.last_load = self.internals.restore(state, path, strict=strict)
         for message in filter(None, messages if self._accelerator.is_main_process else ()):
             logger.warning("%s: %s", path, message)
 
@@ -445,7 +448,7 @@ class Attachment(BaseAttachment):
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Return the path that rank 0 chooses, on all ranks. If rank 0 fails, raise on all ranks."""
-        return self._given(self.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+        return self._given(self.internals.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
 
     def _given(self, path: PathLike | None) -> Where:
         if path is None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.errors import CheckpointIncomplete, CheckpointNotFound, SaveFailed, damage_in
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import files
@@ -81,7 +81,7 @@ def is_stock(path: Where) -> bool:
 
 def load(
     accelerator: Accelerator,
-    checkpointer: Checkpointer,
+    internals: Internals,
     path: Where,
     training: Training,
     strict: bool,
@@ -96,12 +96,12 @@ def load(
         CheckpointMismatch: The checkpoint does not fit.
         UnsafeCheckpoint: A registered object was stored as code.
     """
-    ranks = checkpointer.ranks
+    ranks = internals.ranks
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
     with ExitStack() as cleanup:
         local = ranks.agree(f"read {path}", lambda: cleanup.enter_context(local_copy(path)))
         if ranks.from_zero(f"look at {path}", lambda: _is_sharded(path)):
-            _load_sharded(checkpointer, path, training, strict)
+            _load_sharded(internals, path, training, strict)
             models, optimizers = [], []
         elif training.sharded:
             _load_full_state(accelerator, local, models, optimizers)
@@ -126,14 +126,14 @@ def load(
         return ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
 
-def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:
+def _load_sharded(internals: Internals, path: Where, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
-        checkpointer.restore({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
+        internals.restore({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
     owners = {f"of_{name}": model for name, model in training.models.items()}
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         state = {**owners, _STOCK_OPTIMIZER: optimizer}
-        checkpointer.restore(state, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer)
+        internals.restore(state, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer)
 
 
 def _load_full_state(

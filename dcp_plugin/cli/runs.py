@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcp_plugin.paths import Where
     from dcp_plugin.tools.listing import ListedCheckpoint, Run
     from dcp_plugin.tools.prune import PruneReport
-    from dcp_plugin.tools.report.collect import RunFigures
+    from dcp_plugin.tools.run_report.collect import RunFigures
 
 _AUTO = "*"
 _ORDERS: dict[str, Callable[[ListedCheckpoint], Any]] = {
@@ -220,8 +220,8 @@ def report_command(
 
     With --json the figures are printed, and a page is written only to a given --out.
     """
-    from dcp_plugin.tools.report.collect import collect
-    from dcp_plugin.tools.report.page import write
+    from dcp_plugin.tools.run_report.collect import collect
+    from dcp_plugin.tools.run_report.page import write
 
     figures = collect(where(run, storage_option))
     page = write(figures, out or "report.html") if out is not None or not as_json else None

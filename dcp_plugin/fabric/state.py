@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dcp_plugin import ShardedReader
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.errors import CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.integration.files import META, is_of_stock_lightning, load_torch_file
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
@@ -279,7 +279,7 @@ class Contents:
         """Return the contents of a checkpoint, read by this rank.
 
         Args:
-            files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+            files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
             wanted: Names in ``extra`` that may have dots.
         """
         with ShardedReader(path, complete=False, files=files) as reader:
@@ -295,7 +295,7 @@ class Contents:
                     below.add(int(rank))
         names: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
         if ranks.pop(f"{EXTRA}.{NAMES}", None) is not None:
-            Checkpointer(solo=True).restore(names, path, files=files)
+            Internals(Checkpointer(solo=True)).restore(names, path, files=files)
         users = names[f"{EXTRA}.{NAMES}"]
         places = [*keys, *(place for place, of_ranks in ranks.items() if place != _STREAMS or not of_ranks)]
         of_users = {users.get(place, place.removeprefix(f"{EXTRA}.")): place for place in places}
@@ -338,7 +338,7 @@ def load(
         NotInCheckpoint: A name of ``state`` is not in the checkpoint, if ``strict``.
         CheckpointMismatch: The checkpoint does not fit.
     """
-    ranks = adapter.checkpointer.ranks
+    ranks = adapter.internals.ranks
     if isinstance(state, (nn.Module, Optimizer)):
         contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, []))
         if not contents.tops and not adapter.keeps_shards:
@@ -371,7 +371,7 @@ def load(
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, contents))
-    adapter.checkpointer.restore(target, path, strict=strict)
+    adapter.internals.restore(target, path, strict=strict)
 
     def value_at(place: str) -> Any:
         return optimizer_from_stored(target[place]) if place in contents.optimizers else target[place]
@@ -466,14 +466,14 @@ def _load_made_by_fabric(
 ) -> dict[str, Any]:
     """Load a sharded checkpoint of stock Fabric: tensors under the user's names, and a file with all other values."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
-    metadata: dict[str, Any] = adapter.checkpointer.ranks.from_zero(
+    metadata: dict[str, Any] = adapter.internals.ranks.from_zero(
         f"read {path}",
         lambda: load_torch_file(path / META, weights_only is not False, "fabric.load(..., weights_only=False)"),
     )
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
         raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
-    adapter.checkpointer.restore(live, path, strict=strict)
+    adapter.internals.restore(live, path, strict=strict)
     for name in state:
         if name in metadata and isinstance(state[name], Stateful):
             state[name].load_state_dict(metadata.pop(name))
@@ -500,4 +500,4 @@ def _load_raw(adapter: FabricAdapter, contents: Contents, value: nn.Module | Opt
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
             "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    adapter.checkpointer.restore({**names_for(trained, []), **target}, path, strict=strict)
+    adapter.internals.restore({**names_for(trained, []), **target}, path, strict=strict)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
@@ -29,7 +29,8 @@ from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, local_path
 from dcp_plugin.runs.foreign import OTHERS
-from dcp_plugin.start import Restart, StartOptions, modules_of
+from dcp_plugin.start import Start, StartOptions, modules_of
+from dcp_plugin.types import public_class
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
@@ -88,6 +89,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
+@public_class("dcp_plugin.fabric")
 class Attachment(BaseAttachment):
     """Saves and loads of one strategy. A context manager: ``with attach(fabric):``."""
 
@@ -128,7 +130,7 @@ class Attachment(BaseAttachment):
         init_from: PathLike | None = None,
         partial: PartialLoad | None = None,
         strict: bool = True,
-    ) -> Restart:
+    ) -> Start:
         """Load the run's own newest checkpoint; without any, load the modules' weights from ``init_from``. Collective.
 
         Call this method after the setup of all objects, before the loop over the data.
@@ -196,8 +198,8 @@ class FabricAdapter(StrategyAdapter):
         return self.strategy.dcp  # type: ignore[no-any-return]
 
     @property
-    def checkpointer(self) -> Checkpointer:
-        return self.attachment.checkpointer
+    def internals(self) -> Internals:
+        return self.attachment.internals
 
     @property
     def rank(self) -> int:
@@ -232,15 +234,15 @@ class FabricAdapter(StrategyAdapter):
         packages.refuse_storage_options(storage_options, "attach(fabric, storage_options={...})")
         path, state = self._as_on_rank_0(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
-        self.checkpointer.save(named_state(self, state, filter or {}), path, step)
+        self.internals.save(named_state(self, state, filter or {}), path, step)
 
     @override
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path, ordered = self._as_on_rank_0(path, state)
-        self.checkpointer.wait_until_kept()
-        if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
+        self.internals.wait_until_kept()
+        if self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # The stock strategy reads Fabric's own format, and files of plain torch.
             if self.keeps_shards:
                 local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
@@ -248,7 +250,7 @@ class FabricAdapter(StrategyAdapter):
                 path, state=state, strict=strict, weights_only=weights_only
             )
             return remainder
-        with self.checkpointer.shown(path) as files:
+        with self.internals.shown(path) as files:
             remainder = load(self, path, files, ordered, strict, weights_only)
         if ordered is not state:
             state.update(ordered)
@@ -292,7 +294,7 @@ def dcp_strategy_class(base: type) -> type:
     return packages.promoted_class(
         base,
         FabricAdapter,
-        __module__=__name__,
+        __module__="dcp_plugin.fabric",  # where pickle finds the class
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by dcp_plugin, on all ranks.",
         __init__=_init,
         __reduce_ex__=_by_its_base,

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import default_path
-from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
+from dcp_plugin.format.pickles.walk import FEW
+from dcp_plugin.format.values import MAPPING_CLASSES, PLAIN, mapping_class
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import KeyPath, Shape
 
@@ -65,12 +67,19 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if key else name
 
 
-def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+def flatten(
+    tree: Mapping[str, Any], walks: Walks = walked_by_us, name: str = ""
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Return the leaves of a nested state by key, and the path of each.
 
+    Args:
+        name: The key of ``tree``, for messages.
+
     Raises:
-        CheckpointMismatch: Two leaves have the same key, as in ``{"a.b": 1, "a": {"b": 2}}``.
+        CheckpointMismatch: Two leaves have the same key, as in ``{"a.b": 1, "a": {"b": 2}}``; or as
+            :func:`require_end`.
     """
+    require_end(name, tree)
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for key, path, leaf in _walk("", (), tree, walks):
@@ -236,10 +245,15 @@ def is_empty_mapping(value: Any) -> bool:
 
 def holds_sharded(value: Any) -> bool:
     """Return whether a container that is stored as one value holds a DTensor or ShardedTensor."""
-    if isinstance(value, (DTensor, ShardedTensor)):
-        return True
-    children = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
+    todo, seen = [value], set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (DTensor, ShardedTensor)):
+            return True
+        if isinstance(node, (Mapping, list, tuple, set)) and id(node) not in seen:
+            seen.add(id(node))
+            todo += node.values() if isinstance(node, Mapping) else node
+    return False
 
 
 def as_stored(key: str, path: KeyPath) -> KeyPath:
@@ -261,28 +275,69 @@ def as_stored(key: str, path: KeyPath) -> KeyPath:
     )
 
 
-def too_deep(name: str, tree: Any) -> CheckpointMismatch:
-    """Return the error for containers that Python cannot walk. It names the key of a container that contains itself.
+def require_end(name: str, tree: Any) -> None:
+    """Require that a walk over nested containers ends: that none contains itself, and that shared ones are few.
+
+    A save, a load and a comparison take each path to a container. So a container counts once for each path, as in
+    :mod:`dcp_plugin.format.pickles.walk`.
 
     Args:
-        name: The key of ``tree``.
+        name: The key of ``tree``; empty for the state itself.
+
+    Raises:
+        CheckpointMismatch: The walk would not end, or Python cannot walk so many containers in each other.
     """
-    reason = _cycle(name, tree, {}) or f"{name or 'the state'} has too many containers in each other, or one in itself"
-    return CheckpointMismatch(f"{reason}: it cannot be saved. Leave it out of the state.")
+    if not isinstance(tree, _CONTAINERS):
+        return
+    parts = _Parts()
+    try:
+        parts.below(name, tree)
+    except RecursionError as error:
+        raise too_deep(next(filter(None, parts.above.values()), "")) from error
 
 
-def _cycle(key: str, node: Any, above: dict[int, str]) -> str:
-    """Return the keys of a container and of itself in it; empty if there is none near the root."""
-    if id(node) in above:
-        return f"{key} is {above[id(node)] or 'the state'}, which contains it"
-    if not isinstance(node, (Mapping, list, tuple)) or len(above) > _MOST_WALKED:
-        return ""
-    children = node.items() if isinstance(node, Mapping) else enumerate(node)
-    found = (_cycle(f"{key}.{step}".removeprefix("."), child, {**above, id(node): key}) for step, child in children)
-    return next(filter(None, found), "")
+def too_deep(name: str) -> CheckpointMismatch:
+    """Return the error for a key with containers that Python cannot walk."""
+    return CheckpointMismatch(f"{name or 'the state'} has too many containers in each other{_CANNOT}")
 
 
-_MOST_WALKED = 50
+class _Parts:
+    """Counter of the parts of containers, each counted once for each path that leads to it."""
+
+    def __init__(self) -> None:
+        self.above: dict[int, str] = {}
+        """Keys of the containers around the current one, by ``id``."""
+        self._counts: dict[int, int] = {}
+        self._once = 0
+        """Number of parts, each counted once."""
+
+    def below(self, key: str, node: Any) -> int:
+        """Return the number of parts below a container, whose key is ``key``."""
+        if id(node) in self._counts:
+            return self._counts[id(node)]
+        if id(node) in self.above:
+            raise CheckpointMismatch(f"{key} is {self.above[id(node)] or 'the state'}, which contains it{_CANNOT}")
+        self.above[id(node)] = key
+        count = len(node)
+        self._once += count
+        for step, child in node.items() if isinstance(node, Mapping) else enumerate(node):
+            if type(child) not in _WITHOUT_PARTS and isinstance(child, _CONTAINERS):
+                count += self.below(f"{key}.{step}".removeprefix("."), child)
+        if count > max(FEW, _MOST_PATHS * self._once):
+            raise CheckpointMismatch(
+                f"{key or 'the state'} has {count} parts, counted once for each path that leads to them, since "
+                f"containers in it are shared{_CANNOT}"
+            )
+        del self.above[id(node)]
+        self._counts[id(node)] = count
+        return count
+
+
+_CANNOT = ": it cannot be saved or loaded. Leave it out of the state."
+_MOST_PATHS = 8
+"""Paths to each part, on average, of a state with more than ``FEW`` parts: a pickle takes as many bytes for a part."""
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_WITHOUT_PARTS = PLAIN | {torch.Tensor, torch.nn.Parameter}
 
 
 def _as_step(key: Any) -> Any:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.paths import PathLike, Where, as_path
 
@@ -58,6 +58,11 @@ class Saver(ABC):
         if self._checkpointer is None:
             self._checkpointer = self._kind(self.config, solo=self.world_size == 1)
         return self._checkpointer
+
+    @property
+    def internals(self) -> Internals:
+        """Calls of the Checkpointer for this integration."""
+        return Internals(self.checkpointer)
 
     def where(self, path: PathLike) -> Where:
         """Return a path, or a URL with the options of its store."""

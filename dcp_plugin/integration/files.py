@@ -79,7 +79,7 @@ def has_file(path: Where, name: str, files: SourceFiles | None = None) -> bool:
 
     Args:
         name: Name of the file, with ``/`` between folders.
-        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+        files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
 
     Raises:
         CheckpointUnreadable: The file system fails to read.
@@ -177,7 +177,7 @@ def local_copy(
 
     Args:
         wanted: Function that selects files by their names in the checkpoint, with ``/`` between folders.
-        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+        files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
 
     Raises:
         CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: The files cannot be fetched.

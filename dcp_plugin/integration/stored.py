@@ -71,7 +71,7 @@ def keys_by_name(checkpoint: PathLike | CheckpointInfo, files: SourceFiles | Non
     """Return the keys of a checkpoint by their first part, the name, and without it.
 
     Args:
-        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+        files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
     """
     info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect_files(checkpoint, files)
     keys: dict[str, list[str]] = {}

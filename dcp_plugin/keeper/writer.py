@@ -41,7 +41,7 @@ from dcp_plugin.records import LiveState, SavePlan, SaveRequest, Spent, StagedSt
 from dcp_plugin.runs import figures
 from dcp_plugin.saving.background import HostCopy
 from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.saving.writers import Writer
 from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool
@@ -84,7 +84,7 @@ class KeeperWriter:
     def is_attached(self) -> bool:
         return self.saves is not None
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         try:
             self._submit(handle, request, live, ranks)
         except NoSharedMemory as error:
@@ -105,7 +105,7 @@ class KeeperWriter:
         if not self._config.async_save:
             ranks.agree(f"save {handle.path}", handle.wait)
 
-    def _submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def _submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         if self.saves is None:
             self.saves = KeptSaves(self._config, handle.path.parent, ranks, self._pipeline, self._queue)
         saves, attached = self.saves, None
@@ -188,7 +188,7 @@ class KeptSaves:
         self._written.set()
         self._process = os.getpid()
         self._has_warned_of_clock = False
-        self._newest: tuple[str, SaveHandle] | None = None
+        self._newest: tuple[str, RunningSave] | None = None
 
     def renew_group(self, ranks: Ranks) -> None:
         """Make the group in which the threads of saves meet, if the default group has changed. Collective.
@@ -240,7 +240,7 @@ class KeptSaves:
 
     def start(
         self,
-        handle: SaveHandle,
+        handle: RunningSave,
         request: SaveRequest,
         copy: HostCopy,
         attached: Path | None,
@@ -288,7 +288,7 @@ class KeptSaves:
                 self.memory.free()
             raise
 
-    def _enter(self, save: _HandedOver, handle: SaveHandle) -> None:
+    def _enter(self, save: _HandedOver, handle: RunningSave) -> None:
         """Note a save that is handed over, and that a thread follows."""
         self._written = save.written
         self._newest = save.token, handle
@@ -372,7 +372,7 @@ class KeptSaves:
         )
         return replace(job, head=plain.encode(head))
 
-    def follow(self, save: _HandedOver, handle: SaveHandle, request: SaveRequest) -> events.SaveFinished:
+    def follow(self, save: _HandedOver, handle: RunningSave, request: SaveRequest) -> events.SaveFinished:
         """Wait until the save has ended, and report its milestones to the handle and the subscribers.
 
         Raises:
@@ -441,7 +441,7 @@ class KeptSaves:
             return ""
 
     def _write_without_keeper(
-        self, save: _HandedOver, handle: SaveHandle, request: SaveRequest, reason: str
+        self, save: _HandedOver, handle: RunningSave, request: SaveRequest, reason: str
     ) -> events.SaveFinished:
         """Revoke a save that a keeper has not written, and write it to its path. Collective in the threads of saves.
 
@@ -498,7 +498,7 @@ class KeptSaves:
                 self._pipeline.fail(error, request, self.client.rank)
         return results[0].get()
 
-    def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
+    def _follow_locally(self, token: str, handle: RunningSave, request: SaveRequest) -> float | None:
         try:
             state = self.client.wait(token, "local")
         except (KeeperLost, NoSharedMemory) as error:
@@ -561,8 +561,9 @@ class KeptSaves:
             raise SaveFailed(
                 f"{handle.path} is complete in keeper.dir, and not durable: {end.failure}"
             ) from end.failure
-        handle.finished = replace(handle.finished, tier="durable")
-        self._pipeline.emit(handle.finished)
+        event = replace(handle.finished, tier="durable")
+        handle.set_durable(event)
+        self._pipeline.emit(event)
 
     def close(self) -> None:
         """Give back the host copy, and leave the keeper. Do nothing in a forked process, which has neither."""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.events import SaveFinished
@@ -46,9 +46,10 @@ from dcp_plugin.lightning.loading import open_directories, read_full
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
-from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.saving.queue import RunningSave
 from dcp_plugin.sources import source_of
-from dcp_plugin.start import Restart, StartOptions
+from dcp_plugin.start import Start, StartOptions
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -85,7 +86,7 @@ class PostCommit:
     """
 
     def __init__(self) -> None:
-        self._newest: SaveHandle | None = None
+        self._newest: RunningSave | None = None
         self._number = 0
         """Number of the newest save."""
         self._changes: list[_FileChange] = []
@@ -94,7 +95,7 @@ class PostCommit:
         self._only_local: set[Where | None] = set()
         """Checkpoints in the local tier alone."""
 
-    def follow(self, handle: SaveHandle | None) -> None:
+    def follow(self, handle: RunningSave | None) -> None:
         """Delay later actions until this save is published; with None they run at once."""
         self._newest = handle
         self._number += 1
@@ -195,6 +196,7 @@ class _WhenPublished:
         self.post_commit.run_in_training(notify)
 
 
+@public_class("dcp_plugin.lightning")
 class DCPCheckpointIO(Saver):
     """Sharded, crash-safe checkpoints that any strategy on any number of ranks resumes from.
 
@@ -237,7 +239,7 @@ class DCPCheckpointIO(Saver):
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
-        self.restart: Restart | None = None
+        self.started: Start | None = None
         """The start of the last ``fit``, set before ``on_sanity_check_start`` and ``on_train_start``; None if it
         continued an earlier ``fit`` of the same Trainer."""
         self.post_commit = PostCommit()
@@ -267,7 +269,7 @@ class DCPCheckpointIO(Saver):
         owners: Iterable[Any] = (),
         added: ForStock | None = None,
         metrics: Mapping[str, Any] | None = None,
-    ) -> SaveHandle:
+    ) -> RunningSave:
         """Save on all ranks of a promoted strategy.
 
         Args:
@@ -278,10 +280,10 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: This save failed, or the previous save did and its failure was not raised yet.
         """
-        self._wait_by(Checkpointer.wait_until_kept)
+        self._wait_by(Internals.wait_until_kept)
         aliases, files = added or (None, None)
         self.post_commit.follow(None)
-        handle = self.checkpointer.save(
+        handle = self.internals.save(
             state,
             path,
             step,
@@ -348,12 +350,12 @@ class DCPCheckpointIO(Saver):
         Raises:
             SaveFailed: The save failed. The error is raised once; the links and deletions of the save are dropped.
         """
-        self._wait_by(Checkpointer.wait)
+        self._wait_by(lambda internals: internals.of.wait())
 
-    def _wait_by(self, wait: Callable[[Checkpointer], None]) -> None:
+    def _wait_by(self, wait: Callable[[Internals], None]) -> None:
         try:
             if self._checkpointer is not None:
-                wait(self._checkpointer)
+                wait(self.internals)
         except Exception:
             self.post_commit.forget_failed()
             raise
@@ -363,14 +365,14 @@ class DCPCheckpointIO(Saver):
         """Return whether this node has a part of a save to this path in its local tier."""
         return source_of(self.config).newest_time(self.where(path)) is not None
 
-    def start(self, model: nn.Module, strict: bool) -> Restart:
+    def start(self, model: nn.Module, strict: bool) -> Start:
         """Load ``init_from``, if it is set, into the model of a promoted strategy. Collective.
 
         Raises:
             CheckpointError: ``init_from`` does not exist, or does not fit; raised on every rank.
         """
         if self.init_from is None:
-            return Restart("fresh")
+            return Start("fresh")
         options = StartOptions(
             init_from=self.init_from,
             partial=self.partial,
@@ -425,7 +427,7 @@ class DCPCheckpointIO(Saver):
         try:
             self.wait()
             if self._checkpointer is not None and self.config.has_local_tier:
-                self._checkpointer.bring_newest()
+                self.internals.bring_newest()
                 self.post_commit.make_changes()
                 self.post_commit.settle()
         finally:
@@ -443,9 +445,9 @@ class DCPCheckpointIO(Saver):
         """Return the state for the processes of ``ddp_spawn``."""
         return {**self.__dict__, "_checkpointer": None, "post_commit": PostCommit(), "on_saved": None, "_held_back": []}
 
-    def _alone(self) -> Checkpointer:
-        """Return a Checkpointer that needs no closing: no process group, no background, no keeper."""
-        return Checkpointer(self.config, solo=True, async_save=False, keeper=None)
+    def _alone(self) -> Internals:
+        """Return those of a Checkpointer that needs no closing: no process group, no background, no keeper."""
+        return Internals(Checkpointer(self.config, solo=True, async_save=False, keeper=None))
 
     def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

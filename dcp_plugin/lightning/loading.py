@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin import ShardedReader
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.integration.files import META, is_of_stock_lightning, is_regular_file, kind_of
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
@@ -112,7 +112,7 @@ class Loaded:
 
 def load(
     path: Where,
-    checkpointer: Checkpointer,
+    internals: Internals,
     model: nn.Module,
     *,
     strict: bool,
@@ -124,7 +124,7 @@ def load(
     """Read the model's state into ``model``, and all other values except the optimizers' into the result. Collective.
 
     Args:
-        files: The files from :meth:`dcp_plugin.Checkpointer.shown`.
+        files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
         weights_only: Refuse to execute code from ``meta.pt`` of a sharded strategy of stock Lightning.
         strict: Raise an error for keys that do not fit; with ``hooked``, :func:`apply_model` raises it later.
         hooked: Read the model's state into separate tensors, since the LightningModule's own hook runs before they are
@@ -135,18 +135,18 @@ def load(
         CheckpointMismatch: The checkpoint does not fit the model.
     """
     unapplied = Unapplied(model)
-    keys, of_lightning = checkpointer.ranks.from_zero(
+    keys, of_lightning = internals.ranks.from_zero(
         f"read {path}",
         lambda: (keys_by_name(path, files), files is None and is_of_stock_lightning(path)),
     )
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
     if of_lightning:
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: layout.read(path / META, weights_only))
+        checkpoint = internals.ranks.agree(f"read {path}", lambda: layout.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, files, keys[EXTRA], model, checkpoint)
-    report = checkpointer.restore(state, path, strict=strict and not hooked)
+    report = internals.restore(state, path, strict=strict and not hooked)
     restore_configurations(checkpoint)
     for *steps, name in checkpoint.pop(FULL, ()):  # distributed by _allocate_like_parameters
         holder: Any = functools.reduce(operator.getitem, steps, checkpoint)
@@ -165,7 +165,7 @@ def load(
 
 
 def load_optimizers(
-    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
+    loaded: Loaded, internals: Internals, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> list[Any]:
     """Read the state of these optimizers, and return their states. Collective.
 
@@ -181,7 +181,7 @@ def load_optimizers(
     state: dict[str, Any] = {MODEL: model, **names, **named}
     # An optimizer whose own state dict is empty has one key, its name.
     only = PartialLoad(include=tuple(f"{name}*" for name in named), cast=True)
-    report = checkpointer.restore(state, loaded.path, partial=only, strict=False)
+    report = internals.restore(state, loaded.path, partial=only, strict=False)
     # Parameters without state are no error: another part of the model may be frozen now. The core logs them.
     if strict and not named.keys() <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(
@@ -192,11 +192,11 @@ def load_optimizers(
     return states
 
 
-def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+def peek_at_optimizers(loaded: Loaded, internals: Internals) -> list[dict[str, Any]]:
     """Return the full state of each optimizer in the checkpoint, in host memory, for hooks that run before optimizers
     exist. Collective."""
     state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
-    checkpointer.restore(state, loaded.path)
+    internals.restore(state, loaded.path)
     return [optimizer_from_stored(tree) for tree in state.values()]
 
 
@@ -385,7 +385,8 @@ def _read_directory(
     elif is_overridden("on_load_checkpoint", cls, package.pytorch.LightningModule):
         left_out.clear()
     allow_pickle = ("*",) if weights_only is False else ()
-    checkpoint = read_full(path, Checkpointer(solo=True, allow_pickle=allow_pickle), weights_only, left_out)
+    alone = Checkpointer(solo=True, allow_pickle=allow_pickle)
+    checkpoint = read_full(path, Internals(alone), weights_only, left_out)
     checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if not saved by a Trainer
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"], _ = numbered(checkpoint["optimizer_states"])
@@ -409,18 +410,16 @@ def _directory_at(opened: Any) -> Where | None:
     return None
 
 
-def read_full(
-    path: Where, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
-) -> Checkpoint:
+def read_full(path: Where, internals: Internals, weights_only: bool | None, left_out: Sequence[str] = ()) -> Checkpoint:
     """Return Lightning's dictionary of a directory, with full tensors in host memory.
 
     Args:
-        checkpointer: A Checkpointer of this process alone.
+        internals: Those of a Checkpointer of this process alone.
         weights_only: Refuse to execute code from ``meta.pt`` of a sharded strategy of stock Lightning.
         left_out: Names to omit, such as ``optim``.
     """
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
-    checkpointer.restore(state, path)
+    internals.restore(state, path)
     checkpoint = layout.from_state(state)
     if is_of_stock_lightning(path):
         return {**layout.read(path / META, weights_only), **checkpoint}

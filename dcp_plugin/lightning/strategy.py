@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
@@ -29,7 +29,7 @@ from dcp_plugin.lightning.model_checkpoint import normalise_dirpaths, promote_ca
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.start import Restart
+from dcp_plugin.start import Start
 from dcp_plugin.state import (
     OwnLayout,
     OwnNames,
@@ -80,8 +80,8 @@ class LightningAdapter(StrategyAdapter):
         return io
 
     @property
-    def checkpointer(self) -> Checkpointer:
-        return self.io.checkpointer
+    def internals(self) -> Internals:
+        return self.io.internals
 
     @property
     def model(self) -> nn.Module:
@@ -102,7 +102,7 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        ranks = self.checkpointer.ranks  # forms the group now: later, some ranks may not call
+        ranks = self.internals.ranks  # forms the group now: later, some ranks may not call
         promote_callbacks(trainer)
         if self.fitting:
             normalise_dirpaths(trainer)
@@ -124,7 +124,7 @@ class LightningAdapter(StrategyAdapter):
             # Ranks that stopped at different steps would save a checkpoint of mixed steps.
             step = self.trainer.global_step
             purpose = f"save what an exception left at step {step}"
-            self._all_came = self.checkpointer.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
+            self._all_came = self.internals.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
             if not self._all_came and step > 0:  # nothing is lost before the first step
                 warnings.warn(
                     f"Rank {self.strategy.global_rank} saves no checkpoint of its exception: all ranks would have to "
@@ -188,11 +188,11 @@ class LightningAdapter(StrategyAdapter):
         path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
-        if not self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
-            with self.checkpointer.shown(path) as files:
+        if not self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
+            with self.internals.shown(path) as files:
                 checkpoint = self._load_directory(path, weights_only, files)
         elif self.keeps_shards:
-            checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: layout.read(path, weights_only))
+            checkpoint = self.internals.ranks.agree(f"read {path}", lambda: layout.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.model)
             checkpoint = self._loaded.checkpoint
             if self.fitting:
@@ -203,7 +203,7 @@ class LightningAdapter(StrategyAdapter):
             self._loaded.count = len(checkpoint.get("optimizer_states", ()))
         if self.fitting:
             report = None if self._loaded is None else self._loaded.report
-            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), report)
+            self.io.started = Start("resumed", path, checkpoint.get("global_step"), report)
         return checkpoint
 
     def _load_directory(self, path: Where, weights_only: bool | None, files: SourceFiles | None) -> Checkpoint:
@@ -212,7 +212,7 @@ class LightningAdapter(StrategyAdapter):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # else the load would round
         self._loaded = loaded = loading.load(
             path,
-            self.checkpointer,
+            self.internals,
             self.model,
             strict=self.module.strict_loading,
             hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
@@ -246,9 +246,9 @@ class LightningAdapter(StrategyAdapter):
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
             loading.refuse_other_number(loaded.path, len(names), optimizers)
             strict = self.module.strict_loading
-            states = loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+            states = loading.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
         elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
-            states = loading.peek_at_optimizers(loaded, self.checkpointer)
+            states = loading.peek_at_optimizers(loaded, self.internals)
             loaded.peeked = [flatten_optimizer(state) for state in states]
         loaded.checkpoint["optimizer_states"], loaded.numbers = loading.numbered(states)
 
@@ -272,7 +272,7 @@ class LightningAdapter(StrategyAdapter):
             loading.refuse_other_number(loaded.path, loaded.saved_with or len(states), self.strategy.optimizers)
         optimizers = self.strategy.optimizers[: len(states)]
         if not loaded.optimizers:
-            loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
+            loading.load_optimizers(loaded, self.internals, self.model, optimizers, strict)
             loaded.optimizers = loaded.peeked or loaded.optimizers  # what hooks were given: they may have changed it
         _lightning.unfreeze_restored_groups(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
@@ -295,9 +295,9 @@ class LightningAdapter(StrategyAdapter):
             io = self.io
             if self.trainer.ckpt_path is None:
                 continues = self.trainer.global_step > 0  # from the end of this trainer's last fit
-                io.restart = None if continues else io.start(self.model, self.module.strict_loading)
-            if io.init_from is not None and io.restart is not None:
-                rank_zero_info(str(io.restart))
+                io.started = None if continues else io.start(self.model, self.module.strict_loading)
+            if io.init_from is not None and io.started is not None:
+                rank_zero_info(str(io.started))
         self.stock.barrier(*args, **kwargs)
 
     @override

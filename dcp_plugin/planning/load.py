@@ -31,9 +31,10 @@ from dcp_plugin.planning.save import narrow
 from dcp_plugin.records import LARGEST_CHUNK, LoadPlan, WholeChunk
 from dcp_plugin.tensors._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.tensors.host_memory import is_plain_memory
-from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
+from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue, public_class
 
 
+@public_class()
 class ShardedLoadPlanner(LoadPlanner):
     """Planner of one load.
 

@@ -38,8 +38,8 @@ def note_chosen(path: PathLike, by_framework: bool = True) -> None:
     """Record that an automatic resume has chosen a checkpoint, which its load may quarantine.
 
     Args:
-        by_framework: An integration chose it, and loads it by :meth:`dcp_plugin.Checkpointer.restore`. Otherwise the
-            caller got the path, and may load it by either method.
+        by_framework: An integration chose it, and loads it by ``Internals.restore``. Otherwise the caller got the
+            path, and may load it by either method.
     """
     _chosen[as_path(path)] = by_framework
 
@@ -52,7 +52,7 @@ def quarantine_damaged(ranks: Ranks, path: PathLike, restores: bool) -> Iterator
     ends with its first successful load; an integration may need several loads.
 
     Args:
-        restores: The load is :meth:`~dcp_plugin.Checkpointer.restore`, which integrations call.
+        restores: The load is :meth:`~dcp_plugin.checkpointer.Internals.restore`, which integrations call.
 
     Raises:
         CheckpointCorrupt: The error of the load; with a note if the checkpoint is quarantined.

@@ -197,11 +197,11 @@ def _examined_file(saved: Saved) -> Saved | None:
     from dcp_plugin.format.foreign import torch_file  # imports torch, which a check of names does not need
 
     files, name = saved.files, saved.name
-    with suppress(OSError):  # check_records() raises a better error
+    with suppress(OSError):  # pickle_of() raises a better error
         if not _begins_like_torch_save(files, name):
             return None
     try:
-        torch_file.check_records(files, name)
+        pickled = torch_file.pickle_of(files, name)
     except CheckpointUnreadable:
         raise
     except CheckpointCorrupt as error:
@@ -210,10 +210,10 @@ def _examined_file(saved: Saved) -> Saved | None:
         )
     except CheckpointError:  # a TorchScript module, or a file of another byte order
         return None
-    if torch_file.mentions(files, name, torch_file.LIGHTNING):
-        resumable = torch_file.mentions(files, name, "optimizer_states")
+    if torch_file.LIGHTNING.encode() in pickled:
+        resumable = b"optimizer_states" in pickled
         return replace(saved, tool=LIGHTNING, reason="" if resumable else _NO_OPTIMIZER, export=not resumable)
-    return replace(saved, tool=OTHERS) if torch_file.mentions(files, name, "param_groups") else None
+    return replace(saved, tool=OTHERS) if b"param_groups" in pickled else None
 
 
 def _damage(files: Files) -> str:
@@ -230,7 +230,7 @@ def _damage(files: Files) -> str:
                 if kind == "safetensors":
                     safetensors.read_file(files, name)
                 elif kind == "torch.save":
-                    torch_file.check_records(files, name)
+                    torch_file.pickle_of(files, name)
                 elif suffix == ".safetensors":
                     return f"{name} is no safetensors file"
             if folders := detect.accelerate_folders(files):

@@ -14,7 +14,7 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import derived_index  # noqa: F401
-from dcp_plugin.format.pickles import archive, rebuild  # noqa: F401
+from dcp_plugin.format.pickles import rebuild  # noqa: F401
 from dcp_plugin.media import packed  # noqa: F401
 from dcp_plugin.planning import load_balance  # noqa: F401
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -22,7 +22,7 @@ from dcp_plugin.records import GatheredState, LiveState, SaveRequest, StagedStat
 from dcp_plugin.runs import launches, retention  # noqa: F401
 from dcp_plugin.saving import progress  # noqa: F401
 from dcp_plugin.saving.job import SavePipeline
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.saving.queue import RunningSave, SaveQueue
 from dcp_plugin.saving.writers import CallingThread
 from dcp_plugin.staging.guard import delay_changes, take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -42,7 +42,7 @@ class HostCopy:
     failure on this rank stays in the copy until the ranks meet.
     """
 
-    def __init__(self, pipeline: SavePipeline, handle: SaveHandle, ranks: Ranks) -> None:
+    def __init__(self, pipeline: SavePipeline, handle: RunningSave, ranks: Ranks) -> None:
         self._pipeline, self._handle, self._ranks = pipeline, handle, ranks
         self._begun: Attempt[tuple[GatheredState, Snapshot]] = Attempt(None)
         self.complete = True
@@ -110,7 +110,7 @@ class BackgroundThread(CallingThread):
         super().__init__(config, pipeline, queue, groups)
         self.pool = HostPool()
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         copy = HostCopy(self._pipeline, handle, ranks)
         self._queue.warns_at_exit = ranks.rank == 0
         with self.publication(handle, request, ranks) as publication:

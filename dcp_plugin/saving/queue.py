@@ -28,6 +28,7 @@ from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.interrupts import interrupts_held
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors._torch import before_threads_end
+from dcp_plugin.types import public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -36,13 +37,12 @@ THREAD = "dcp-save"
 T = TypeVar("T")
 
 
+@public_class()
 class SaveHandle:
     """Save in flight.
 
     :meth:`wait` raises the error of the save. If no caller waits, the checkpointer raises the error at the next save,
     at ``wait`` or at ``close``. Each error is raised once.
-
-    The methods ``set_...`` are for the code that runs the save, as those of ``concurrent.futures.Future`` are.
 
     Example:
         >>> import dcp_plugin, torch
@@ -59,8 +59,7 @@ class SaveHandle:
         self.step = step
         self.skipped = False
         """True if the save was skipped, because another one was in flight (``when_busy="skip"``)."""
-        self.finished: events.SaveFinished | None = None
-        """Event of the published checkpoint; None before that, and for a save that failed or was skipped."""
+        self._finished: events.SaveFinished | None = None
         self._staged = threading.Event()
         self._handed_over = threading.Event()
         self._local = threading.Event()
@@ -94,24 +93,11 @@ class SaveHandle:
             TimeoutError: The save is not complete within ``timeout`` seconds. It continues.
             CheckpointError: As :meth:`wait`.
         """
-        self.refuse_in_callback("wait for it")
+        self._refuse_in_callback("wait for it")
         if not self._local.wait(timeout):
             raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; the save goes on")
         if self._local_error is not None:
             raise self._local_error
-
-    def wait_turn(self) -> None:
-        """Wait until the save is handed over to a keeper, or has ended. Then it runs no more collectives, and the next
-        save may run its own."""
-        self._handed_over.wait()
-
-    def recoverable(self) -> bool:
-        """Return whether a load would find the save, or the save has failed."""
-        return self._local.is_set()
-
-    def wait_recoverable(self) -> None:
-        """Wait until a load would find the save, or the save has failed. Raise nothing."""
-        self._local.wait()
 
     def done(self) -> bool:
         """Return whether the save has ended: published, failed or skipped."""
@@ -129,19 +115,11 @@ class SaveHandle:
             TimeoutError: The save has not ended within ``timeout`` seconds. It continues.
             CheckpointError: A callback of this save, or a subscriber of its events, calls this.
         """
-        self.refuse_in_callback("wait for it")
-        if not self.wait_done(timeout):
+        self._refuse_in_callback("wait for it")
+        if not self._done.wait(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s, and goes on")
-        if (error := self.take_error()) is not None:
+        if (error := self._take_error()) is not None:
             raise error
-
-    def wait_done(self, timeout: float | None = None) -> bool:
-        """Wait until the save has ended. Raise nothing.
-
-        Returns:
-            True if the save has ended; False after ``timeout`` seconds.
-        """
-        return self._done.wait(timeout)
 
     def on_published(self, callback: Callable[[events.SaveFinished], object], *, first: bool = False) -> None:
         """Call ``callback`` on this rank when the checkpoint is published; never if the save fails or is skipped.
@@ -157,9 +135,9 @@ class SaveHandle:
         """
         add = self._callbacks.appendleft if first else self._callbacks.append
         add(callback)
-        if self.finished is not None:
+        if self._finished is not None:
             for waiting in self._take_callbacks():
-                waiting(self.finished)
+                waiting(self._finished)
 
     def _take_callbacks(self) -> Iterator[Callable[[events.SaveFinished], object]]:
         """Yield each callback once, even if two threads iterate.
@@ -171,7 +149,7 @@ class SaveHandle:
             while True:
                 yield self._callbacks.popleft()
 
-    def refuse_in_callback(self, action: str) -> None:
+    def _refuse_in_callback(self, action: str) -> None:
         """Raise CheckpointError if this is called in a callback of the save in flight."""
         if events.is_in_subscriber() and not self.done():
             raise CheckpointError(
@@ -179,12 +157,47 @@ class SaveHandle:
                 f"for its subscribers. Do it in the training thread, or in another thread."
             )
 
-    def take_error(self) -> Exception | None:
+    def _take_error(self) -> Exception | None:
         """Return the error of an ended save, for a caller that will raise it; None after the first call."""
         if self._error is None or self._error_was_raised:
             return None
         self._error_was_raised = True
         return self._error
+
+
+class RunningSave(SaveHandle):
+    """Save in flight, for the code that runs it and for integrations: the object that users get as a SaveHandle.
+
+    The methods ``set_...`` are those of a writer, as those of ``concurrent.futures.Future`` are.
+    """
+
+    refuse_in_callback = SaveHandle._refuse_in_callback
+
+    @property
+    def finished(self) -> events.SaveFinished | None:
+        """Event of the published checkpoint; None before that, and for a save that failed or was skipped."""
+        return self._finished
+
+    def wait_turn(self) -> None:
+        """Wait until the save is handed over to a keeper, or has ended. Then it runs no more collectives, and the next
+        save may run its own."""
+        self._handed_over.wait()
+
+    def recoverable(self) -> bool:
+        """Return whether a load would find the save, or the save has failed."""
+        return self._local.is_set()
+
+    def wait_recoverable(self) -> None:
+        """Wait until a load would find the save, or the save has failed. Raise nothing."""
+        self._local.wait()
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait until the save has ended. Raise nothing.
+
+        Returns:
+            True if the save has ended; False after ``timeout`` seconds.
+        """
+        return self._done.wait(timeout)
 
     def set_staged(self) -> None:
         """Mark the state as copied."""
@@ -202,9 +215,13 @@ class SaveHandle:
 
     def set_published(self, event: events.SaveFinished) -> None:
         """Mark the checkpoint as published: run the callbacks, then end the save."""
-        self.finished = event
+        self._finished = event
         events.call_each(self._take_callbacks(), event)
         self._end()
+
+    def set_durable(self, event: events.SaveFinished) -> None:
+        """Mark a checkpoint that was complete locally as copied to its path."""
+        self._finished = event
 
     def set_failed(self, error: Exception) -> None:
         """Mark the save as failed. Called on every rank."""
@@ -242,9 +259,9 @@ class SaveQueue:
     """Asynchronous saves of a checkpointer that no caller has waited for, oldest first."""
 
     def __init__(self) -> None:
-        self._saves: dict[SaveHandle, threading.Thread] = {}
+        self._saves: dict[RunningSave, threading.Thread] = {}
         self._calling = threading.RLock()
-        self._beginning: SaveHandle | None = None
+        self._beginning: RunningSave | None = None
         self._process = os.getpid()
         self.closes_at: float | None = None  # monotonic time at which the training stops waiting for keepers
         self.warns_at_exit = True  # True if this rank warns at the end of a program that does not wait
@@ -259,12 +276,12 @@ class SaveQueue:
         return self._process != os.getpid()
 
     @property
-    def handles(self) -> list[SaveHandle]:
+    def handles(self) -> list[RunningSave]:
         """Every save that no caller has waited for."""
         return list(self._saves)
 
     @property
-    def in_flight(self) -> list[SaveHandle]:
+    def in_flight(self) -> list[RunningSave]:
         """Every save that has not ended, and the save that a call is about to begin."""
         beginning = self._beginning
         saves = self.handles if beginning is None or beginning in self.handles else [*self.handles, beginning]
@@ -311,7 +328,7 @@ class SaveQueue:
                 self._calling.release()
 
     @contextmanager
-    def beginning(self, handle: SaveHandle) -> Iterator[None]:
+    def beginning(self, handle: RunningSave) -> Iterator[None]:
         """Enclose a call that saves. An error of the call ends the save, unless the save is already in flight.
 
         Raises:
@@ -335,7 +352,7 @@ class SaveQueue:
 
     def start(
         self,
-        handle: SaveHandle,
+        handle: RunningSave,
         copy: Callable[[], T],
         write: Callable[[T], events.SaveFinished],
         in_keeper: bool = False,
@@ -343,7 +360,7 @@ class SaveQueue:
     ) -> None:
         """Run ``copy`` in a thread, and ``write`` with its result.
 
-        ``copy`` ends with :meth:`SaveHandle.set_staged`. Its result includes its failure, so that ``write`` raises the
+        ``copy`` ends with :meth:`RunningSave.set_staged`. Its result includes its failure, so that ``write`` raises the
         failure on all ranks. With ``in_keeper`` the save continues without this process after the handover.
         ``on_start`` is called when the save is entered, while SIGINT is held back.
 
@@ -383,7 +400,7 @@ class SaveQueue:
         if thread.ident is None:  # the other ranks must not wait for this one
             run()
 
-    def wait_for_all(self) -> list[SaveHandle]:
+    def wait_for_all(self) -> list[RunningSave]:
         """Wait until every save has ended.
 
         Returns:
@@ -431,7 +448,7 @@ class SaveQueue:
                     handle.path,
                 )
         for handle in self.wait_for_all():
-            if (error := handle.take_error()) is not None:
+            if (error := handle._take_error()) is not None:
                 logger.error(
                     "%s was NOT saved, and the program ended without waiting for the save: %s", handle.path, error
                 )
@@ -476,11 +493,11 @@ def _let_training_go_first() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def first_unreported(ended: list[SaveHandle]) -> Exception | None:
+def first_unreported(ended: list[RunningSave]) -> Exception | None:
     """Return the first error that no caller has got, with later errors as notes. The caller raises it."""
     first: Exception | None = None
     for handle in ended:
-        error = handle.take_error()
+        error = handle._take_error()
         if first is not None and error is not None:
             first.add_note(f"And the save of {handle.path} failed: {error}")
         first = first or error

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from dcp_plugin.errors import warn
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.saving.queue import RunningSave, SaveQueue
 
 _watched: weakref.WeakKeyDictionary[SaveQueue, float] = weakref.WeakKeyDictionary()
 """Queues, and the seconds after which SIGTERM takes effect in any case."""
@@ -85,12 +85,12 @@ def _finish_then_chain(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _in_flight() -> tuple[list[SaveHandle], float]:
+def _in_flight() -> tuple[list[RunningSave], float]:
     busy = [(queue.in_flight, limit) for queue, limit in tuple(_watched.items())]
     return [save for saves, _ in busy for save in saves], max((limit for saves, limit in busy if saves), default=0.0)
 
 
-def _start(saves: list[SaveHandle], limit: float) -> bool:
+def _start(saves: list[RunningSave], limit: float) -> bool:
     """Start the waiting thread without ``threading``, whose locks the main thread may hold."""
 
     def finish_and_give_again() -> None:
@@ -107,7 +107,7 @@ def _start(saves: list[SaveHandle], limit: float) -> bool:
     return True
 
 
-def _finish(saves: list[SaveHandle], limit: float) -> None:
+def _finish(saves: list[RunningSave], limit: float) -> None:
     """Poll the saves instead of waiting: the interrupted code may hold the lock of a handle's event."""
     began = time.monotonic()
     _say(f"finishing the save of {', '.join(str(save.path) for save in saves)} first, for at most {limit:g} s")

@@ -23,7 +23,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.records import LiveState, SaveRequest
 from dcp_plugin.saving.job import SavePipeline, raise_as_failed_save
-from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_unreported
+from dcp_plugin.saving.queue import RunningSave, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
@@ -38,7 +38,7 @@ class Writer(Protocol):
     is_attached: bool = False
     """True if a keeper may be writing saves of this checkpointer."""
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         """Begin a save, and return when training may continue. Collective.
 
         The handle ends when the checkpoint is published or the save has failed.
@@ -109,7 +109,7 @@ class CallingThread(Writer):
     def __init__(self, config: CheckpointConfig, pipeline: SavePipeline, queue: SaveQueue, groups: RankGroups) -> None:
         self._config, self._pipeline, self._queue, self._groups = config, pipeline, queue, groups
 
-    def submit(self, handle: SaveHandle, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
+    def submit(self, handle: RunningSave, request: SaveRequest, live: LiveState, ranks: Ranks) -> None:
         with (
             self.publication(handle, request, ranks) as publication,
             collector_paused(),
@@ -122,7 +122,7 @@ class CallingThread(Writer):
         handle.set_published(event)
 
     @contextmanager
-    def publication(self, handle: SaveHandle, request: SaveRequest, ranks: Ranks) -> Iterator[Publication]:
+    def publication(self, handle: RunningSave, request: SaveRequest, ranks: Ranks) -> Iterator[Publication]:
         """Yield the unpublished checkpoint, with the caller's files in it. Collective if the caller has files.
 
         An error of the block, such as Ctrl-C, discards the checkpoint, unless a thread writes it by then.
@@ -137,7 +137,7 @@ class CallingThread(Writer):
                 publication.discard()
             raise
 
-    def progress(self, handle: SaveHandle, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
+    def progress(self, handle: RunningSave, ranks: Ranks, in_background: bool = False) -> AbstractContextManager[None]:
         wanted = is_terminal(sys.stderr) if self._config.progress == "auto" else self._config.progress
         if not wanted or ranks.rank != 0:
             return nullcontext()

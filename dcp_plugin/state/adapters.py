@@ -30,6 +30,7 @@ from dcp_plugin.format.keys import (
     is_empty_mapping,
     join,
     paths_as_stored,
+    require_end,
     require_names,
     step_of,
     too_deep,
@@ -187,10 +188,11 @@ def adapters_of(
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
     of_data: Iterable[NamedObject] = ((name, state, name, value, None) for name, value in state.items())
+    require_end("", state)
     try:
         named_objects = list(of_data if is_data else _named_objects(state, place))
     except RecursionError as error:
-        raise too_deep("", state) from error
+        raise too_deep("") from error
     names = [name for name, *_ in named_objects]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
@@ -283,8 +285,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
         try:
             own_leaves, unusual = adapter.gather()
         except RecursionError as error:
-            tree = adapter.value if isinstance(adapter, ValueAdapter) else getattr(adapter, "_value", None)
-            raise too_deep(adapter.name, tree) from error
+            raise too_deep(adapter.name) from error
         keyed = dict(zip(_below(adapter.name, tuple(own_leaves)), own_leaves.values(), strict=True))
         if leaves and (twice := keyed.keys() & leaves.keys()):
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
@@ -459,7 +460,7 @@ class ModuleAdapter(StateAdapter):
         trees = {key for key, value in state.items() if isinstance(value, (dict, list, tuple)) and value}
         if not trees:  # only an extra state may be a tree
             return state, {}
-        leaves, paths = flatten({key: state.pop(key) for key in trees})
+        leaves, paths = flatten({key: state.pop(key) for key in trees}, name=self.name)
         return state | leaves, {key: path for key, path in paths.items() if len(path) > 1}
 
     def names(self) -> list[str]:
@@ -495,6 +496,7 @@ class OptimizerAdapter(StateAdapter):
         nested = gather_optimizer(self.module, self.optimizer)
         if isinstance(nested, OwnLayout):
             self.has_own_layout = True
+            require_end(self.name, nested)
             return flatten_tree(nested)
         state, unusual = flatten_trees(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
@@ -661,7 +663,9 @@ class StatefulAdapter(TreeAdapter):
     may_grow = True
 
     def content(self) -> Any:
-        return self._value.state_dict()
+        state = self._value.state_dict()
+        require_end(self.name, state)
+        return state
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         self._value.load_state_dict(with_types_of(self._replaced, self.tree(filled)))

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch, some
-from dcp_plugin.format.keys import LocalSlot, Walks, flatten, holds_sharded, walked_by_us, with_types_of
+from dcp_plugin.format.keys import LocalSlot, Walks, flatten, holds_sharded, require_end, walked_by_us, with_types_of
 from dcp_plugin.records import Box
 from dcp_plugin.state.module import gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
@@ -201,6 +201,8 @@ def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPa
     """
     # The class is compared first: a lazy save makes this test for thousands of tensors during the call.
     containers = [key for key, value in flat.items() if type(value) in _CONTAINERS and key.startswith("state.")]
+    for key in containers:
+        require_end(key, flat[key])
     trees = {key: flat[key] for key in containers if holds_sharded(flat[key])}
     trees |= {name: flat[name] for name in BESIDE if name in flat}
     if not trees:

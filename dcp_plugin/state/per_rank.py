@@ -15,7 +15,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_plugin.types import public_class
 
+
+@public_class()
 class PerRank:
     """Value of the state that differs between ranks.
 

@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from dcp_plugin.state.adapters import CalledLast
 from dcp_plugin.state.per_rank import OfEachRank
+from dcp_plugin.types import public_class
 
 RngState = dict[str, Any]
 
 
+@public_class()
 class RandomStreams(CalledLast, OfEachRank):
     """Random numbers of this rank, for the state of a training loop.
 

@@ -42,7 +42,7 @@ from dcp_plugin.storage.open import check_files, open_checkpoint, open_files
 from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import fill, is_stored_whole, require_memory
-from dcp_plugin.types import Shape
+from dcp_plugin.types import Shape, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -67,6 +67,7 @@ class _Read:
         return tuple(self.item.storage_offsets), tuple(self.item.lengths)
 
 
+@public_class()
 class ShardedReader(StorageReader):
     """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.format.foreign`).
 

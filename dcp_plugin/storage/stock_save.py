@@ -53,7 +53,7 @@ from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication
 from dcp_plugin.tensors._torch_sharded import settled
 from dcp_plugin.tensors.kinds import is_stored_whole, require_memory
-from dcp_plugin.types import EncodedValue, KeyPath, Shape, ShardedValue
+from dcp_plugin.types import EncodedValue, KeyPath, Shape, ShardedValue, public_class
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -70,6 +70,7 @@ class LocalFacts:
 _NO_FACTS = LocalFacts({}, {}, frozenset())
 
 
+@public_class()
 class ShardedSavePlanner(SavePlanner):
     """Planner for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
 
@@ -230,6 +231,7 @@ class _OfThisThread(threading.local):
 _of_this_thread = _OfThisThread()
 
 
+@public_class()
 class ShardedWriter(StorageWriter):
     """Writer for ``torch.distributed.checkpoint.save``; saves of this package do not use it.
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -204,89 +203,56 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def load_archive(
-    file: BinaryIO, unpickler: type, accepted: Any, device: str, wanted: Collection[int] | None = None
-) -> Any:
-    """Load a ``torch.save`` file with a custom unpickler. The public ``torch.load`` also takes an unpickler, but passes
-    a TorchScript archive to ``torch.jit.load``.
+@contextmanager
+def rebuilding_on(device: str) -> Iterator[None]:
+    """Have the functions of ``TENSOR_GLOBALS`` make tensors on a device.
 
-    Args:
-        accepted: The second argument of the unpickler.
-        device: Device of the loaded tensors. With ``"meta"`` no payload is read.
-        wanted: Offsets of the storages' records to read; None for all. Other storages stay on the meta device.
+    Some of them take the device from a pickle unless ``torch.load`` has noted its ``map_location`` for the thread.
     """
-    records = _Records(torch._C.PyTorchFileReader(file), device == "meta", wanted)
-    module = SimpleNamespace(Unpickler=unpickler)
     state = torch.serialization._serialization_tls
-    before = state.map_location
+    before, state.map_location = state.map_location, device
     try:
-        return torch.serialization._load(records, device, module, accepted=accepted)  # type: ignore[no-untyped-call]
-    except BaseException:
-        torch._utils._sparse_tensors_to_validate.clear()  # torch has no way to forget them
-        raise
+        yield
     finally:
-        state.map_location = before  # otherwise it would apply to the thread's next unpickling
+        state.map_location = before
 
 
-class _Records:
-    """Wrapper around torch's reader that makes it safe for untrusted files.
+def storage_of(content: torch.Tensor, offset: int) -> torch.UntypedStorage:
+    """Return the storage of bytes that are a record of a file, with the note that :func:`record_offset` returns."""
+    storage = content.untyped_storage()
+    storage._checkpoint_offset = offset
+    return storage
 
-    Names must match exactly; torch's reader ignores case. Offsets come from the archive's directory, and are never
-    calculated from values in the pickle. The byte order must be native if storages are on the meta device, since these
-    cannot be swapped.
-    """
 
-    def __init__(self, reader: Any, is_meta: bool, wanted: Collection[int] | None) -> None:
-        self._reader, self._wanted = reader, wanted
-        self._has_meta = is_meta or wanted is not None
-        names = reader.get_all_records()
-        self._names, self._were_read = frozenset(names), set[str]()
-        if len({name.lower() for name in names}) != len(names):
-            raise ValueError("the names of two of its records differ at most in case")
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a storage as the functions of ``TENSOR_GLOBALS`` take it. Only the private argument avoids a warning."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
 
-    def has_record(self, name: str) -> bool:
-        return name == "byteorder" or (name in self._names and name not in (".format_version", ".storage_alignment"))
-
-    def get_record(self, name: str) -> Any:
-        if name != "byteorder":
-            return self._reader.get_record(self._exact(name))
-        order = self._reader.get_record(name) if name in self._names else b"little"
-        if self._has_meta and order != sys.byteorder.encode():
-            raise ValueError("it was written in another byte order")
-        return order
-
-    def get_record_offset(self, name: str) -> int:
-        return cast(int, self._reader.get_record_offset(self._exact(name)))
-
-    def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> torch.Tensor:
-        if self._wanted is not None and self.get_record_offset(name) not in self._wanted:
-            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        if name in self._were_read and nbytes:  # two storage keys of different types with the same text
-            raise ValueError(f"it reads the record {name} twice")
-        self._were_read.add(name)
-        return cast(torch.Tensor, self._reader.get_storage_from_record(self._exact(name), nbytes, kind))
-
-    def _exact(self, name: str) -> str:
-        if name not in self._names:
-            raise ValueError(f"it has no record {name}")
-        return name
+def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
+    """Rebuild a sparse tensor. Torch's own function takes indices from outside the tensor, which ends the process as
+    soon as the tensor is used, and keeps the tensors of a load that fails."""
+    checks = not data[0].is_meta
+    if layout is not torch.sparse_coo:
+        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=checks)
+    indices, values, size, *noted = data
+    is_coalesced = noted[0] if noted else None
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=checks, is_coalesced=is_coalesced)
 
 
 _REBUILT = (
-    *("parameter", "parameter_with_state", "tensor", "tensor_v2", "tensor_v3", "qtensor", "sparse_tensor"),
+    *("parameter", "parameter_with_state", "tensor", "tensor_v2", "tensor_v3", "qtensor"),
     *("nested_tensor", "meta_tensor_no_storage", "wrapper_subclass", "device_tensor_from_cpu_tensor"),
 )
 TENSOR_GLOBALS: dict[str, Any] = {
     **{f"torch._utils._rebuild_{name}": getattr(torch._utils, f"_rebuild_{name}") for name in _REBUILT},
+    "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
     "torch._tensor._rebuild_from_type_v2": torch._tensor._rebuild_from_type_v2,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
     **{
-        f"torch.{name}": getattr(torch, name)
-        for name in vars(torch)
+        f"torch.{name}": kind
+        for name, kind in vars(torch).items()
         if re.fullmatch(r"(?!Typed|Untyped)\w+Storage", name)
     },
     **{str(value): value for value in vars(torch).values() if isinstance(value, (torch.dtype, torch.qscheme))},
@@ -302,11 +268,7 @@ def name_of_today(module: str, name: str) -> tuple[str, str]:
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:
-    """Return the file offset of the storage record of a tensor that was loaded onto the meta device.
-
-    Torch records ``_checkpoint_offset`` for fake and meta tensors. The public ``torch.load(mmap=True)`` does not
-    provide the offset of a tensor, and ``PyTorchFileReader`` does not provide its record.
-    """
+    """Return the position in the file of the record of a loaded tensor's storage: torch's note, which we set too."""
     return tensor.untyped_storage()._checkpoint_offset
 
 

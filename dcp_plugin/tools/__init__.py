@@ -2,4 +2,66 @@
 
 Enters: paths or URLs that :mod:`dcp_plugin.storage.open` can open. Leaves: reports and files. The rule: no tool needs a
 model, a process group or a GPU, and the memory of a tool does not grow with the checkpoint.
+
+The names here are those that few users write: the results of tools, and tools for complete runs. As in the package
+itself, each is imported when it is first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp_plugin.tools.contents import CheckpointInfo
+    from dcp_plugin.tools.copy import CopyReport
+    from dcp_plugin.tools.diff import CheckpointDiff
+    from dcp_plugin.tools.divergence import Divergence, first_divergence
+    from dcp_plugin.tools.export import ExportReport
+    from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
+    from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport
+    from dcp_plugin.tools.run_report.page import report
+    from dcp_plugin.tools.verify import VerifyReport
+    from dcp_plugin.types import CheckpointState
+
+_HOME_OF = {
+    "CheckpointDiff": "dcp_plugin.tools.diff",
+    "CheckpointInfo": "dcp_plugin.tools.contents",
+    "CheckpointState": "dcp_plugin.types",
+    "CopyReport": "dcp_plugin.tools.copy",
+    "Divergence": "dcp_plugin.tools.divergence",
+    "ExportReport": "dcp_plugin.tools.export",
+    "ListedCheckpoint": "dcp_plugin.tools.listing",
+    "PruneReport": "dcp_plugin.tools.prune",
+    "PrunedCheckpoint": "dcp_plugin.tools.prune",
+    "PrunedLeftover": "dcp_plugin.tools.prune",
+    "Run": "dcp_plugin.tools.listing",
+    "VerifyReport": "dcp_plugin.tools.verify",
+    "first_divergence": "dcp_plugin.tools.divergence",
+    "list_runs": "dcp_plugin.tools.listing",
+    "report": "dcp_plugin.tools.run_report.page",
+}
+
+__all__ = [
+    "CheckpointDiff",
+    "CheckpointInfo",
+    "CheckpointState",
+    "CopyReport",
+    "Divergence",
+    "ExportReport",
+    "ListedCheckpoint",
+    "PruneReport",
+    "PrunedCheckpoint",
+    "PrunedLeftover",
+    "Run",
+    "VerifyReport",
+    "first_divergence",
+    "list_runs",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

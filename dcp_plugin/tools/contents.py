@@ -27,7 +27,7 @@ from dcp_plugin.storage.open import check_files
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
-from dcp_plugin.types import Shape, as_html
+from dcp_plugin.types import Shape, as_html, public_class
 
 _AT_ONCE = 1 << 20
 """Number of elements converted together. Elements of one byte take eight times their memory."""
@@ -46,6 +46,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CheckpointInfo:
     """Facts about a checkpoint, read without a model and without torch.distributed."""

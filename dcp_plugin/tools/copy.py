@@ -36,9 +36,10 @@ from dcp_plugin.storage.open_foreign import weights_in
 from dcp_plugin.storage.published import summary_if_readable
 from dcp_plugin.tools.stream import Counter, Progress
 from dcp_plugin.tools.transfer import CopyState, Source, Transfer, are_of_one_save, is_same, open_source
-from dcp_plugin.types import as_html
+from dcp_plugin.types import as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CopyReport:
     """The result of a copy. ``str()`` of it is one line."""

@@ -26,7 +26,7 @@ from dcp_plugin.tools.agreement import VALUE, Signature, paired, signatures
 from dcp_plugin.tools.amounts import Amount, difference, differences, equal, short
 from dcp_plugin.tools.formats import place_of
 from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream
-from dcp_plugin.types import Shape, as_html
+from dcp_plugin.types import Shape, as_html, public_class
 
 _WINDOW = 32 << 20
 """Size in bytes of each of the two windows of each of the two streams."""
@@ -82,6 +82,7 @@ class ChangedValue:
     """True if all parts that differ are texts, such as paths, names and dates."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class CheckpointDiff:
     """Differences between two checkpoints. Keys are those of B, except for entries that only A has."""

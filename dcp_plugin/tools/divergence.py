@@ -1,4 +1,4 @@
-"""``dcp_plugin.first_divergence``: the first difference between two runs that should be the same.
+"""``dcp_plugin.tools.first_divergence``: the first difference between two runs that should be the same.
 
 The checkpoints of the runs are compared step by step, from the first step that both have. A bisection would be wrong:
 runs may differ at one step and agree at a later one. Checksums decide without reading if layouts are equal.
@@ -23,7 +23,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
 from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
 KINDS = (MODEL, OPTIMIZER, RNG, LOADER, OTHER)
@@ -37,6 +37,7 @@ _PATTERNS = {
 """Patterns of the keys of each part, in the order in which they are tried."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class Divergence:
     """The first difference between two runs, if there is one. ``verdict`` is a sentence about it."""
@@ -144,7 +145,7 @@ def first_divergence(
         >>> for run, last in (("one", 0.5), ("two", 0.25)):
         ...     dcp_plugin.save({"model": {"w": torch.zeros(2, 2)}}, f"{run}/step-1", step=1)
         ...     dcp_plugin.save({"model": {"w": torch.tensor([[0, 0], [0, last]])}}, f"{run}/step-2", step=2)
-        >>> dcp_plugin.first_divergence("one", "two").verdict
+        >>> dcp_plugin.tools.first_divergence("one", "two").verdict
         'Bit-identical through step 1; first difference at step 2 in model.w[1, 1] (0.5 -> 0.25, 8388608 ulp apart).'
     """
     runs = as_path(run1, storage_options), as_path(run2, storage_options)

@@ -33,7 +33,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
 from dcp_plugin.tools.stream import Counter, Globs, Progress, Stream, renamed, select, texts
-from dcp_plugin.types import as_html
+from dcp_plugin.types import as_html, public_class
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
 
@@ -46,6 +46,7 @@ _PATIENCE = 300.0
 """Seconds that a rank waits for the others to call. A script that exports on rank 0 alone fails, and does not hang."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class ExportReport:
     """The result of an export."""

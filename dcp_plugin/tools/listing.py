@@ -24,13 +24,14 @@ from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, war
 from dcp_plugin.runs.foreign import Saved
 from dcp_plugin.runs.scan import Patience, Scan, cannot_read, may_pass
 from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointState, public_class
 
 OURS, STOCK = "dcp_plugin", "stock"
 _STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
 """Names of the step in files that programs write with ``torch.save``."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class ListedCheckpoint:
     """A checkpoint, complete or not, in the result of :func:`list_runs`."""
@@ -65,6 +66,7 @@ class ListedCheckpoint:
     """The checkpoint with the parameters that this one leaves out (``trainable_only``)."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class Run:
     """The checkpoints in one folder, with parts of checkpoints in its folders (``step-100/model``)."""
@@ -102,7 +104,7 @@ def list_runs(
     Example:
         >>> import dcp_plugin, torch
         >>> dcp_plugin.save({"w": torch.zeros(1000)}, "run/step-1", step=1)
-        >>> [run] = dcp_plugin.list_runs("run")
+        >>> [run] = dcp_plugin.tools.list_runs("run")
         >>> [(one.path.name, one.state, one.step, one.nbytes > 4000, one.resumes) for one in run.checkpoints]
         [('step-1', 'whole', 1, True, True)]
     """

@@ -24,9 +24,10 @@ from dcp_plugin.runs.retention import delete, may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import CheckpointState, as_html
+from dcp_plugin.types import CheckpointState, as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PrunedCheckpoint:
     """A checkpoint, and whether it was deleted."""
@@ -43,6 +44,7 @@ class PrunedCheckpoint:
     """True if the deletion failed, so that the checkpoint or a part of it stays."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PrunedLeftover:
     """Garbage of an interrupted save or deletion."""
@@ -56,6 +58,7 @@ class PrunedLeftover:
     user stays."""
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class PruneReport:
     """Result of :func:`prune`. ``str()`` of it is one line."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import errno
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from dcp_plugin.errors import (
     SaveFailed,
     damage_in,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, index_file, packed, read
+from dcp_plugin.format import INDEX, METADATA, SUMMARY, index_file, json_object, packed, read
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import with_renamed_files
 from dcp_plugin.format.summary import Summary, fingerprint, with_hash
@@ -330,7 +329,7 @@ class Transfer:
         index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
         index_bytes = index_file.encode_alike(index)
         metadata = with_renamed_files(metadata, self._new_names, f"{files.where}/{METADATA}")
-        changed = json.loads(summary_bytes)
+        changed = json_object(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
         if summary.base:
@@ -370,7 +369,7 @@ class Transfer:
         at = self.state.base_at_target(base.path) or self.target / relative_to(base.path, self.source.path)
         with closing(open_source(base.path)) as source:
             tables, _ = Transfer(source, at, self.state).tables()
-        index_hash = json.loads(tables[SUMMARY])["index_sha256"]
+        index_hash = json_object(tables[SUMMARY])["index_sha256"]
         return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": index_hash}
 
     def _copy_all(self, directory: Where, names: list[str]) -> None:

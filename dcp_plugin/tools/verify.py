@@ -17,9 +17,10 @@ from dcp_plugin.storage.published import sizes_only
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.stream_copy import verify_files
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.types import as_html
+from dcp_plugin.types import as_html, public_class
 
 
+@public_class("dcp_plugin.tools")
 @dataclass(frozen=True)
 class VerifyReport:
     """The outcome of reading every byte of a checkpoint."""

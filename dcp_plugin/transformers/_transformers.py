@@ -1,4 +1,4 @@
-"""The only module that uses private names of transformers and PEFT; each use gives the reason.
+"""Private names of transformers and PEFT that the mixin needs, each with its reason; :mod:`._models` has the others.
 
 The methods that :class:`~dcp_plugin.transformers.mixin.DCPTrainerMixin` overrides are private too, since the Trainer
 has no public hook for them. ``tests/transformers_trainer/test_canaries.py`` lists them with their parameters, and fails

@@ -32,7 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -183,7 +183,7 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     """Return the description of a checkpoint to resume from.
 
     Args:
-        files: Of :meth:`dcp_plugin.Checkpointer.shown`.
+        files: Of :meth:`dcp_plugin.checkpointer.Internals.shown`.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The path has no complete checkpoint.
@@ -199,7 +199,7 @@ def examine(path: PathLike, config: CheckpointConfig, files: SourceFiles | None 
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
     wanted = (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}")
     extra: dict[str, Any] = {name: None for name in wanted if name in names}
-    Checkpointer(config, solo=True).restore(extra, path, files=files)
+    Internals(Checkpointer(config, solo=True)).restore(extra, path, files=files)
     saved = extra.get(f"{EXTRA}.{TRAINER_STATE}") if config.io.verify else None
     if saved is not None and read_file(path, TRAINER_STATE_NAME, files) != saved.encode():
         raise CheckpointCorrupt(

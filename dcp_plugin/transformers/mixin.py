@@ -39,7 +39,7 @@ from dcp_plugin.integration.stored import EXTRA, MODEL, OPTIM
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, as_local, resolved
 from dcp_plugin.runs.scan import state_of
-from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.saving.queue import RunningSave
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -59,6 +59,7 @@ from dcp_plugin.transformers._transformers import (
     write_model_files,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found
+from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -89,6 +90,7 @@ def _unless(busy: str, name: str) -> Any:
     return method
 
 
+@public_class("dcp_plugin.transformers")
 class DCPTrainerMixin(Trainer):
     """Sharded, crash-safe checkpoints for any ``Trainer``, put before it: ``class Mine(DCPTrainerMixin, Trainer)``.
 
@@ -245,7 +247,7 @@ class TrainerAdapter(BaseAttachment):
         self._local_copy = ExitStack()
         """Owner of the local copy of the files in an object store from which the Trainer reads its position."""
         self._failure: Exception | None = None
-        self._unpushed: SaveHandle | None = None
+        self._unpushed: RunningSave | None = None
         self._has_named_writers = False
         self._has_logged_wait = False
         self._saved: set[str] = set()
@@ -273,13 +275,13 @@ class TrainerAdapter(BaseAttachment):
         """Return the path from which the Trainer resumes, or None. Rank 0 decides for all ranks."""
         if resume is None or resume is False:
             return None
-        config, ranks, output_dir = self.config, self.checkpointer.ranks, str(self._trainer.args.output_dir)
+        config, ranks, output_dir = self.config, self.internals.ranks, str(self._trainer.args.output_dir)
         if resume is True:
             root = resolved(Path(output_dir))
-            local = [state for state in self.checkpointer.surviving(output_dir) if state.path.parent == root]
+            local = [state for state in self.internals.surviving(output_dir) if state.path.parent == root]
             resume = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
         path = self.where(resume)
-        with self.checkpointer.shown(path) as files:
+        with self.internals.shown(path) as files:
             checkpoint = ranks.from_zero(f"open {path}", lambda: checkpoints.examine_named(path, config, files))
             self.found = None if checkpoint.stock else checkpoint
             if not checkpoint.has_trainer_state:  # a new training, with loaded weights
@@ -309,7 +311,7 @@ class TrainerAdapter(BaseAttachment):
         if trainer.args.push_to_hub:
             self.finish()
         else:
-            self.checkpointer.wait_until_kept()
+            self.internals.wait_until_kept()
         users = self._users_of_folder()
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -330,7 +332,7 @@ class TrainerAdapter(BaseAttachment):
         # Any checkpoint may turn out to be the best, which is loaded at the end.
         durable = bool(users) or trainer.args.metric_for_best_model is not None
         metrics = checkpoints.logged_now(trainer.state)
-        handle = self.checkpointer.save(state, final, step, files=add, durable=durable, metrics=metrics)
+        handle = self.internals.save(state, final, step, files=add, durable=durable, metrics=metrics)
         self._saved.add(final)
         self._complete_copy(handle)
         if trainer.is_world_process_zero():
@@ -416,7 +418,7 @@ class TrainerAdapter(BaseAttachment):
             if self._trainer.args.should_save:
                 state.save_to_json(os.fspath(directory / TRAINER_STATE_NAME))
 
-    def _complete_copy(self, handle: SaveHandle) -> None:
+    def _complete_copy(self, handle: RunningSave) -> None:
         """With ``staging="lazy"``, wait for the copy if code that may write weights runs before the next step."""
         if not handle.staged() and (writers := code_between_steps(self._trainer)):
             if not self._has_named_writers:
@@ -430,13 +432,13 @@ class TrainerAdapter(BaseAttachment):
 
     def _users_of_folder(self) -> list[str]:
         """Return :func:`users_of_folder` of all ranks: a script may give a callback to rank 0 alone. Collective."""
-        return self.checkpointer.ranks.combine(
+        return self.internals.ranks.combine(
             "name the callbacks that use the folder",
             lambda: users_of_folder(self._trainer, DCPTrainerMixin),
             lambda named: sorted(set[str]().union(*named)),
         )
 
-    def _wait_for_folder(self, handle: SaveHandle, users: list[str]) -> None:
+    def _wait_for_folder(self, handle: RunningSave, users: list[str]) -> None:
         """Wait until the folder exists, for the code that uses it."""
         began = time.monotonic()
         handle.wait_done()
@@ -458,7 +460,7 @@ class TrainerAdapter(BaseAttachment):
         extra = (name.removeprefix(f"{EXTRA}.") for name in self.found.names)
         streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
         state = checkpoints.to_load(self._trainer, self.found.names, streams)
-        self.checkpointer.restore(state, self.found.path, self._partial())
+        self.internals.restore(state, self.found.path, self._partial())
         self.streams = streams if self.found.has_trainer_state else None  # else the training starts with step 0
         if self._trainer.is_world_process_zero():
             self._warn_of_differences(self.found, streams)
@@ -472,12 +474,12 @@ class TrainerAdapter(BaseAttachment):
     def load_model(self, path: str) -> bool:
         """Load the model of a checkpoint. If stock transformers has saved it, return False and load nothing."""
         where = self.where(path)
-        with self.checkpointer.shown(where) as files:
-            is_ours = self.checkpointer.ranks.from_zero(
+        with self.internals.shown(where) as files:
+            is_ours = self.internals.ranks.from_zero(
                 f"open {path}", lambda: files is not None or state_of(where) is not None
             )
             if is_ours:
-                self.checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, where, self._partial())
+                self.internals.restore({MODEL: checkpoints.model_of(self._trainer)}, where, self._partial())
         return is_ours
 
     def _partial(self) -> PartialLoad | None:

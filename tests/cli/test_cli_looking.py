@@ -231,7 +231,7 @@ def test_a_sparse_table_of_contents_is_damage_that_no_command_reads(tmp_path: Pa
         dcp.save({"w": torch.ones(3)}, tmp_path / f"step-{number}", step=number)
     os.truncate(tmp_path / "step-2" / ".metadata", 1 << 40)
     os.truncate(tmp_path / "step-3" / "dcp_plugin.index", 1 << 40)
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     assert [one.state for one in run.checkpoints][:2] == ["whole", "damaged"]
     assert not dcp.prune(tmp_path, keep_last=3, dry_run=True).deleted
     assert dcp.latest(tmp_path) == tmp_path / "step-1"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.loading.forecast import plan_load
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.runs import retention
@@ -96,7 +97,7 @@ def test_two_ranks_load_one_save_whatever_happens_beside_them(tmp_path: Path) ->
         original = getattr(Loading, step)
         if rank == 0:
             alone.save(state_of(1), path).wait()
-        checkpointer.ranks.agree("begin", lambda: None)
+        Internals(checkpointer).ranks.agree("begin", lambda: None)
         _Then(step, act, rank, f"case {number}", first)
         target = state_of(-1)
         try:
@@ -110,7 +111,7 @@ def test_two_ranks_load_one_save_whatever_happens_beside_them(tmp_path: Path) ->
                 assert target["w"].unique().tolist() == [expected]
         finally:
             setattr(Loading, step, original)
-        checkpointer.ranks.agree("end", lambda: None)
+        Internals(checkpointer).ranks.agree("end", lambda: None)
 
 
 def test_a_file_that_is_missing_where_nothing_was_replaced_is_damage(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_workspace_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Pa
         with pytest.raises(dcp.CheckpointError, match=re.escape(str(run / ".dcp_plugin"))):
             act()
     dcp.prune(run, keep_last=1)
-    dcp.list_runs(run)
+    dcp.tools.list_runs(run)
     assert dcp.latest(run) == run / "1" and dcp.verify(run / "1").ok
     assert sorted(os.listdir(target)) == before
     assert all((target / name).read_text() == '{"target": "1"}' for name in before)

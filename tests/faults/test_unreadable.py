@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.cli.app import app
 from dcp_plugin.errors import unreadable
 from dcp_plugin.runs import catalog, scan
@@ -213,7 +214,7 @@ def _delete_while_it_is_stale(root: Path, gone: Path) -> str:
 def test_every_rank_raises_what_rank_0_cannot_read(tmp_path: Path) -> None:
     ours = dcp.Checkpointer()
     (tmp_path / "run").mkdir(exist_ok=True)
-    if ours.ranks.rank == 0:
+    if Internals(ours).ranks.rank == 0:
         scan.Scan._state = _fail  # type: ignore[method-assign]
         _stopped_clock()
     with pytest.raises(dcp.CheckpointUnreadable, match=r"run cannot be read: \[Errno 5\] Input/output error"):

@@ -97,7 +97,7 @@ def read(root: Path, how: str) -> tuple[Any, Any]:
     """Return what is made of the checkpoint, and of peft's own folder."""
     stock = _of_peft(root, root / "peft", base())
     if how != "export":
-        loaded = dcp.hf.from_pretrained(AutoModelForCausalLM, root / "ck", adapter_config=stock.peft_config["default"])
+        loaded = m.from_pretrained(AutoModelForCausalLM, root / "ck", adapter_config=stock.peft_config["default"])
         return (_merged if how == "merged" else _logits)(loaded), (_merged if how == "merged" else _logits)(stock)
     dcp.export(root / "ck", root / "out", "hf", config=root / "peft")
     files = [load_file(folder / "adapter_model.safetensors") for folder in (root / "out", root / "peft")]

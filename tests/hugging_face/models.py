@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from dcp_plugin.transformers import from_pretrained as from_pretrained
 from tests.compare import full_state
 from tests.transformers_trainer.training import portable
 

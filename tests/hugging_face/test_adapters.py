@@ -47,9 +47,7 @@ def _load(root: Path, sharded: bool) -> list[dict[str, Any]]:
     found = []
     for name, base in (("all", {}), ("adapters", {}), ("adapters", where)):
         how = {"parallelize": m.shard} if sharded else {}
-        net, report = dcp.hf.from_pretrained(
-            m.AutoModelForCausalLM, root / name, output_loading_info=True, **base, **how
-        )
+        net, report = m.from_pretrained(m.AutoModelForCausalLM, root / name, output_loading_info=True, **base, **how)
         assert type(net.base_model).__name__ == "LoraModel" and not net.training
         assert report.missing == report.unexpected == []
         assert net.peft_config["default"].base_model_name_or_path == str(root / "base")
@@ -64,7 +62,7 @@ def _refused(root: Path) -> str:
     settings = root / "adapters" / "adapter_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": "meta/Llama"}))
     with pytest.raises(dcp.CheckpointMismatch) as caught:
-        dcp.hf.from_pretrained(m.AutoModelForCausalLM, root / "adapters", config=m.config("llama"))
+        m.from_pretrained(m.AutoModelForCausalLM, root / "adapters", config=m.config("llama"))
     return str(caught.value)
 
 

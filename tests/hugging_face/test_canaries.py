@@ -1,4 +1,4 @@
-"""What loading relies on inside of transformers and PEFT: see ``dcp_plugin/hf/_transformers.py`` if one fails."""
+"""What loading relies on inside of transformers and PEFT: see ``dcp_plugin/transformers/_models.py`` if one fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_names_that_loading_uses() -> None:
     from transformers import PreTrainedModel
     from transformers import initialization as init
 
-    from dcp_plugin.hf import _transformers as ours
+    from dcp_plugin.transformers import _models as ours
     from tests.hugging_face import models as m
 
     assert callable(init.no_tie_weights) and callable(init.meta_device_safe_creation_ops)
@@ -35,7 +35,7 @@ def test_names_that_loading_uses() -> None:
 def test_the_initialisation_leaves_alone_what_is_marked() -> None:
     import torch
 
-    from dcp_plugin.hf import _transformers as ours
+    from dcp_plugin.transformers import _models as ours
     from tests.hugging_face import models as m
 
     net = m.model("llama")
@@ -55,7 +55,7 @@ def test_what_peft_calls_a_layer_that_it_has_wrapped() -> None:
     import torch
     from peft import LoraConfig
 
-    from dcp_plugin.hf import _transformers as ours
+    from dcp_plugin.transformers import _models as ours
     from tests.hugging_face import models as m
 
     net = ours.build(m.AutoModelForCausalLM, m.config("llama"), torch.float32, True, False, {})

@@ -42,7 +42,7 @@ def test_the_prefix_is_found_in_what_any_door_writes(tmp_path: Path) -> None:
     accelerator.prepare(net)
     accelerator.save_state(tmp_path / "accelerate")
     for name in ("plain", "lightning", "stock", "bare", "file.pt", "file.safetensors", "accelerate"):
-        loaded, report = dcp.hf.from_pretrained(
+        loaded, report = m.from_pretrained(
             m.AutoModelForCausalLM, tmp_path / name, config=m.config("llama-tied"), output_loading_info=True
         )
         assert_same(expected, m.seen(loaded))
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     trainer = pl.Trainer(plugins=[DCPCheckpointIO()], max_steps=1, enable_checkpointing=False, **QUIET)
     trainer.fit(module, torch.utils.data.DataLoader(m.ids(), batch_size=2))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "last.ckpt", config=m.config("llama-tied"))
+    loaded = m.from_pretrained(m.AutoModelForCausalLM, tmp_path / "last.ckpt", config=m.config("llama-tied"))
     assert_same(m.seen(module.language_model), m.seen(loaded))
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_said_before_anything_else(tmp_path: Path) -> None:
     from tests.hugging_face import models as m
 
     with pytest.raises(dcp.CheckpointNotFound):
-        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "nothing")
+        m.from_pretrained(m.AutoModelForCausalLM, tmp_path / "nothing")
 
 
 @on_ranks(1)
@@ -97,11 +97,11 @@ def test_a_checkpoint_of_the_trainer_has_the_configuration(tmp_path: Path) -> No
     net.generation_config.max_new_tokens = 3
     t.trainer(tmp_path, net=net, max_steps=1, save_steps=1).train()
     path = tmp_path / "checkpoint-1"
-    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, path)
+    loaded = m.from_pretrained(m.AutoModelForCausalLM, path)
     assert_same(m.seen(net.eval()), m.seen(loaded))
     assert type(loaded) is type(net) and loaded.generation_config.max_new_tokens == 3
     assert loaded.config.name_or_path == str(path) and loaded.dtype is torch.float32
-    half = dcp.hf.from_pretrained(type(net), path, dtype="bfloat16", attn_implementation="eager")
+    half = m.from_pretrained(type(net), path, dtype="bfloat16", attn_implementation="eager")
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert half.config._attn_implementation == "eager" and half.config.dtype is torch.bfloat16
     assert torch.equal(half.lm_head.weight, net.lm_head.weight.bfloat16())
@@ -114,10 +114,10 @@ def test_the_dtype_is_that_of_the_checkpoint_where_the_configuration_has_none(tm
     from tests.hugging_face import models as m
 
     dcp.save({"model": m.model("llama").to(torch.bfloat16)}, tmp_path / "half")
-    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "half", config=m.config("llama"))
+    loaded = m.from_pretrained(m.AutoModelForCausalLM, tmp_path / "half", config=m.config("llama"))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in loaded.buffers()} == {torch.float32}
-    whole = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "half", config=m.config("llama"), dtype=None)
+    whole = m.from_pretrained(m.AutoModelForCausalLM, tmp_path / "half", config=m.config("llama"), dtype=None)
     assert whole.dtype is torch.float32
 
 
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(tmp_path: Path) ->
 
     def load(name: str, kind: str = "llama", **options: Any) -> Any:
         given = {"config": m.config(kind), **options}
-        return dcp.hf.from_pretrained(options.pop("cls", m.AutoModelForCausalLM), tmp_path / name, **given)
+        return m.from_pretrained(options.pop("cls", m.AutoModelForCausalLM), tmp_path / name, **given)
 
     net = m.model("llama")
     dcp.save({"model": net, "ema": m.model("llama", seed=1)}, tmp_path / "two")
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_an_error_that_names_the_way_out(tmp_path: Path) ->
     with pytest.warns(UserWarning, match=r"not in the checkpoint: lm_head\.weight. Missing keys are initialised"):
         loaded = load("less", strict=False)
     assert 0 < loaded.lm_head.weight.std() < 0.1, "as transformers initialises it"
-    body = dcp.hf.from_pretrained(type(net.model), tmp_path / "two", config=m.config("llama"), prefix="model.model")
+    body = m.from_pretrained(type(net.model), tmp_path / "two", config=m.config("llama"), prefix="model.model")
     assert torch.equal(body.embed_tokens.weight, net.model.embed_tokens.weight)
 
 
@@ -172,7 +172,7 @@ def test_a_body_that_was_saved_alone_is_found_by_a_model_with_a_head(tmp_path: P
 
     net = m.model("gpt2")
     dcp.save({"net": net.transformer}, tmp_path / "body")
-    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "body", config=m.config("gpt2"))
+    loaded = m.from_pretrained(m.AutoModelForCausalLM, tmp_path / "body", config=m.config("gpt2"))
     assert_same(m.seen(net), m.seen(loaded))
 
 
@@ -190,15 +190,15 @@ def test_nothing_that_a_configuration_names_is_fetched_or_executed(tmp_path: Pat
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     (tmp_path / "config.json").write_text(json.dumps({**told, **hostile["kernel"]}))
     with pytest.raises(dcp.UnsafeCheckpoint, match="'somebody/kernel', code that would be fetched"):
-        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path)
-    assert dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path, attn_implementation="eager").training is False
+        m.from_pretrained(m.AutoModelForCausalLM, tmp_path)
+    assert m.from_pretrained(m.AutoModelForCausalLM, tmp_path, attn_implementation="eager").training is False
     (tmp_path / "config.json").write_text(json.dumps({**told, **hostile["code"]}))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
-        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path)
+        m.from_pretrained(m.AutoModelForCausalLM, tmp_path)
     adapters = {"peft_type": "LORA", "target_modules": ["q_proj"], "megatron_core": "evil", "megatron_config": {"a": 1}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
     with pytest.raises(dcp.UnsafeCheckpoint, match="has megatron_config"):
-        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path, config=m.config("llama"))
+        m.from_pretrained(m.AutoModelForCausalLM, tmp_path, config=m.config("llama"))
 
 
 @on_ranks(1)
@@ -210,5 +210,5 @@ def test_a_checkpoint_in_a_bucket_has_its_configuration_beside_it(bucket: Bucket
     checkpointer = dcp.Checkpointer()
     checkpointer.save({"model": net}, path, files=m.config("gpt2").save_pretrained)
     checkpointer.close()
-    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, path)
+    loaded = m.from_pretrained(m.AutoModelForCausalLM, path)
     assert_same(m.seen(net), m.seen(loaded))

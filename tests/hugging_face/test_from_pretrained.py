@@ -46,7 +46,7 @@ def _load(root: Path, ways: tuple[str, ...]) -> list[dict[str, Any]]:
     for way in ways:
         models = {}
         for kind in KINDS:
-            net = dcp.hf.from_pretrained(m.AutoModelForCausalLM, root / kind, config=m.config(kind), **known[way])
+            net = m.from_pretrained(m.AutoModelForCausalLM, root / kind, config=m.config(kind), **known[way])
             assert not net.training
             models[kind] = m.seen(net)
         found.append(models)
@@ -83,7 +83,7 @@ def test_each_rank_reads_its_shards_and_nothing_of_the_optimizer(tmp_path: Path)
     net = m.shard(m.model("llama", width=256))
     dcp.save({"model": net, "optim": m.stepped(net)}, tmp_path / "run")
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
-    _, report = dcp.hf.from_pretrained(
+    _, report = m.from_pretrained(
         m.AutoModelForCausalLM,
         tmp_path / "run",
         config=m.config("llama", width=256),

@@ -82,7 +82,7 @@ def test_lightning_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path)
     def fit(path: Any) -> Path:
         trainer = t.trainer_for("ddp", plugin=True, max_steps=4)
         trainer.fit(t.Model("ddp"), t.plain_loader("ddp"), ckpt_path=path)
-        return trainer.strategy.checkpoint_io.restart.path  # type: ignore[attr-defined, no-any-return]
+        return trainer.strategy.checkpoint_io.started.path  # type: ignore[attr-defined, no-any-return]
 
     for step, prefix in ((3, "model."), (2, "optim.")):
         newest = tmp_path / f"step={step}.ckpt"

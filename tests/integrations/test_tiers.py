@@ -44,17 +44,17 @@ def _lightning(root: Path, dies: bool) -> Any:
     class Dies(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if dies and trainer.global_step == 3:
-                _die(trainer.strategy.dcp_adapter.checkpointer)
+                _die(trainer.strategy.dcp_adapter.io.checkpointer)
 
     io = DCPCheckpointIO(**_settings(root, nodes=2))
     saves = ModelCheckpoint(root / "run", filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last="link")
     trainer = t.trainer_for("ddp", [saves, Dies()], plugin=io)
     trainer.fit(t.Model("ddp", seed=0 if dies else 5), t.stateful_loader("ddp"), ckpt_path=None if dies else "last")
-    assert io.restart is not None
+    assert io.started is not None
     straight = t.trainer_for("ddp")
     straight.fit(t.Model("ddp"), t.stateful_loader("ddp"))
     assert_same(t.whole_state(straight), t.whole_state(trainer))
-    return io.restart
+    return io.started
 
 
 def _fabric(root: Path, dies: bool) -> Any:

@@ -174,7 +174,7 @@ def test_options_of_a_store_reach_it_through_lightning_and_fabric(bucket: Bucket
     assert resumed.global_step == 2
     warm = t.DCPCheckpointIO(storage_options=options, init_from=f"{root}/one.ckpt")
     t.trainer_for("single", plugin=warm, max_steps=1).fit(t.Model(seed=5), t.plain_loader("single"))
-    assert warm.restart is not None and warm.restart.how == "warm-started"
+    assert warm.started is not None and warm.started.how == "warm-started"
     loaded = lightning.load_from_checkpoint(t.Model, f"{root}/one.ckpt", storage_options=options)
     assert torch.equal(loaded.net.head.bias, model.net.head.bias)
     assert dcp.latest(root, storage_options=options) == f"{root}/one.ckpt"

@@ -102,7 +102,7 @@ def test_saves_that_only_a_keeper_can_make_are_refused_by_name(memory: Path, tmp
     folder = Spool.of(resolved(tmp_path / "run"), str(tmp_path / "local")).folder
     folder.mkdir()
     (folder / "format").write_text(str(OTHER))
-    with pytest.raises(dcp.NoSharedMemory, match=f"{folder} is the journal of another version"):
+    with pytest.raises(dcp.SaveFailed, match=f"{folder} is the journal of another version"):
         checkpointer.save({"n": 1}, tmp_path / "run" / "step-1", step=1)
     checkpointer.close()
     assert (folder / "format").read_text() == str(OTHER)

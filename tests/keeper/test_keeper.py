@@ -47,7 +47,7 @@ from dcp_plugin.keeper.spool import SLAB, Spool
 from dcp_plugin.keeper.wire import Channel
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, as_path, options_of, resolved
-from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.saving.queue import RunningSave
 from dcp_plugin.storage import writer
 from dcp_plugin.storage.writer import Publication
 from tests import launch, programs
@@ -400,14 +400,14 @@ def test_ctrl_c_after_the_hand_over_is_raised_when_the_save_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save waits for the end of this one, and nothing else would say that it has ended."""
-    set_handed_over = SaveHandle.set_handed_over
+    set_handed_over = RunningSave.set_handed_over
 
-    def interrupted(handle: SaveHandle) -> None:
+    def interrupted(handle: RunningSave) -> None:
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
         set_handed_over(handle)
 
-    monkeypatch.setattr(SaveHandle, "set_handed_over", interrupted)
+    monkeypatch.setattr(RunningSave, "set_handed_over", interrupted)
     checkpointer = dcp.Checkpointer(async_save=True, keeper={"linger": 0.0})
     with pytest.raises(KeyboardInterrupt):
         checkpointer.save({"weights": torch.arange(1000.0)}, tmp_path / "run/step-1")

@@ -30,7 +30,7 @@ def test_links_lead_to_what_is_published_and_the_newest_durable_one_is_never_del
 
     class Look(Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            checkpointer = trainer.strategy.dcp_adapter.checkpointer
+            checkpointer = trainer.strategy.dcp_adapter.io.checkpointer
             checkpointer.wait()
             trainer.strategy.dcp_adapter.io.post_commit.settle()
             there = sorted(path.name for path in run.glob("step*"))

@@ -74,8 +74,8 @@ def _start(root: Where, pretrained: Where, weights: dict[str, torch.Tensor], lay
     assert_same(weights_of(look.state), weights)
     assert not any(key.startswith("optim.state") for key in look.state)
     assert look.progress["global_step"] == 0
-    assert io.restart is not None and io.restart.report is not None
-    assert (io.restart.how, io.restart.path) == ("warm-started", pretrained)
+    assert io.started is not None and io.started.report is not None
+    assert (io.started.how, io.started.path) == ("warm-started", pretrained)
 
     # The weights that are asked for, and no others.
     model, look, initial = t.FineTune(layout, seed=5), t.AtTrainStart(), t.FineTune("single", seed=5).state_dict()
@@ -92,8 +92,8 @@ def _start(root: Where, pretrained: Where, weights: dict[str, torch.Tensor], lay
     saved = t.whole_state(trainer)
     io = t.DCPCheckpointIO(init_from=root / "gone", partial=body)
     assert_same(t.resumed(layout, str(root / layout), t.FineTune(layout, seed=6), plugin=io).state, saved)
-    assert io.restart is not None and io.restart.report is not None
-    assert (io.restart.how, io.restart.path) == ("resumed", root / layout)
+    assert io.started is not None and io.started.report is not None
+    assert (io.started.how, io.started.path) == ("resumed", root / layout)
 
 
 @on_ranks(1)
@@ -115,8 +115,8 @@ def test_moments_and_messages_of_a_warm_start(tmp_path: Path, pretrained: Path) 
         trainer = t.trainer_for("single", [last], plugin=io, max_steps=2 if how == "warm-started" else 4)
         logging.getLogger(name).setLevel(logging.INFO)
         fit(trainer, "last")
-        assert io.restart is not None and io.restart.how == how
-        assert str(io.restart) in said
+        assert io.started is not None and io.started.how == how
+        assert str(io.started) in said
 
     # A second fit of the same trainer goes on with what it has.
     trained = t.whole_state(trainer)
@@ -125,17 +125,17 @@ def test_moments_and_messages_of_a_warm_start(tmp_path: Path, pretrained: Path) 
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(trainer.lightning_module, t.plain_loader("single"))
     assert_same(weights_of(look.state), weights_of(trained))
-    assert io.restart is None
+    assert io.started is None
 
     # Without anything it is an ordinary start, and an evaluation starts from nothing at all.
     io = t.DCPCheckpointIO()
     trainer = t.trainer_for("single", [t.AtTrainStart()], plugin=io)
     fit(trainer)
-    assert io.restart is not None and io.restart.how == "fresh"
+    assert io.started is not None and io.started.how == "fresh"
     io = t.DCPCheckpointIO(init_from=tmp_path / "typo")
     trainer = t.trainer_for("single", plugin=io)
     trainer.validate(t.FineTune(seed=5), t.plain_loader("single"), verbose=False)
-    assert io.restart is None
+    assert io.started is None
     with pytest.raises(dcp.CheckpointNotFound, match="init_from"):
         fit(trainer)
 

@@ -358,7 +358,7 @@ def test_keys_that_are_no_paths_change_nothing(bucket: Bucket, tmp_path: Path) -
     assert dcp.latest(run) == f"{run}/step-1"
     assert len(dcp.copy(run, tmp_path / "copy").copied) == 2 and dcp.verify(run).ok
     dcp.prune(run, keep_last=1)
-    (run_left,) = dcp.list_runs(run)
+    (run_left,) = dcp.tools.list_runs(run)
     assert [one.step for one in run_left.checkpoints] == [3]
     dcp.Checkpointer().remove(f"{run}/step-1")
     assert not dcp.list_checkpoints(run)

@@ -167,7 +167,7 @@ def test_prune_and_the_list_name_what_another_user_has_left_over(sticky: Path) -
         (leftover,) = dcp.prune(sticky, keep_last=1, dry_run=dry_run).leftovers
         assert leftover.path.name == "aaaa.saving" and not leftover.deleted
         assert f"an interrupted save of {sticky / 'x'}" in leftover.what and f"uid {ATTACKER}" in leftover.what
-    (run,) = dcp.list_runs(sticky)
+    (run,) = dcp.tools.list_runs(sticky)
     assert [f"uid {ATTACKER}" in listed.reason for listed in run.checkpoints if listed.state == "torn"] == [True]
 
 

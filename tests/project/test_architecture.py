@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pickle
+import pickletools
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +50,7 @@ LAYERS = [
     ("checkpointer", "api", "start"),
     ("tools",),
     ("integration",),
-    ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),
+    ("lightning", "fabric", "accelerate", "transformers", "cli", "conf", "__main__"),
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -128,10 +131,59 @@ def test_the_public_names_are_exactly_these() -> None:
         dcp.sav  # noqa: B018
 
 
+def test_tools_for_complete_runs_and_the_results_of_tools_are_in_tools() -> None:
+    assert dcp.tools.__all__ == sorted(dcp.tools._HOME_OF)
+    assert [name for name in dcp.tools.__all__ if getattr(dcp.tools, name) is None or name in dcp.__all__] == []
+    with pytest.raises(AttributeError, match="no attribute 'reprot'"):
+        dcp.tools.reprot  # noqa: B018
+
+
+PACKAGES = ["dcp_plugin", *(f"dcp_plugin.{name}" for name in ("tools", *FRAMEWORKS))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_pickles_name_public_classes_by_their_packages(package: str) -> None:
+    """Otherwise a move of the code would break pickles of users. ``of_lightning`` tells Lightning's packages apart."""
+    _python(
+        f"""
+        import pickle, typing, {package} as public
+
+        classes = [cls for name in public.__all__ if isinstance(cls := getattr(public, name), type)]
+        for cls in classes:
+            assert pickle.loads(pickle.dumps(cls)) is cls, cls
+            assert cls.__module__ in (public.__name__, "dcp_plugin.lightning.of_lightning"), cls.__module__
+            if hasattr(cls, "__dataclass_fields__") and cls.__name__ != "CheckpointConfig":
+                typing.get_type_hints(cls)
+        """,
+        imported=programs.TORCH,
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        dcp.CheckpointConfig(keep_last=dcp.Retention(newest=3), keeper=dcp.Keeper()),
+        dcp.PartialLoad(rename={"a": "b"}, missing="warn"),
+        dcp.PerRank([1]),
+        dcp.Start("resumed", Path("run/step-1"), 1),
+        dcp.tools.CheckpointState(Path("run/step-1"), True, step=1),
+        dcp.CheckpointNotFound("nothing is at run/step-1"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_pickle_of_a_user_names_no_internal_module(value: Any) -> None:
+    text = pickle.dumps(value)
+    assert type(pickle.loads(text)) is type(value) and str(pickle.loads(text)) == str(value)
+    named = {str(item) for _, item, _ in pickletools.genops(text) if str(item).startswith("dcp_plugin")}
+    assert named <= {"dcp_plugin", "dcp_plugin.tools"}
+
+
 def test_no_module_takes_the_place_of_a_public_name() -> None:
     """``import dcp_plugin.x`` sets the attribute ``x`` of the package, also where that is a function for users."""
     modules = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert modules & set(dcp.__all__) <= {"events"}
+    modules = {path.stem for path in ROOT.glob("tools/*.py")} | {path.parent.name for path in ROOT.glob("tools/*/*.py")}
+    assert not modules & set(dcp.tools.__all__)
 
 
 def _python(code: str, *arguments: object, imported: Sequence[str] = programs.BARE) -> str:
@@ -158,6 +210,12 @@ def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp
     assert not [name for name in loaded if name.startswith("dcp_plugin.keeper")]
     frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
     assert not frameworks & {name.split(".")[0] for name in loaded}
+
+
+def test_a_model_from_a_checkpoint_imports_no_trainer() -> None:
+    loaded = _python("import sys; from dcp_plugin.transformers import from_pretrained; print(*sys.modules)").split()
+    assert "transformers.modeling_utils" in loaded and "dcp_plugin.transformers.plan" in loaded
+    assert not {"transformers.trainer", "dcp_plugin.transformers.mixin"} & {*loaded}
 
 
 CORE_FILES, CORE_STATEMENTS = 74, 11_833
@@ -191,11 +249,12 @@ class Watch(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Watch())
 
 import torch, dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 model = torch.nn.Linear(4, 4)
 state, root = {"model": model, "empty": {}}, sys.argv[1]
 aliases, views = {"model.weight": ("alias.weight", ("alias", "weight"))}, {"view": {"model": "module"}}
 for options in ({}, {"staging": "lazy", "progress": True}, {"keep_last": 2}):
-    saver = dcp.Checkpointer(async_save=True, **options)
+    saver = Internals(dcp.Checkpointer(async_save=True, **options))
     for step in (0, 1, 1, 2):
         saver.save(state, f"{root}/step-{step}", step=step, aliases=aliases, views=views).wait()
 open(f"{root}/file", "w").close()
@@ -257,11 +316,26 @@ def _names_in(path: Path) -> set[str]:
     return names | {str(node.arg) for node in nodes if isinstance(node, ast.arg | ast.keyword)}
 
 
+READ_JSON_OF_ANOTHER_KIND = {
+    "format/index_file.py": "header of an index, whose hash the summary has",
+    "format/summary.py": "header of an index",
+    "format/foreign/detect.py": "index of another tool",
+    "format/foreign/safetensors.py": "header of a file of another tool",
+    "keeper/plain.py": "message of a process",
+    "accelerate/attendance.py": "entry of a store of torch",
+}
+
+
+def test_small_json_files_are_read_by_one_function() -> None:
+    readers = {str(path.relative_to(ROOT)) for path in MODULES if re.search(r"\bjson\.loads?\(", path.read_text())}
+    assert readers == READ_JSON_OF_ANOTHER_KIND.keys() | {"format/__init__.py"}
+
+
 def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
     printed = _python(
-        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.list_runs(root); "
+        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.tools.list_runs(root); "
         "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
         "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
         "print('torch' in sys.modules)",

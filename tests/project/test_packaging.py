@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 FOR_THIS_REPOSITORY = {"bench", "dev", "docs", "examples"}
 
-COMES_WITH = {"botocore": "s3fs", "fsspec": "torch", "lightning-utilities": "lightning", "omegaconf": "hydra-core"}
+COMES_WITH = {"botocore": "boto3", "fsspec": "torch", "lightning-utilities": "lightning", "omegaconf": "hydra-core"}
 """What the package imports and what brings it, where that is not named itself."""
 NOT_OURS = {"mlflow", "pytorch_lightning", "wandb"}
 """Imported only where a user has them already: trackers, and the other package of Lightning."""

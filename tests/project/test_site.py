@@ -21,7 +21,14 @@ from dcp_plugin import errors
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
-MODULES = ["dcp_plugin", "dcp_plugin.lightning", "dcp_plugin.fabric", "dcp_plugin.accelerate", "dcp_plugin.hf"]
+MODULES = [
+    "dcp_plugin",
+    "dcp_plugin.tools",
+    "dcp_plugin.lightning",
+    "dcp_plugin.fabric",
+    "dcp_plugin.accelerate",
+    "dcp_plugin.transformers",
+]
 
 
 @pytest.fixture(scope="module")

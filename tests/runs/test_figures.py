@@ -16,7 +16,7 @@ from dcp_plugin.media import medium_of
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import figures
-from dcp_plugin.tools.report.collect import collect
+from dcp_plugin.tools.run_report.collect import collect
 from tests.faults.proxy import Proxy
 from tests.launch import on_ranks
 from tests.object_server import Bucket

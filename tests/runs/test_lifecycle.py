@@ -204,8 +204,8 @@ def test_a_policy_reads_the_checkpoints_of_a_bucket_at_the_same_time(
 
 
 def test_a_policy_selects_neither_the_newest_nor_a_base_nor_what_is_torn() -> None:
-    def state(name: str, time: float, committed: bool = True, *bases: Path) -> dcp.CheckpointState:
-        return dcp.CheckpointState(Path("/run", name), committed, step=int(time), time=time, bases=bases)
+    def state(name: str, time: float, committed: bool = True, *bases: Path) -> dcp.tools.CheckpointState:
+        return dcp.tools.CheckpointState(Path("/run", name), committed, step=int(time), time=time, bases=bases)
 
     states = [state("base", 0), state("old", 1), state("tuned", 2, True, Path("/run/base")), state("torn", 3, False)]
     assert [one.path.name for one in dcp.Retention(newest=1).select(states)] == ["old"]
@@ -322,7 +322,7 @@ def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
     ):
         with pytest.raises(dcp.CheckpointUnreadable, match=rf"{newer}/{file} is of format version 9.*pip install"):
             look()
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     assert [(one.path, one.state) for one in run.checkpoints] == [(older, "whole"), (newer, "newer format")]
     assert run.resumes is None
     assert dcp.prune(tmp_path, keep_last=1, damaged=True, dry_run=True).checkpoints[1].deleted is False

@@ -46,7 +46,7 @@ def interrupt_a_save_to(path: Where) -> None:
 
 
 def _states(root: Where) -> dict[str, tuple[str, str]]:
-    return {one.path.name: (one.format, one.state) for run in dcp.list_runs(root) for one in run.checkpoints}
+    return {one.path.name: (one.format, one.state) for run in dcp.tools.list_runs(root) for one in run.checkpoints}
 
 
 def test_each_folder_is_a_run_with_its_newest_to_resume_from(place: Where) -> None:
@@ -54,7 +54,7 @@ def test_each_folder_is_a_run_with_its_newest_to_resume_from(place: Where) -> No
         for step in (1, 2):
             dcp.save({"model": torch.nn.Linear(4, 4)}, place / run / f"step-{step}", step=step)
     dcp.save({"n": 1}, place / "a" / "step-1", step=3)
-    runs = dcp.list_runs(place)
+    runs = dcp.tools.list_runs(place)
     assert [run.folder for run in runs] == [place / "a", place / "b"]
     a, b = runs
     assert [(one.path.name, one.step, one.state) for one in a.checkpoints] == [
@@ -66,7 +66,7 @@ def test_each_folder_is_a_run_with_its_newest_to_resume_from(place: Where) -> No
     assert (one.world_size, one.layouts, one.tier, one.reason) == (1, ["replicated or single"], "durable", "")
     assert one.nbytes == one.own_bytes == usage(medium_of(place), one.path).nbytes > 4 * 4 * 4
     assert b.nbytes == sum(one.nbytes for one in b.checkpoints)
-    assert [run.folder for run in dcp.list_runs(place / "a" / "step-1")] == [place / "a"]
+    assert [run.folder for run in dcp.tools.list_runs(place / "a" / "step-1")] == [place / "a"]
 
 
 def test_what_checkpoints_share_is_counted_once(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_checkpoints_share_is_counted_once(tmp_path: Path) -> None:
     with closing(dcp.Checkpointer()) as checkpointer:
         for step in (1, 2, 3, 4):
             checkpointer.save(state | {"n": step}, tmp_path / f"step-{step}", step=step)
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     everything = {(found.st_dev, found.st_ino): found.st_size for file in tmp_path.glob("step-*/*")
                   for found in [file.stat()]}  # fmt: skip
     assert run.nbytes == sum(everything.values())
@@ -82,7 +82,7 @@ def test_what_checkpoints_share_is_counted_once(tmp_path: Path) -> None:
     assert all(one.own_bytes < 1 << 20 for one in run.checkpoints[1:])
     for step in (1, 2, 3):
         shutil.rmtree(tmp_path / f"step-{step}")
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     assert run.nbytes == run.checkpoints[0].own_bytes == run.checkpoints[0].nbytes
 
 
@@ -113,7 +113,7 @@ def test_what_is_torn_damaged_or_of_others_is_told(place: Where) -> None:
         "checkpoint-5": ("transformers", "foreign"),
         "half": ("transformers", "torn"),
     }
-    reasons = {one.path.name: one.reason for run in dcp.list_runs(place) for one in run.checkpoints}
+    reasons = {one.path.name: one.reason for run in dcp.tools.list_runs(place) for one in run.checkpoints}
     assert "is missing" in reasons["lost"] and "quarantined" in reasons["set aside"]
     assert "no optimizer" in reasons["weights.ckpt"] and not reasons["checkpoint-5"]
 
@@ -123,7 +123,7 @@ def test_a_file_that_was_cut_is_told_without_reading_it(tmp_path: Path) -> None:
     os.truncate(next((tmp_path / "ck").glob("*.distcp")), 100)
     ((_, state),) = _states(tmp_path).values()
     assert state == "damaged"
-    assert dcp.list_runs(tmp_path)[0].resumes is None
+    assert dcp.tools.list_runs(tmp_path)[0].resumes is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "with a hole"])
@@ -141,7 +141,7 @@ def test_an_index_that_is_not_the_saved_one_is_damage(tmp_path: Path, damage: st
 def test_a_save_that_was_interrupted_is_torn(place: Where) -> None:
     dcp.save({"n": 1}, place / "step-1")
     interrupt_a_save_to(place / "step-1")
-    (run,) = dcp.list_runs(place)
+    (run,) = dcp.tools.list_runs(place)
     assert run.folder == place and [one.path.name for one in run.checkpoints if one.state == "whole"] == ["step-1"]
     (torn,) = (one for one in run.checkpoints if one.state == "torn")
     assert torn.path.parent == place / WORKSPACE and "a save of step-1" in torn.reason
@@ -153,7 +153,7 @@ def test_files_in_numbered_folders_are_one_run_with_the_steps_that_they_have(tmp
         (tmp_path / f"step-{step:08d}").mkdir()
         state = {"model": WEIGHTS, "optimizer": OPTIMIZER, "iter_num": 4 * step, "step_count": step}
         torch.save(state, tmp_path / f"step-{step:08d}" / "lit_model.pth")
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     assert run.folder == tmp_path
     assert [(one.path.parent.name, one.step, one.state) for one in run.checkpoints] == [
         ("step-00000005", 5, "foreign"), ("step-00000010", 10, "foreign")
@@ -166,7 +166,7 @@ def test_parts_of_a_checkpoint_are_listed_together_and_the_resume_that_finds_one
     for step in (10, 20):
         dcp.save(get_model_state_dict(model), tmp_path / f"checkpoint-{step}" / "model")
         dcp.save(get_optimizer_state_dict(model, optimizer), tmp_path / f"checkpoint-{step}" / "optimizer")
-    (run,) = dcp.list_runs(tmp_path)
+    (run,) = dcp.tools.list_runs(tmp_path)
     parts = [(f"checkpoint-{step}/{part}", step) for step in (10, 20) for part in ("model", "optimizer")]
     assert [(str(one.path.relative_to(tmp_path)), one.step) for one in run.checkpoints] == parts
     assert run.resumes is not None and run.resumes.path == dcp.latest(tmp_path) == tmp_path / "checkpoint-20/optimizer"
@@ -186,7 +186,7 @@ def test_a_checkpoint_says_which_base_it_needs(place: Where) -> None:
         dcp.save({"model": model}, place / "base")
         checkpointer.load({"model": model}, place / "base")
         checkpointer.save({"model": model}, place / "step-1")
-    found = {one.path.name: one.base for one in dcp.list_runs(place)[0].checkpoints}
+    found = {one.path.name: one.base for one in dcp.tools.list_runs(place)[0].checkpoints}
     assert found == {"base": None, "step-1": place / "base"}
 
 
@@ -200,7 +200,7 @@ def test_a_summary_is_read_once_and_that_of_the_newest_again(place: Where, monke
         return decode(data, label)
 
     monkeypatch.setattr(Summary, "decode", counted)
-    (run,) = dcp.list_runs(place)
+    (run,) = dcp.tools.list_runs(place)
     assert [one.step for one in run.checkpoints] == [1, 2, 3]
     assert reads == {"step-1": 1, "step-2": 1, "step-3": 2}, "of the newest, a load would check all files"
 
@@ -226,12 +226,12 @@ def test_a_checkpoint_that_cannot_be_read_stays_in_the_list(
 
     dcp.save({"n": 1}, tmp_path / "step-1", step=1)
     monkeypatch.setattr(listing, "summary_in", refused)
-    ((one,),) = (run.checkpoints for run in dcp.list_runs(tmp_path))
+    ((one,),) = (run.checkpoints for run in dcp.tools.list_runs(tmp_path))
     assert (one.path.name, one.state, one.resumes) == ("step-1", "damaged", False)
     assert "Permission denied" in one.reason and "passing over what cannot be read" in caplog.text
 
 
 def test_nothing_and_what_cannot_be_listed(tmp_path: Path) -> None:
-    assert dcp.list_runs(tmp_path) == dcp.list_runs(tmp_path / "nowhere") == []
+    assert dcp.tools.list_runs(tmp_path) == dcp.tools.list_runs(tmp_path / "nowhere") == []
     (tmp_path / "file").touch()
-    assert dcp.list_runs(tmp_path / "file") == []
+    assert dcp.tools.list_runs(tmp_path / "file") == []

@@ -56,8 +56,8 @@ def test_rules_keep_and_the_rest_goes_in_each_run_for_itself(place: Where) -> No
     assert [one.path.name for one in dcp.prune(place, younger_than=1e-9).deleted] == ["step-2", "step-4"]
 
 
-def _listed(name: str, step: int | None, **metrics: float) -> dcp.CheckpointState:
-    return dcp.CheckpointState(Path(name), True, step=step, metrics=metrics)
+def _listed(name: str, step: int | None, **metrics: float) -> dcp.tools.CheckpointState:
+    return dcp.tools.CheckpointState(Path(name), True, step=step, metrics=metrics)
 
 
 def test_the_best_are_kept_and_what_no_rule_can_judge() -> None:

@@ -84,7 +84,7 @@ class Clock:
     def __init__(self, checkpointer: dcp.Checkpointer) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.now, self._pace = 1000.0 * rank, 1.0 + rank
-        checkpointer.save_timing.clock = lambda: self.now
+        checkpointer._timing.clock = lambda: self.now
 
     def after(self, seconds: float) -> None:
         self.now += seconds * self._pace
@@ -117,14 +117,14 @@ def test_all_ranks_save_at_the_same_steps_by_the_clock_of_rank_0(tmp_path: Path,
 def test_few_steps_meet_and_slower_steps_are_noticed(tmp_path: Path) -> None:
     checkpointer = dcp.Checkpointer(save_interval=50.0)
     meetings = 0
-    decide = checkpointer.save_timing._decide
+    decide = checkpointer._timing._decide
 
     def counted() -> tuple[bool, int]:
         nonlocal meetings
         meetings += 1
         return decide()
 
-    checkpointer.save_timing._decide = counted  # type: ignore[method-assign]
+    checkpointer._timing._decide = counted  # type: ignore[method-assign]
     due = _steps_that_were_due(checkpointer, tmp_path, lambda step: 1.0 if step <= 110 else 2.0)
     gaps = [later - before for before, later in itertools.pairwise(due)]
     assert gaps[0] == pytest.approx(50, abs=1)

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 import dcp_plugin as dcp
+from dcp_plugin.checkpointer import Internals
 from dcp_plugin.format import index_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
@@ -356,7 +357,7 @@ def test_what_another_tool_saves_over_a_view_of_ours_is_told(tmp_path: Path) -> 
     """As Accelerate does without this package, which looks for the model in a folder below."""
     path, state = tmp_path / "c", _tensors(0)
     checkpointer = dcp.Checkpointer()
-    checkpointer.save({"model": state}, path, views={"pytorch_model_fsdp_0": {"model": "model"}})
+    Internals(checkpointer).save({"model": state}, path, views={"pytorch_model_fsdp_0": {"model": "model"}})
     checkpointer.close()
     assert dcp.latest(tmp_path) == path
     stock.save({"model": _tensors(1)}, checkpoint_id=path / "pytorch_model_fsdp_0")

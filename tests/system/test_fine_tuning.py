@@ -71,7 +71,7 @@ def _fine_tuning(layout: str, seed: int) -> dict[str, Any]:
     return {"model": model, "optim": torch.optim.AdamW(trained, lr=0.01 * (seed + 1)), "step": 0}
 
 
-def _start(state: dict[str, Any], root: Path, run: str, **options: Any) -> dcp.Restart:
+def _start(state: dict[str, Any], root: Path, run: str, **options: Any) -> dcp.Start:
     """The one call with which every life begins."""
     model = state["model"]
     pretrain = model.module.pretrain if isinstance(model, DistributedDataParallel) else model.pretrain
@@ -239,7 +239,7 @@ def test_a_warm_start_reads_what_it_needs_and_gathers_nothing(large: Path) -> No
     partial = dcp.PartialLoad.submodule(model.pretrain, source="model.backbone.")
     dcp.load({"model": model}, large, partial=partial)  # imports and first use are not measured
     nn.init.zeros_(model.pretrain.weight)
-    starts: list[dcp.Restart] = []
+    starts: list[dcp.Start] = []
     options: dict[str, Any] = {"init_from": large, "partial": partial, "checkpointer": checkpointer}
     extra = extra_peak(lambda: starts.append(dcp.resume_or_init({"model": model}, large.parent / "run", **options)))
     checkpointer.close()

@@ -18,8 +18,9 @@ PROGRAM = """
 import sys, torch
 import dcp_plugin as dcp
 
-for name in dcp.__all__:
-    getattr(dcp, name)
+for module in (dcp, dcp.tools):
+    for name in module.__all__:
+        getattr(module, name)
 
 def tried(call, *given, **options):
     try:

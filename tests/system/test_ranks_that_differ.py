@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import calls, events, rank_group
+from dcp_plugin.checkpointer import Internals
 from tests.dying import lose
 from tests.launch import on_ranks
 from tests.messages import refusal
@@ -207,7 +208,7 @@ def test_a_save_that_meets_an_exception_elsewhere_names_it(tmp_path: Path) -> No
             dcp.CheckpointMismatch, lambda: ours.save(_state(), tmp_path / "b", step=2), "is about to save what is left"
         )
     else:
-        assert not ours.all_ranks_come_to("save what is left", 60.0)
+        assert not Internals(ours).all_ranks_come_to("save what is left", 60.0)
     ours.close()
     assert names_in(tmp_path) == ["a"]
 
@@ -293,7 +294,7 @@ def test_the_error_at_the_timeout_has_the_same_sentence(tmp_path: Path, absent: 
     gave_up = RankGate("the other has given up")
     if not meets:
         ours.save(_state(), tmp_path / "first")
-        ours.ranks._timeout = 1
+        Internals(ours).ranks._timeout = 1
     if dist.get_rank() == absent:
         gave_up()
         dist.barrier()

@@ -24,6 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
+from dcp_plugin.format.pickles.archive import Archive
 from dcp_plugin.format.pickles.unpickler import FILE, load
 from dcp_plugin.state.module import gather_fsdp1_module, same_flat_parameter
 from dcp_plugin.state.names import parameter_names
@@ -48,21 +49,24 @@ def test_save_takes_its_writer_as_an_argument_and_never_needs_the_payload() -> N
         assert data in buffer.getvalue()
 
 
-def test_the_loader_takes_the_module_of_the_unpickler_and_its_arguments() -> None:
-    """What the public ``torch.load(pickle_module=)`` calls, once it has ruled out TorchScript."""
-    names = list(inspect.signature(torch.serialization._load).parameters)
-    taken = ["zip_file", "map_location", "pickle_module", "pickle_file", "overall_storage", "pickle_load_args"]
-    assert names == taken
+def test_python_2_names_are_translated() -> None:
     assert _torch.name_of_today("__builtin__", "set") == ("builtins", "set")
 
 
-def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -> None:
+def test_a_device_in_a_pickle_gives_way_to_the_device_of_the_load() -> None:
+    with _torch.rebuilding_on("meta"):
+        rebuilt = torch._utils._rebuild_device_tensor_from_cpu_tensor(torch.ones(1), torch.float64, "cpu", False)
+    assert rebuilt.is_meta and torch.serialization._serialization_tls.map_location is None
+
+
+def test_the_record_of_a_storage_is_noted_as_torch_notes_it(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(100.0), "b": torch.arange(7, dtype=torch.int16)[2:]}, tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
-    size = (tmp_path / "file").stat().st_size
     with (tmp_path / "file").open("rb") as file:
-        tensors, _ = load(file, size, FILE, "meta")
-    for tensor in tensors.values():
+        tensors, _ = load(Archive(file, len(data)), FILE, ())
+    theirs = torch.load(tmp_path / "file", map_location="meta")
+    for name, tensor in tensors.items():
+        assert _torch.record_offset(tensor) == _torch.record_offset(theirs[name])
         begin = _torch.record_offset(tensor)
         assert tensor.is_meta and begin is not None
         expected = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)

@@ -262,7 +262,7 @@ def _pair_of_runs(root: Where, planted: bool = True) -> torch.Tensor:
 
 def test_the_first_divergence_of_two_runs_is_one_element_of_one_step(place: Where) -> None:
     old, new = _pair_of_runs(place).tolist()
-    found = dcp.first_divergence(place / "one", place / "two")
+    found = dcp.tools.first_divergence(place / "one", place / "two")
     assert (found.compared, found.only_in_1, found.only_in_2) == ([100, 200, 300], [], [50])
     assert (found.step, found.key, found.at) == (300, "optim.state.inp.weight.exp_avg", "[7, 4]")
     assert found.values == (repr(old), repr(new)) and found.ulps == 1
@@ -292,12 +292,12 @@ def test_runs_without_a_common_step_and_what_is_no_run_are_told(tmp_path: Path) 
     for run, step in (("one", 1), ("two", 2)):
         dcp.save({"n": 1}, tmp_path / run / f"step-{step}", step=step)
     with pytest.raises(dcp.CheckpointMismatch, match=r"\(steps 1\) .*\(steps 2\) have no step in common"):
-        dcp.first_divergence(tmp_path / "one", tmp_path / "two")
+        dcp.tools.first_divergence(tmp_path / "one", tmp_path / "two")
     with pytest.raises(dcp.CheckpointNotFound, match="is not the directory of a run"):
-        dcp.first_divergence(tmp_path / "one", tmp_path / "three")
+        dcp.tools.first_divergence(tmp_path / "one", tmp_path / "three")
     (tmp_path / "empty").mkdir()
     with pytest.raises(dcp.CheckpointNotFound, match="no complete checkpoint with a step"):
-        dcp.first_divergence(tmp_path / "empty", tmp_path / "one")
+        dcp.tools.first_divergence(tmp_path / "empty", tmp_path / "one")
 
 
 def test_a_run_of_stock_has_the_steps_of_its_names(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_run_of_stock_has_the_steps_of_its_names(tmp_path: Path) -> None:
         dcp.save({"model": {"w": torch.full((2, 2), step)}}, tmp_path / "ours" / f"step-{step}", step=step)
         state = {"model": {"w": torch.full((2, 2), 1)}}
         stock.save(state, checkpoint_id=tmp_path / "stock" / f"checkpoint-{step}", no_dist=True)
-    found = dcp.first_divergence(tmp_path / "ours", tmp_path / "stock")
+    found = dcp.tools.first_divergence(tmp_path / "ours", tmp_path / "stock")
     assert (found.identical_through, found.step, found.key, found.at) == (1, 2, "model.w", "[0, 0]")
     assert found.values == ("2", "1") and found.ulps is None
 
@@ -407,7 +407,7 @@ def test_one_that_is_deleted_from_the_disk_meanwhile_is_compared_or_told(
     monkeypatch.setattr(diff_module, "_WINDOW", 1 << 12)
     for name in "ab":
         dcp.save({f"w{number}": torch.full((1024,), float(number)) for number in range(20)}, tmp_path / name)
-    found: dcp.CheckpointDiff | str
+    found: dcp.tools.CheckpointDiff | str
     try:
         found = dcp.diff(
             tmp_path / "a",

@@ -19,8 +19,8 @@ from dcp_plugin.errors import CheckpointError, CheckpointNotFound, SaveFailed
 from dcp_plugin.paths import Where
 from dcp_plugin.runs import figures
 from dcp_plugin.tools.contents import TensorInfo
-from dcp_plugin.tools.report.charts import charts_of
-from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, collect, heat_saves, modules_of
+from dcp_plugin.tools.run_report.charts import charts_of
+from dcp_plugin.tools.run_report.collect import _SMALLEST_SHARE, collect, heat_saves, modules_of
 from tests.commands import invoke, json_of
 from tests.limits import HANG
 
@@ -101,19 +101,19 @@ def test_restarts_stragglers_and_what_others_have_written_into_the_figures(tmp_p
     assert run.trainings.lost_seconds == pytest.approx(50, abs=11)
     assert [(one.rank, one.times, one.slowest) for one in run.stragglers] == [(3, 5.0, 6)]
     assert len(heat_saves(run.saves)) == 6
-    assert dcp.report(tmp_path, tmp_path / "r.html").read_text().count("Rank 3 is slow") == 1
+    assert dcp.tools.report(tmp_path, tmp_path / "r.html").read_text().count("Rank 3 is slow") == 1
 
 
 def test_of_checkpoints_of_another_tool_the_page_says_what_is_missing(tmp_path: Path) -> None:
     stock.save({"model": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     run = collect(tmp_path)
     assert set(run.missing) == {"metrics", "seconds", "ranks", "reuse", "trainings"}
-    text = dcp.report(tmp_path, tmp_path / "report.html").read_text()
+    text = dcp.tools.report(tmp_path, tmp_path / "report.html").read_text()
     assert text.count('<div class="empty">') == 5 and "saved by another tool" in text
     with pytest.raises(CheckpointNotFound, match="no checkpoint at or below"):
-        dcp.report(tmp_path / "nothing", tmp_path / "no.html")
+        dcp.tools.report(tmp_path / "nothing", tmp_path / "no.html")
     with pytest.raises(OSError, match="nowhere"):
-        dcp.report(tmp_path, tmp_path / "nowhere" / "r.html")
+        dcp.tools.report(tmp_path, tmp_path / "nowhere" / "r.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "step-1"]
 
 
@@ -121,7 +121,7 @@ def test_nothing_of_a_hostile_checkpoint_is_in_the_page_as_it_is(tmp_path: Path)
     path = tmp_path / "step<b>1"
     dcp.save({HOSTILE: torch.ones(1000), "w": torch.ones(9)}, path, 1, metrics={HOSTILE: 1.0, "loss" + HOSTILE: 0.5})
     put(tmp_path, [{**line, "path": HOSTILE, "error": HOSTILE} for line in lines_of(tmp_path) * 2])
-    text = dcp.report(tmp_path, tmp_path / "r.html").read_text()
+    text = dcp.tools.report(tmp_path, tmp_path / "r.html").read_text()
     own = text[: text.index("<script")] + text[text.index('id="charts">') : text.index("</script>")]
     assert "HACKED" in own
     assert "<img" not in own and "<script" not in own and "step<b>" not in own and "<b>1" not in own
@@ -154,7 +154,7 @@ def test_the_command_writes_a_page_or_says_the_figures(tmp_path: Path) -> None:
 def test_without_plotly_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
     with pytest.raises(CheckpointError, match=r"pip install 'dcp-plugin\[report\]'"):
-        dcp.report(a_run(tmp_path), tmp_path / "r.html")
+        dcp.tools.report(a_run(tmp_path), tmp_path / "r.html")
 
 
 @pytest.mark.long
@@ -164,7 +164,7 @@ def test_a_browser_draws_all_charts_fetches_nothing_and_says_no_error(tmp_path: 
     assert CHROMIUM is not None
     run = a_run(tmp_path / "run")
     dcp.save({HOSTILE: torch.ones(300_000)}, run / "newest", 5, metrics={HOSTILE + "loss": 1.0})
-    page, log = dcp.report(run, tmp_path / "r.html"), tmp_path / "net.json"
+    page, log = dcp.tools.report(run, tmp_path / "r.html"), tmp_path / "net.json"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--log-net-log={log}"]
     flags += [f"--user-data-dir={tmp_path / 'browser'}", "--disable-background-networking", "--no-first-run"]
     flags += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=5000", "--dump-dom"]

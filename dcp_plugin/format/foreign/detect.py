@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
 from dcp_plugin.format import METADATA, Files, derived_index, exists, read, stock_metadata
 from dcp_plugin.format.foreign import Contents, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex
@@ -211,7 +211,12 @@ def lightning_names(names: Iterable[str]) -> dict[str, str]:
 
 def is_of_lightning(files: Files) -> bool:
     """Return whether Lightning wrote it. Fabric's checkpoints have such a file too, but with the user's own names."""
-    return torch_file.mentions(files, META, torch_file.LIGHTNING)
+    try:
+        return torch_file.LIGHTNING.encode() in torch_file.pickle_of(files, META)
+    except CheckpointUnreadable:
+        raise
+    except CheckpointError:
+        return False
 
 
 def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:

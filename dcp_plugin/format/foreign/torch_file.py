@@ -8,31 +8,26 @@ model.
 
 from __future__ import annotations
 
-import struct
-import zipfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointMismatch,
-    CheckpointUnreadable,
     UnsafeCheckpoint,
     damage_in,
 )
-from dcp_plugin.format import Files, expect, values
+from dcp_plugin.format import Files, values
 from dcp_plugin.format.foreign import Contents, View
-from dcp_plugin.format.pickles.archive import bytes_of, pickle_of
+from dcp_plugin.format.pickles.archive import PICKLE, Archive
 from dcp_plugin.format.pickles.unpickler import FILE, Refused, StandIn, load
-from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.tensors._torch import record_offset
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 LIGHTNING = "pytorch-lightning_version"
 """Key that all of Lightning's checkpoints have."""
@@ -43,16 +38,19 @@ Tree = Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
-class _Archive:
+class _File:
     """Open ``torch.save`` file whose zip was checked."""
 
-    file: BinaryIO
     name: str
     size: int
     label: str
     """Name of the file in messages."""
-    records: dict[int, int]
-    """Sizes of the storages' records in bytes, by the position at which each begins."""
+    archive: Archive
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Sizes of the records in bytes, by the position at which each begins."""
+        return dict(self.archive.records.values())
 
 
 @dataclass(frozen=True)
@@ -97,19 +95,19 @@ def read_file(files: Files, name: str) -> Contents:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip contradicts itself, cannot be read, or its
             weights need code execution.
     """
-    with _opened(files, name) as archive:
-        tree, refusal = _structure(archive)
+    with _opened(files, name) as file:
+        tree, refusal = _structure(file)
         if not isinstance(tree, Mapping):
             if refusal is not None:
                 raise refusal
             held = type(tree).__name__
             raise CheckpointMismatch(
-                f"{archive.label} holds a {held}, not a state dict or a dictionary that contains a state dict"
+                f"{file.label} holds a {held}, not a state dict or a dictionary that contains a state dict"
             )
         optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree))
-        named = _modules(archive, tree, refusal, bool(optimizers))
+        named = _modules(file, tree, refusal, bool(optimizers))
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
-        contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
+        contents = Contents(written_by, {name: file.size}, shares_bytes=True)
         leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in state.items()]
         other_leaves = _other_leaves(tree, {id(state) for state in named.values()})
         leaves += [(key, leaf) for key, leaf in other_leaves if key.partition(".")[0] not in named]
@@ -121,12 +119,12 @@ def read_file(files: Files, name: str) -> Contents:
                 leaves.append((key, leaf))
         for key, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                contents.views[key] = _view(archive, key, leaf)
+                contents.views[key] = _view(file, key, leaf)
             elif key.endswith(_EXTRA_STATE) or isinstance(leaf, StandIn) or values.is_plain(leaf):
                 refused = refused_in(leaf)
                 contents.values[key] = RefusedValue(refused) if refused else leaf
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
-            _replace_by_loaded(contents, archive)
+            _replace_by_loaded(contents, file)
     return contents
 
 
@@ -153,9 +151,7 @@ def _leaves_of_optimizer(node: Tree, path: tuple[str, ...]) -> Iterator[tuple[An
             yield (*path, "param_groups", number, str(field)), leaf
 
 
-def _modules(
-    archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None, may_be_none: bool = False
-) -> dict[str, Tree]:
+def _modules(file: _File, tree: Tree, refusal: UnsafeCheckpoint | None, may_be_none: bool = False) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
     state_dicts = modules_in(tree)
@@ -163,7 +159,7 @@ def _modules(
         raise refusal
     if not state_dicts and not may_be_none:
         raise CheckpointMismatch(
-            f"{archive.label} has no state dict in its first {_DEPTH} levels. Its first keys are {list(tree)[:8]}"
+            f"{file.label} has no state dict in its first {_DEPTH} levels. Its first keys are {list(tree)[:8]}"
         )
     return state_dicts
 
@@ -221,165 +217,112 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
             yield prefix + key, value
 
 
-def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
+def _replace_by_loaded(contents: Contents, file: _File) -> None:
     """Load the tensors of extra states: torch makes them, with their classes, layouts and shared memory.
 
     No other payload is read.
     """
     tensors = [leaf for leaf in leaves_of(contents.values) if isinstance(leaf, torch.Tensor)]
-    in_order = all(tensor.layout is torch.strided for tensor in tensors)
-    wanted = {record_offset(tensor) or 0 for tensor in tensors} if in_order else None
-    for module, state in _modules(archive, *_structure(archive, "cpu", wanted), may_be_none=True).items():
+    needs_all = any(isinstance(tensor, _NotOnMeta) for tensor in tensors)
+    wanted = None if needs_all else {record_offset(tensor) or 0 for tensor in tensors}
+    for module, state in _modules(file, *_structure(file, wanted), may_be_none=True).items():
         for key, leaf in state.items():
             if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
                 contents.values[f"{module}.{key}"] = leaf
 
 
-def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
+def _view(file: _File, key: str, tensor: torch.Tensor) -> View:
     if not _is_plain(tensor):
-        layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
-        raise _not_plain(archive, key, f"a {type(tensor).__name__}, {layout}")
+        raise CheckpointMismatch(
+            f"{file.label}: {key} is not a plain tensor (a {type(tensor).__name__}). Load the file with torch.load, "
+            f"convert the tensor (to_dense(), dequantize(), resolve_conj()) and save it again."
+        )
     begin = record_offset(tensor)
-    if begin not in archive.records:
+    if begin not in file.sizes:
         raise CheckpointCorrupt(
-            f"{archive.label}: the zip has no record at the position where torch stores the bytes of {key}. If "
+            f"{file.label}: the zip has no record at the position where torch stores the bytes of {key}. If "
             f"torch.load reads the file, save it again with torch.save."
         )
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    view = View(archive.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
-    if first + view.span > archive.records[begin] or first < 0 or min(strides or (), default=0) < 0:
-        raise CheckpointCorrupt(f"{archive.label}: {key} lies outside of its record")
+    view = View(file.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
+    if first + view.span > file.sizes[begin] or first < 0 or min(strides or (), default=0) < 0:
+        raise CheckpointCorrupt(f"{file.label}: {key} lies outside of its record")
     return view
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return plain and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _not_plain(archive: _Archive, key: str, kind: str) -> CheckpointMismatch:
-    return CheckpointMismatch(
-        f"{archive.label}: {key} is not a plain tensor ({kind}). Load the file with torch.load, convert the tensor "
-        f"(to_dense(), dequantize(), resolve_conj()) and save it again."
-    )
-
-
-def _structure(
-    archive: _Archive, device: str = "meta", wanted: Collection[int] | None = None
-) -> tuple[Any, UnsafeCheckpoint | None]:
+def _structure(file: _File, wanted: Collection[int] | None = ()) -> tuple[Any, UnsafeCheckpoint | None]:
     """Return the content of a file, by default without payloads, and the error to raise if its stand-ins are needed."""
     try:
-        tree, names = load(archive.file, archive.size, FILE, device, wanted)
-        return tree, _refusal(archive, names[0]) if names else None
+        tree, names = load(file.archive, FILE if wanted is None or wanted else _ON_META, wanted)
+        return tree, _refusal(file, names[0]) if names else None
     except Refused as error:
-        raise _refusal(archive, error) from None
+        raise _refusal(file, error) from None
     except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{archive.label}: {error}") from None
+        raise UnsafeCheckpoint(f"{file.label}: {error}") from None
     except Exception as error:
-        raise _why_no_structure(archive, error) from error
+        raise CheckpointCorrupt(f"{file.label} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _refusal(archive: _Archive, name: object) -> UnsafeCheckpoint:
+def _refusal(file: _File, name: object) -> UnsafeCheckpoint:
     return UnsafeCheckpoint(
-        f"{archive.label} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
-        f"trust its origin, write the weights to a separate file once: held = torch.load({archive.name!r}, "
+        f"{file.label} can only be loaded by executing code that it names ({name}); nothing was executed. If you "
+        f"trust its origin, write the weights to a separate file once: held = torch.load({file.name!r}, "
         f"weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a "
         f"module."
     )
 
 
+class _NotOnMeta(torch.Tensor):
+    """Tensor in place of one that cannot be on the meta device. Each kind of these has a subclass."""
+
+
+def _not_on_meta(kind: str) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device="meta").as_subclass(type(f"{kind} tensor", (_NotOnMeta,), {}))
+
+
 _REBUILD = "torch._utils._rebuild_"
-_NOT_ON_META = {f"{_REBUILD}{kind}_tensor": kind for kind in ("nested", "sparse")} | {f"{_REBUILD}qtensor": "quantized"}
-_NAMING = replace(FILE, globals={name: value for name, value in FILE.globals.items() if name not in _NOT_ON_META})
+_ON_META = replace(
+    FILE,
+    globals={
+        **FILE.globals,
+        f"{_REBUILD}nested_tensor": lambda *args: _not_on_meta("nested"),
+        f"{_REBUILD}qtensor": lambda *args: _not_on_meta("quantized"),
+        f"{_REBUILD}sparse_tensor": lambda layout, data: _not_on_meta(str(layout)),  # from torch 2.15 on
+    },
+)
 
 
-def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointError:
-    """Return the error for a file that cannot be loaded with its tensors on the meta device.
-
-    Quantized and nested tensors do not exist on that device, and from torch 2.15 on sparse tensors do not either.
-    """
-    with suppress(Exception):  # a failure here means that the file is damaged
-        tree, _ = load(archive.file, archive.size, _NAMING, "meta")
-        for key, leaf in _named_leaves("", tree, set()):
-            if isinstance(leaf, StandIn) and leaf.of in _NOT_ON_META:
-                return _not_plain(archive, key, f"a {_NOT_ON_META[leaf.of]} tensor")
-    return CheckpointCorrupt(f"{archive.label} is damaged: {type(error).__name__}: {error}")
-
-
-def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested containers, each container once, under their names in the file."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        yield name, value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _named_leaves(f"{name}.{key}" if name else str(key), child, seen)
-
-
-def check_records(files: Files, name: str) -> None:
-    """Check that a file is a complete zip of ``torch.save``.
+def pickle_of(files: Files, name: str) -> bytes:
+    """Return the pickle of a file, after a check that the file is a complete zip of ``torch.save``.
 
     Raises:
         CheckpointCorrupt: The zip's directory contradicts itself or the file.
         CheckpointMismatch: The zip is of another kind, or was written on a machine of the other byte order.
     """
-    with _opened(files, name):
-        pass
+    with _opened(files, name) as file, damage_in(file.label):
+        return file.archive.read(PICKLE).tobytes()
 
 
 @contextmanager
-def _opened(files: Files, name: str) -> Iterator[_Archive]:
-    """Open a file after the checks of :func:`check_records`."""
+def _opened(files: Files, name: str) -> Iterator[_File]:
+    """Open a file after the checks of :func:`pickle_of`."""
     path = f"{files.where}/{name}"
     with ExitStack() as stack:
         with damage_in(path):
             size = files.size(name)
-            file = stack.enter_context(files.open(name))
-            records = _records(path, file, size)
-        yield _Archive(file, name, size, path, records)
-
-
-def _records(path: str, file: BinaryIO, size: int) -> dict[int, int]:
-    with zipfile.ZipFile(file) as archive:
-        members = {info.filename: info for info in archive.infolist()}
-        root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
-        if root is None or f"{root}constants.pkl" in members:
-            kind = (
-                "a zip, but not a torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
-            )
-            raise CheckpointMismatch(f"{path} is {kind}")
-        order = members.get(f"{root}byteorder")
-        if order is not None and (order.file_size > 16 or bytes_of(archive, order) != b"little"):
+            archive = Archive(stack.enter_context(files.open(name)), size)
+        if not archive.is_of_torch:
+            raise CheckpointMismatch(f"{path} is a zip, but not a torch.save file")
+        if "constants.pkl" in archive.records:
+            raise CheckpointMismatch(f"{path} is a TorchScript archive; save its state_dict()")
+        if archive.is_swapped:
             raise CheckpointMismatch(
                 f"{path} was written in another byte order. Load it where it was written, and save it again."
             )
-    data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
-    records: dict[int, int] = {}
-    end = 0
-    expect(file, [(info.header_offset, info.header_offset + _LOCAL_HEADER.size) for info in data])
-    for info in sorted(data, key=lambda info: info.header_offset):
-        file.seek(info.header_offset)
-        magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        begin = info.header_offset + _LOCAL_HEADER.size + name + extra
-        stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-        if magic != MAGIC or not stored or info.compress_size != info.file_size:
-            raise CheckpointCorrupt(f"{path}: the record {info.filename} is compressed, encrypted or damaged")
-        if info.header_offset < end or begin + info.file_size > size:
-            raise CheckpointCorrupt(
-                f"{path}: the record {info.filename} overlaps another record or lies outside the file"
-            )
-        end = begin + info.file_size
-        records[begin] = info.file_size
-    return records
-
-
-def mentions(files: Files, name: str, text: str) -> bool:
-    """Return whether the pickle of a ``torch.save`` file has this text, without loading it."""
-    try:
-        with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
-            return text.encode() in bytes_of(archive, pickle_of(archive, files.size(name)))
-    except CheckpointUnreadable:
-        raise
-    except CheckpointCorrupt:
-        return False
+        yield _File(name, size, path, archive)

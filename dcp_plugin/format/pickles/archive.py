@@ -1,78 +1,76 @@
-"""Checks of the zip of a ``torch.save`` file before it is loaded.
+"""Reader of the zip of a ``torch.save`` file.
 
-A record of a zip may be compressed a thousandfold, records may share bytes, and torch's reader and Python's may see
-different files in one.
+A record of a zip may be compressed a thousandfold, and records may share bytes. Here each record is stored as it is, in
+bytes of its own, so that what is read is never larger than the file. Torch's own reader is not used: it ignores the
+case of names, and calculates offsets from values in the pickle.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 import zipfile
 from typing import BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
 
-def check(file: BinaryIO, size: int) -> None:
-    """Check the zip of a ``torch.save`` file: no record is compressed, and no two records share bytes.
+from dcp_plugin.format import expect
+from dcp_plugin.format.torch_archive import MAGIC
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+PICKLE = "data.pkl"
+
+
+class Archive:
+    """Records of a ``torch.save`` file.
 
     Args:
         size: Bytes of the file.
 
     Raises:
-        ValueError: The file would take more memory or time than a file of its size needs, or is no such archive.
+        ValueError: A record is compressed, shares bytes with another record, or lies outside of the file.
+        Exception: The zip is damaged otherwise.
     """
-    try:
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
         with zipfile.ZipFile(file) as archive:
-            pickle_of(archive, size)
-    except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, LookupError, TypeError) as error:
-        raise ValueError(f"it is not an archive of torch.save: {error!r}") from error
+            members = sorted(archive.infolist(), key=lambda member: member.header_offset)
+        roots = [name.removesuffix(PICKLE) for member in members if (name := member.filename).endswith(f"/{PICKLE}")]
+        if len(roots) > 1:
+            raise ValueError(f"it has more than one {PICKLE}")
+        self.is_of_torch = bool(roots)
+        """False if it is a zip of something else."""
+        self.records: dict[str, tuple[int, int]] = {}
+        """Position and size in bytes of each record, by its name below the root."""
+        expect(file, [(member.header_offset, member.header_offset + _LOCAL_HEADER.size) for member in members])
+        end = 0
+        for member in members if roots else ():
+            begin = self._begin_of(member)
+            if member.header_offset < end or begin + member.file_size > size:
+                raise ValueError(f"the record {member.filename} overlaps another record or lies outside the file")
+            end = begin + member.file_size
+            if member.filename.startswith(roots[0]):
+                self.records[member.filename.removeprefix(roots[0])] = begin, member.file_size
+        order = self.read("byteorder").tobytes() if "byteorder" in self.records else b"little"
+        self.is_swapped = order != sys.byteorder.encode()
+        """True if its tensors have the other byte order than this machine."""
 
+    def _begin_of(self, member: zipfile.ZipInfo) -> int:
+        """Return the position of the first byte of a record. Its local header may be longer than the directory says."""
+        self._file.seek(member.header_offset)
+        magic, name, extra = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+        is_stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
+        if magic != MAGIC or not is_stored or member.compress_size != member.file_size:
+            raise ValueError(f"the record {member.filename} is compressed, encrypted or damaged")
+        return member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
-def pickle_of(archive: zipfile.ZipFile, size: int) -> zipfile.ZipInfo:
-    """Return the entry of ``data.pkl``, after a check of all entries. Raises ValueError if it is no such archive."""
-    _check_end(archive.fp, size)  # type: ignore[arg-type]
-    members = archive.infolist()
-    if any(
-        member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size for member in members
-    ):
-        raise ValueError("a record is compressed")
-    if sum(m.file_size for m in members) > size or min((m.header_offset for m in members), default=1):
-        raise ValueError("its records are larger than the file, or the first record is not at byte 0")
-    pickles = [member for member in members if member.filename.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise ValueError("it needs exactly one data.pkl")
-    return pickles[0]
-
-
-def bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a record, which is read once."""
-    if not member.CRC:  # torch writes zeros under torch.serialization.set_crc32_options(False)
-        del member.CRC  # zipfile then compares none
-    return archive.read(member)
-
-
-_END, _END64, _LOCATOR = struct.Struct("<4s6xHLLH"), struct.Struct("<4s28xQQQ"), struct.Struct("<4s4xQ4x")
-
-
-def _check_end(file: BinaryIO, size: int) -> None:
-    """Check that the end of a zip states where its directory is. Raises ValueError if not, or if it has a comment.
-
-    Torch's reader and Python's tolerate a wrong offset in different ways, and would see different files.
-
-    Args:
-        size: Bytes of the file.
-    """
-    length = _END64.size + _LOCATOR.size + _END.size
-    file.seek(max(size - length, 0))
-    tail = file.read(length).rjust(length, b"\0")
-    magic, count, directory, offset, comment = _END.unpack(tail[-_END.size :])
-    end = size - _END.size
-    magic64, place = _LOCATOR.unpack(tail[_END64.size : -_END.size])
-    is_right = magic == b"PK\5\6" and not comment
-    if magic64 == b"PK\6\7":
-        end = size - length
-        short = count, directory, offset
-        magic64, count, directory, offset = _END64.unpack(tail[: _END64.size])
-        is_right &= magic64 == b"PK\6\6" and place == end
-        is_right &= short == (min(count, 0xFFFF), min(directory, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
-    if not is_right or offset + directory != end:
-        raise ValueError("its last record gives a wrong position of its directory")
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """Return the bytes of a record. Raises KeyError if it has no such record."""
+        begin, size = self.records[name]
+        content = np.empty(size, np.uint8)
+        self._file.seek(begin)
+        if self._file.readinto(content) != size:  # type: ignore[attr-defined]
+            raise EOFError(f"the record {name} is truncated")
+        return content

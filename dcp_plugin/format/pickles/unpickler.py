@@ -22,21 +22,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.format.pickles.archive import PICKLE, Archive
 from dcp_plugin.format.pickles.nodes import Name, nodes_of
 from dcp_plugin.format.pickles.walk import Walk
-from dcp_plugin.format.torch_archive import MAGIC
-from dcp_plugin.tensors._torch import TENSOR_GLOBALS, load_archive, name_of_today
+from dcp_plugin.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
 from dcp_plugin.tensors.host_memory import collector_paused
 
-_SMALL = 4096
-"""Size in bytes of an archive that is too small to hide a compressed record of consequence."""
-_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
-"""Entry of a compressed record in the directory of a zip."""
 _MOST_UNKNOWN = 1000
 """Most unknown globals in one file."""
 _BLOCKED_MODULES = frozenset({"sys", "os", "posix", "nt"})
@@ -102,10 +98,8 @@ VALUE = replace(FILE, unknown=lambda of: None)
 class Accepted:
     """Globals of one pickle: those that its use accepts, and what takes the place of others."""
 
-    def __init__(self, use: Use, notes: list[str] | None = None) -> None:
+    def __init__(self, use: Use) -> None:
         self.use = use
-        self.notes = [] if notes is None else notes
-        """Lines for objects that became plain values."""
         self.unknown: list[str] = []
         self._names: dict[str, Any] = {}
         self._users = dict(map(_named, torch.serialization.get_safe_globals())) if use.allows_user else {}
@@ -138,24 +132,35 @@ def _named(entry: Any) -> tuple[str, Any]:
 
 
 class Unpickler(Walk):
-    """Unpickler of a ``torch.save`` file: a walk that makes tensors, and the values that a use accepts.
+    """Walk over the pickle of a ``torch.save`` file that makes tensors, and the values that a use accepts.
 
-    Torch sets the attribute ``persistent_load``, and overrides ``find_class``.
+    Args:
+        nbytes: Bytes of the pickle.
+        wanted: Positions of the records to read; None for all. Storages of others are on the meta device.
     """
 
-    def __init__(self, file: BinaryIO, accepted: Accepted) -> None:
-        self._data, self._accepted, self.notes = file.read(), accepted, accepted.notes
-        super().__init__(len(self._data))
+    def __init__(self, archive: Archive, nbytes: int, notes: list[str], wanted: Collection[int] | None) -> None:
+        super().__init__(nbytes)
+        self._archive, self.notes, self._wanted = archive, notes, wanted
+        self._storages: dict[str, torch.UntypedStorage] = {}
 
-    def load(self) -> Any:
-        return self.of(nodes_of(self._data, self._find))
+    def persistent_load(self, identifier: Any) -> Any:
+        entry, kind, key, _, _ = identifier
+        if entry != "storage" or type(key) is not str:
+            raise ValueError("its pickle refers to something else than a storage")
+        dtype = getattr(kind, "_dtype", torch.uint8)
+        if key not in self._storages:
+            self._storages[key] = self._storage(f"data/{key}", dtype)
+        return typed_storage(self._storages[key], dtype)
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._accepted.get(module, name)
-
-    def _find(self, module: str, name: str) -> Any:
-        accepted, found = self._accepted.get(module, name), self.find_class(module, name)
-        return accepted if accepted is found else Name(accepted.of, found)  # torch has its own classes of storages
+    def _storage(self, name: str, dtype: torch.dtype) -> torch.UntypedStorage:
+        begin, size = self._archive.records[name]
+        if self._wanted is not None and begin not in self._wanted:
+            return storage_of(torch.empty(size, dtype=torch.uint8, device="meta"), begin)
+        storage = storage_of(torch.from_numpy(self._archive.read(name)), begin)  # no tensor can enlarge it
+        if self._archive.is_swapped:
+            storage.byteswap(dtype)  # type: ignore[no-untyped-call]
+        return storage
 
     def named(self, name: Name) -> Any:
         if name.value in (bytearray, codecs.encode):  # whoever gets it could call it
@@ -239,19 +244,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def load(
-    file: BinaryIO,
-    size: int,
-    use: Use,
-    device: str = "cpu",
-    wanted: Collection[int] | None = None,
-    notes: list[str] | None = None,
+    archive: Archive, use: Use, wanted: Collection[int] | None = None, notes: list[str] | None = None
 ) -> tuple[Any, list[str]]:
     """Load a ``torch.save`` file.
 
     Args:
-        size: Bytes of the file.
-        device: Device of its tensors. On ``"meta"`` no payload is read.
-        wanted: Offsets of the records of storages to read; None for all. The others stay on the meta device.
+        wanted: Positions of the records of storages to read; None for all. Tensors of the others are on the meta
+            device, and if none is wanted, all tensors are.
         notes: List to which a line is added for each object that became a plain value.
 
     Returns:
@@ -262,31 +261,20 @@ def load(
         UnsafeCheckpoint: Its values exceed the budget of :mod:`~dcp_plugin.format.pickles.walk`.
         Exception: The file is damaged, or would take more memory or time than a file of its size needs.
     """
-    from dcp_plugin.format.pickles.archive import check  # values are mostly small, and are checked in load_bytes
-
-    check(file, size)
-    return _load(file, use, device, wanted, notes)
-
-
-def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
-    """Return the content of a file in memory, as :func:`load`. The check of a small archive takes microseconds."""
-    file = io.BytesIO(data)
-    if len(data) > _SMALL or data[:4] != MAGIC or _COMPRESSED.search(data):
-        return load(file, len(data), use, notes=notes)[0]
-    return _load(file, use, "cpu", None, notes)[0]
-
-
-def _load(
-    file: BinaryIO, use: Use, device: str, wanted: Collection[int] | None, notes: list[str] | None
-) -> tuple[Any, list[str]]:
-    accepted = Accepted(use, notes)
-    file.seek(0)
+    accepted = Accepted(use)
     try:
-        with collector_paused():
-            return load_archive(file, Unpickler, accepted, device, wanted), accepted.unknown
+        with collector_paused(), rebuilding_on("cpu" if wanted is None or wanted else "meta"):
+            data = archive.read(PICKLE).tobytes()
+            walk = Unpickler(archive, len(data), [] if notes is None else notes, wanted)
+            return walk.of(nodes_of(data, accepted.get)), accepted.unknown
     except (Refused, UnsafeCheckpoint):
         raise
     except Exception as error:
         if use is not VALUE and accepted.unknown:  # the pickle does something that only the real object supports
             raise Refused(accepted.unknown[0]) from error
         raise
+
+
+def load_bytes(data: bytes | bytearray, use: Use, notes: list[str] | None = None) -> Any:
+    """Return the content of a file in memory, as :func:`load`."""
+    return load(Archive(io.BytesIO(data), len(data)), use, notes=notes)[0]

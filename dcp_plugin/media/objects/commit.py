@@ -50,6 +50,7 @@ from dcp_plugin.format import (
     has_traces,
     is_of_other_tool,
     is_own,
+    json_object,
 )
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.summary import MAX_SIZE, time_after
@@ -312,7 +313,7 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
         _publish_of_others(reservation, files)
         return
     beside = {name: data for name, data in files.items() if name not in (METADATA, SUMMARY)}
-    if json.loads(files[SUMMARY])["base"]:
+    if json_object(files[SUMMARY])["base"]:
         beside[HAS_BASE] = b""
     for name, data in beside.items():
         client.put(key_of(final, f"{PACKED}{token}/{name}"), data)
@@ -591,7 +592,7 @@ class _Records:
 
     def _noted_in(self, item: ObjectInfo) -> dict[str, Any] | None:
         held = _held.get(self._token_of(item))
-        return json_in(self.client, item) if held is None else json.loads(held.contents)
+        return json_in(self.client, item) if held is None else json_object(held.contents)
 
     def _token_of(self, item: ObjectInfo) -> str:
         return _name_below(self.workspace, item.key).removesuffix(".json")

@@ -1,8 +1,9 @@
 """Parts of S3 that botocore knows and obstore does not: profiles, unfinished uploads, and keys that are no paths.
 
-obstore knows the environment and the roles of machines and containers. The files in ``~/.aws`` (keys, SSO, roles to
-assume, endpoints) are read by botocore, which comes with s3fs. Where botocore is not installed, a rule of the bucket's
-life cycle has to delete the uploads in parts that were never completed.
+obstore knows the environment and the roles of machines and containers. botocore reads the files in ``~/.aws``: keys,
+SSO and roles to assume for obstore's own provider of credentials; region and endpoint here. It comes with boto3, which
+that provider imports. Where it is not installed, a rule of the bucket's life cycle has to delete the uploads in parts
+that were never completed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 logger = logging.getLogger("dcp_plugin")
@@ -28,7 +29,7 @@ def further_options(client_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a client needs besides these, as AWS's own tools choose them.
 
     Raises:
-        ValueError: The environment names a profile that does not exist, or botocore, which reads it, is missing.
+        ValueError: The environment names a profile that does not exist, or boto3, which reads it, is missing.
     """
     own = {name.lower().removeprefix("aws_") for name in client_options}
     options: dict[str, Any] = {}
@@ -56,9 +57,10 @@ def _of_profile() -> dict[str, Any]:
     try:
         import botocore.exceptions
         import botocore.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         if named:
-            raise ValueError(f"AWS_PROFILE is {named}, and reading it needs botocore: pip install botocore") from error
+            raise ValueError(f"AWS_PROFILE is {named}, and reading it needs boto3: pip install boto3") from error
         return {}
     session = botocore.session.Session()
     try:
@@ -69,19 +71,8 @@ def _of_profile() -> dict[str, Any]:
     endpoint = services.get("s3", {}).get("endpoint_url") or scoped.get("endpoint_url")
     options = {"region": session.get_config_variable("region"), "endpoint": endpoint}
     if keys is not None and keys.method not in ("iam-role", "container-role"):
-        options["credential_provider"] = lambda: _frozen(keys)
+        options["credential_provider"] = Boto3CredentialProvider(session, ttl=_LASTS)
     return {name: value for name, value in options.items() if value}
-
-
-def _frozen(keys: Any) -> dict[str, Any]:
-    """Return botocore's keys as obstore takes them."""
-    frozen = keys.get_frozen_credentials()
-    return {
-        "access_key_id": frozen.access_key,
-        "secret_access_key": frozen.secret_key,
-        "token": frozen.token,
-        "expires_at": datetime.now(UTC) + _LASTS,
-    }
 
 
 class FurtherRequests:

@@ -12,7 +12,7 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from dcp_plugin.errors import size
-from dcp_plugin.tools.report.collect import RunFigures, Save, heat_saves
+from dcp_plugin.tools.run_report.collect import RunFigures, Save, heat_saves
 
 _METRICS = ("--blue", "--orange", "--green", "--purple")
 _STAGES = ("--sky", "--blue", "--purple", "--grey")

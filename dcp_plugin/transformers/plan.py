@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,15 +26,13 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in, first, some
-from dcp_plugin.format.index import CheckpointIndex, StoredTensor
-from dcp_plugin.hf import _transformers
 from dcp_plugin.integration.files import kind_of, local_copy
-from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
+from dcp_plugin.integration.weights import ModelPrefix, StoredWeights, open_weights
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, on_file_system
 from dcp_plugin.records import LoadReport
 from dcp_plugin.sources import SourceFiles
-from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.transformers import _models
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 _MODEL = "model"
@@ -43,7 +41,7 @@ _MODEL = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a model: arguments of :func:`~dcp_plugin.hf.from_pretrained`, completed by the checkpoint's files."""
+    """Settings of a model: arguments of ``from_pretrained``, completed by the checkpoint's files."""
 
     model_class: Any
     config: Any = None
@@ -96,7 +94,7 @@ class Settings:
         places = [self.config] if self.config is not None else [folder, *([base] if base is not None else [])]
         for place in [str(os.fspath(candidate)) for candidate in places]:
             if self.config is not None or os.path.isfile(os.path.join(place, CONFIG)):
-                config, unused = _transformers.config_from(self.model_class, place, self.trust_remote_code, self.kwargs)
+                config, unused = _models.config_from(self.model_class, place, self.trust_remote_code, self.kwargs)
                 return config, place, unused
         raise CheckpointMismatch(
             f"{path} has no {CONFIG}, which only the Trainer keeps in its checkpoints: from_pretrained(…, config=…) "
@@ -154,7 +152,7 @@ class WeightSource:
     unexpected: list[str] = field(default_factory=list)
 
     def stored(self, key: str) -> str:
-        return self.prefix.stored(_transformers.without_peft_layers(key) if self.wrapped else key)
+        return self.prefix.stored(_models.without_peft_layers(key) if self.wrapped else key)
 
     def load(self, module: nn.Module, checkpointer: Checkpointer) -> LoadReport:
         """Load the keys of this source into ``module``. Collective."""
@@ -162,7 +160,7 @@ class WeightSource:
         rename = {model_prefix: stored_prefix}
         if self.wrapped:
             escaped = stored_prefix.replace("\\", r"\\")
-            rename[f"re:{re.escape(model_prefix)}(.+?)(?:\\.{_transformers.PEFT_LAYERS})+\\.(.+)"] = rf"{escaped}\1.\2"
+            rename[f"re:{re.escape(model_prefix)}(.+?)(?:\\.{_models.PEFT_LAYERS})+\\.(.+)"] = rf"{escaped}\1.\2"
         partial = PartialLoad(rename=rename, missing="ignore", unexpected="ignore", cast=True)
         return checkpointer.load({_MODEL: module}, self.path, partial)
 
@@ -186,9 +184,9 @@ class ModelPlan:
             module: ``self.module``, sharded and with memory.
         """
         reports = [source.load(module, checkpointer) for source in self.sources]
-        inside = _transformers.prefix_in(self.module, self.model)
-        _transformers.complete_tokens(module)
-        _transformers.initialise(self.model, {key.removeprefix(inside) for key in self.missing})
+        inside = _models.prefix_in(self.module, self.model)
+        _models.complete_tokens(module)
+        _models.initialise(self.model, {key.removeprefix(inside) for key in self.missing})
         if self.generation_config is not None:
             self.model.generation_config = self.generation_config
         return replace(
@@ -201,7 +199,7 @@ class ModelPlan:
         )
 
 
-def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
+def plan_model(requested: Settings, weights: StoredWeights, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
     """Build a model and compare it with a checkpoint. No communication.
 
     Args:
@@ -212,50 +210,39 @@ def plan_model(requested: Settings, reader: ShardedReader, prefix: str | None, s
     Raises:
         CheckpointMismatch: The model and the checkpoint do not fit.
     """
-    index, path = reader.index, reader.path
-    settings = requested.completed(path, reader.files)
+    settings = requested.completed(weights.path, weights.files)
     dtype = settings.parameter_dtype()
     model = _build(settings, dtype, tied)
-    if dtype is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
+    if dtype is None and (dtype := weights.dtype_of(list(model.state_dict()))) is not None:
         model = _build(settings, dtype, tied)
     if settings.adapter_config is not None:
-        return _plan_with_adapters(settings, model, path, index, prefix, strict)
+        return _plan_with_adapters(settings, model, weights, prefix, strict)
     keys = list(model.state_dict())
-    match = _prefix(prefix, keys, index, path, type(model).__name__, model.base_model_prefix)
-    return _compare(settings, model, model, [(WeightSource(path, match), index, keys)], strict)
+    match = weights.prefix_of(keys, type(model).__name__, model.base_model_prefix, prefix)
+    return _compare(settings, model, model, [(WeightSource(weights.path, match), weights, keys)], strict)
 
 
 def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:
     config = copy.deepcopy(settings.config)
     if getattr(config, "quantization_config", None):
         raise CheckpointMismatch(
-            "The configuration is that of a quantized model, which dcp_plugin.hf does not make: make it with "
+            "The configuration is that of a quantized model, which from_pretrained does not make: make it with "
             "transformers, and load what was trained with dcp_plugin.load."
         )
     dtype = dtype or torch.get_default_dtype()
-    return _transformers.build(
-        settings.model_class, config, dtype, tied, settings.trust_remote_code, dict(settings.kwargs)
-    )
-
-
-def _stored_dtype(keys: Collection[str], index: CheckpointIndex) -> torch.dtype | None:
-    """Return the dtype of the first tensor in the checkpoint with the end of a key of the model."""
-    tails = tuple(list(keys)[:100])
-    for key in index:
-        if key.endswith(tails) and isinstance(entry := index[key], StoredTensor) and entry.dtype.is_floating_point:
-            return entry.dtype
-    return None
+    return _models.build(settings.model_class, config, dtype, tied, settings.trust_remote_code, dict(settings.kwargs))
 
 
 def _plan_with_adapters(
-    settings: Settings, model: PreTrainedModel, path: Where, index: CheckpointIndex, prefix: str | None, strict: bool
+    settings: Settings, model: PreTrainedModel, weights: StoredWeights, prefix: str | None, strict: bool
 ) -> ModelPlan:
     """Plan a model with adapters. Its base is in the checkpoint of the adapters, or in another checkpoint, which then
     fills the model first: the checkpoint of the adapters may have trained parts of the base."""
+    path = weights.path
     of_base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     buffers = {id(buffer) for buffer in model.buffers()}
-    module = _transformers.peft_model_of(model, copy.deepcopy(settings.adapter_config))
-    state, inside = module.state_dict(keep_vars=True), _transformers.prefix_in(module, model)
+    module = _models.peft_model_of(model, copy.deepcopy(settings.adapter_config))
+    state, inside = module.state_dict(keep_vars=True), _models.prefix_in(module, model)
     if computed := [
         name
         for name, buffer in module.named_buffers()
@@ -266,60 +253,48 @@ def _plan_with_adapters(
             "with dcp_plugin.load; save_projection=True stores the projections of VeRA."
         )
     adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
-    adapter_prefix = _prefix(prefix, adapters, index, path, "the adapters")
+    adapter_prefix = weights.prefix_of(adapters, "the adapters", requested=prefix)
     stored = {key: adapter_prefix.stored(key) for key in state}
-    trained = [key for key in state if key not in adapters and stored[key] in index]
-    if trained and (settings.base is None or not {*_absent(inside, model, stored, index, state)}.difference(adapters)):
+    trained = [key for key in state if key not in adapters and stored[key] in weights]
+    if trained and (
+        settings.base is None or not {*_absent(inside, model, stored, weights, state)}.difference(adapters)
+    ):
         complete = WeightSource(path, ModelPrefix(adapter_prefix.there))
-        return _compare(settings, model, module, [(complete, index, list(state))], strict)
+        return _compare(settings, model, module, [(complete, weights, list(state))], strict)
     if settings.base is None:
         named = getattr(settings.adapter_config, "base_model_name_or_path", None)
         raise CheckpointMismatch(
             f"{path} has only adapters. from_pretrained(…, base=…) takes the folder or checkpoint of the model that "
             f"they adapt{f', {named!r}' if named else ''}."
         )
-    with ShardedReader(settings.base, storage_options=settings.storage_options) as reader:
+    with open_weights(settings.base, settings.storage_options) as of_model:
         keys = {
-            key: _transformers.without_peft_layers(key)
-            for key in state
-            if key.startswith(inside) and key not in adapters
+            key: _models.without_peft_layers(key) for key in state if key.startswith(inside) and key not in adapters
         }
         names = [name.removeprefix(inside) for name in keys.values()]
-        base_prefix = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
+        base_prefix = of_model.prefix_of(names, "the model that is adapted")
         wrapped = any(key != name for key, name in keys.items())
-        base = WeightSource(reader.path, ModelPrefix(base_prefix.there, inside), wrapped)
-        parts = [(base, reader.index, list(keys)), (WeightSource(path, adapter_prefix), index, [*adapters, *trained])]
+        base = WeightSource(of_model.path, ModelPrefix(base_prefix.there, inside), wrapped)
+        parts = [(base, of_model, list(keys)), (WeightSource(path, adapter_prefix), weights, [*adapters, *trained])]
         return _compare(settings, model, module, parts, strict)
-
-
-def _prefix(
-    requested: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str, base: str = ""
-) -> ModelPrefix:
-    if requested is None:
-        return find_model_prefix(keys, index, path, name, base)
-    prefix = f"{requested}." if requested and not requested.endswith(".") else requested
-    if not any(prefix + key in index for key in keys):
-        raise CheckpointMismatch(
-            f"{path} has no key of {name} behind prefix={requested!r}; without it, it is looked for."
-        )
-    return ModelPrefix(prefix)
 
 
 def _compare(
     settings: Settings,
     model: PreTrainedModel,
     module: nn.Module,
-    parts: list[tuple[WeightSource, CheckpointIndex, list[str]]],
+    parts: list[tuple[WeightSource, StoredWeights, list[str]]],
     strict: bool,
 ) -> ModelPlan:
     """Compare each source with the keys that it has to fill."""
     sources, missing, problems = [], list[str](), list[str]()
     tensors = module.state_dict(keep_vars=True)
-    for source, index, keys in parts:
+    for source, weights, keys in parts:
         stored = {key: source.stored(key) for key in keys}
-        absent = _absent(_transformers.prefix_in(module, model), model, stored, index, tensors)
-        problems += _other_shapes(stored, index, tensors)
-        lost, extra = _transformers.ignored(model, absent, _unexpected(stored, source.prefix, index))
+        absent = _absent(_models.prefix_in(module, model), model, stored, weights, tensors)
+        if shapes := weights.other_shapes(stored, tensors):
+            problems += [*shapes, "config= is not that of the model that was saved"]
+        lost, extra = _models.ignored(model, absent, weights.unexpected(stored, source.prefix.there))
         lines = []
         if lost:
             lines.append(f"{len(lost)} of its {len(keys)} keys are not in the checkpoint: {some(lost, 6)}")
@@ -342,7 +317,7 @@ def _compare(
 
 
 def _absent(
-    inside: str, model: PreTrainedModel, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]
+    inside: str, model: PreTrainedModel, stored: Mapping[str, str], weights: StoredWeights, tensors: Mapping[str, Any]
 ) -> list[str]:
     """Return the keys that are not stored, and whose tied weights are not stored under another name.
 
@@ -355,26 +330,4 @@ def _absent(
         name = key.removeprefix(inside)
         first_name = inside + owner.get(name, name)
         same[id(tensors.get(first_name, tensors[key]))].append(key)
-    return [key for keys in same.values() if not any(stored[tied_key] in index for tied_key in keys) for key in keys]
-
-
-def _unexpected(stored: Mapping[str, str], prefix: ModelPrefix, index: CheckpointIndex) -> list[str]:
-    """Return tensors of the checkpoint that the model lacks; without a prefix, only those below its modules."""
-    taken = set(stored.values())
-    fronts = {key.partition(".")[0] for key in taken}
-    candidates = (
-        index.under(prefix.there) if prefix.there else [key for key in index if key.partition(".")[0] in fronts]
-    )
-    return [key for key in candidates if key not in taken and isinstance(index[key], StoredTensor)]
-
-
-def _other_shapes(stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for key, name in stored.items():
-        if name not in index or not isinstance(tensors[key], torch.Tensor):
-            continue
-        entry = index[name]
-        shape = entry.shape if isinstance(entry, StoredTensor) else None
-        if shape is not None and tuple(tensors[key].shape) != shape:
-            lines.append(f"{key} has shape {tuple(tensors[key].shape)}, and {shape} in the checkpoint")
-    return [*lines, "config= is not that of the model that was saved"] if lines else []
+    return [key for keys in same.values() if not any(stored[tied_key] in weights for tied_key in keys) for key in keys]

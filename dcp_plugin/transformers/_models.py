@@ -1,4 +1,4 @@
-"""Private names of transformers and PEFT that the construction of a model needs, each with its reason.
+"""Private names of transformers and PEFT that the construction of a model needs, each with its reason. No Trainer.
 
 ``tests/hugging_face/test_canaries.py`` fails when one of them moves or changes its meaning.
 """

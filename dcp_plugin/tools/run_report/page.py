@@ -19,8 +19,8 @@ from jinja2 import Environment, StrictUndefined
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, StorageOptions
-from dcp_plugin.tools.report.charts import NONE, charts_of, chosen_metrics, step_of
-from dcp_plugin.tools.report.collect import RunFigures, collect
+from dcp_plugin.tools.run_report.charts import NONE, charts_of, chosen_metrics, step_of
+from dcp_plugin.tools.run_report.collect import RunFigures, collect
 
 
 def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Path:
@@ -44,7 +44,7 @@ def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageO
         >>> import dcp_plugin
         >>> for step in range(3):
         ...     dcp_plugin.save({"weights": [0.0] * step}, f"run/step-{step}", step, metrics={"loss": 1 / (1 + step)})
-        >>> dcp_plugin.report("run", "report.html").name
+        >>> dcp_plugin.tools.report("run", "report.html").name
         'report.html'
     """
     return write(collect(run, storage_options), out)
@@ -93,7 +93,7 @@ def _plotly() -> str:
 
 
 def _own(name: str) -> str:
-    return files("dcp_plugin.tools.report").joinpath(name).read_text("utf-8")
+    return files("dcp_plugin.tools.run_report").joinpath(name).read_text("utf-8")
 
 
 def _hash(script: str) -> str:

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.hf import _transformers
-from dcp_plugin.hf.plan import ModelPlan, Settings, plan_model
+from dcp_plugin.integration.weights import open_weights
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.state import materialise
-from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor
+from dcp_plugin.transformers import _models
+from dcp_plugin.transformers.plan import ModelPlan, Settings, plan_model
 
 _NOT_TAKEN = {
     "device_map": "device= names one device, distributed_config= or parallelize= shards over several",
@@ -97,21 +97,22 @@ def from_pretrained(
 
     Example:
         >>> import dcp_plugin, torch
+        >>> from dcp_plugin.transformers import from_pretrained
         >>> from transformers import AutoModelForCausalLM, GPT2Config
         >>> small = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
         >>> model = AutoModelForCausalLM.from_config(small)
         >>> dcp_plugin.save({"model": model}, "run/checkpoint-1")
-        >>> loaded = dcp_plugin.hf.from_pretrained(AutoModelForCausalLM, "run/checkpoint-1", config=small)
+        >>> loaded = from_pretrained(AutoModelForCausalLM, "run/checkpoint-1", config=small)
         >>> torch.equal(loaded.lm_head.weight, model.lm_head.weight)
         True
     """
     for name in sorted(kwargs.keys() & _NOT_TAKEN.keys()):
-        raise ValueError(f"dcp_plugin.hf.from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
+        raise ValueError(f"from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
     if parallelize is not None and distributed_config is not None:
         raise ValueError("give either distributed_config or parallelize, not both: each shards the model")
     mesh_manager: Any = None
     if distributed_config is not None:  # first, because it starts a process group if none exists
-        distributed_config, mesh_manager = _transformers.prepare_mesh(distributed_config)
+        distributed_config, mesh_manager = _models.prepare_mesh(distributed_config)
     changes = {} if storage_options is None else {"storage_options": storage_options}
     checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
     options = checkpointer.config.storage_options
@@ -123,16 +124,14 @@ def from_pretrained(
 
         def compared() -> ModelPlan:
             # transformers ties shared weights after it has sharded a model
-            with ShardedReader(
-                checkpoint_path, base=checkpointer.config.base, storage_options=options, files=files
-            ) as reader:
-                return plan_model(settings, reader, prefix, strict, tied=mesh_manager is None)
+            with open_weights(checkpoint_path, options, checkpointer.config.base, files) as weights:
+                return plan_model(settings, weights, prefix, strict, tied=mesh_manager is None)
 
-        with checkpointer.shown(checkpoint_path) as files:
-            plan = checkpointer.ranks.agree(f"compare {checkpoint_path} with the model", compared)
+        with Internals(checkpointer).shown(checkpoint_path) as files:
+            plan = Internals(checkpointer).ranks.agree(f"compare {checkpoint_path} with the model", compared)
         module = plan.module
         if mesh_manager is not None:
-            _transformers.distribute(plan.model, distributed_config, mesh_manager)
+            _models.distribute(plan.model, distributed_config, mesh_manager)
         elif parallelize is not None:
             module = parallelize(module) or module
         _give_memory(module, device)
