@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import refuse_other_systems
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
@@ -69,6 +70,7 @@ class Checkpointer:
     by definition have a subclass that sets it to False."""
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
+        refuse_other_systems()
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         talks = self.config.when_busy == "skip" or self.config.save_interval is not None
         aside = self.config.async_save and talks

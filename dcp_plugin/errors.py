@@ -22,6 +22,7 @@ import errno
 import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -147,7 +148,7 @@ class CheckpointCorrupt(CheckpointError):
 @public_class()
 class CheckpointUnreadable(CheckpointCorrupt):
     """The checkpoint cannot be read, but its bytes may be intact: the file system failed (an I/O error, a lost mount),
-    or a newer version of this package has saved it.
+    or another version of this package has saved it in a format that this one does not read.
 
     The class derives from ``CheckpointCorrupt`` because in both cases the targets of a load may be partly filled.
     """
@@ -177,6 +178,15 @@ class UnsafeCheckpoint(CheckpointError):
     Also raised if tensors need far more memory than the size of the checkpoint's files, and the caller has not
     allocated targets for them.
     """
+
+
+def refuse_other_systems() -> None:
+    """Raise CheckpointError on an operating system other than Linux, whose file system a save cannot rely on."""
+    if sys.platform != "linux":
+        raise CheckpointError(
+            f"dcp_plugin saves, and loads into live objects, on Linux alone (on Windows: in WSL), and this system is "
+            f"{sys.platform}."
+        )
 
 
 @public_class()

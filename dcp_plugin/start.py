@@ -241,8 +241,8 @@ def resolve_resume(
         CheckpointNotFound: ``"must"`` and no checkpoint exists, or the path does not exist.
         CheckpointIncomplete: The path is a torn checkpoint.
         CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
-            complete checkpoint is in the same directory as that entry or above it; or a newer version of this package
-            has saved the newest checkpoint.
+            complete checkpoint is in the same directory as that entry or above it; or another version of this
+            package has saved the newest checkpoint, in a format that this one does not read.
         CheckpointCorrupt: ``"auto"``, and every checkpoint of this run is damaged, or only another tool can load it. An
             interrupted save is not damage: a run that never completed a save starts from scratch.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of

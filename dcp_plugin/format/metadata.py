@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.columns import NO_TENSOR, Column
 from dcp_plugin.format.index import CheckpointIndex
@@ -244,22 +243,11 @@ def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMet
     }
 
 
-def with_renamed_files(data: bytes, names: Mapping[str, str], label: str) -> bytes:
+def with_renamed_files(data: bytes, names: Mapping[str, str]) -> bytes:
     """Return a ``.metadata`` made by :func:`encode`, with other names of data files.
 
     Each name occurs once, as a definition; all other places refer to that definition.
-
-    Raises:
-        CheckpointMismatch: An early version of this package made the file in another way.
     """
     for old, new in names.items():
-        if old == new:
-            continue
-        before = _plain(old) + b"r"
-        if data.count(before) != 1:
-            raise CheckpointMismatch(
-                f"the data files of {label} cannot be renamed for a bucket: an early version of dcp_plugin saved the "
-                f"checkpoint, or a key has the name of a data file. Load the checkpoint and save it again."
-            )
-        data = data.replace(before, _plain(new) + b"r")
+        data = data.replace(_plain(old) + b"r", _plain(new) + b"r")
     return data

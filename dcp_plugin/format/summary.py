@@ -1,9 +1,10 @@
 """``dcp_plugin.json``: the facts that a person needs about a checkpoint before opening it.
 
 Its last key, ``sha256``, is the hash of all bytes before that line. Only fixed characters may follow, so no byte of the
-file changes unnoticed: a changed ``time`` would make ``keep_last`` delete the newest checkpoints. Files of format
-version 2 and earlier have no such key. A damaged file of version 3 cannot pass as one of these: it names its version,
-and has an additional key.
+file changes unnoticed: a changed ``time`` would make ``keep_last`` delete the newest checkpoints.
+
+The rule: a reader reads one format version. A checkpoint of any other version is refused (:class:`OtherFormat`), and
+never taken for a damaged one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
@@ -22,10 +23,11 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 4
-"""Format version of this file."""
+"""Format version of this file. Raise it for a change to any file of a checkpoint: saves and deletions read no other."""
 INDEX_VERSION = 3
 """Format version of the index file."""
-_LAST_WITHOUT_HASH = 2
+_WITHOUT_HASH = (1, 2)
+"""Format versions of summaries without ``sha256``, which end with ``format_version``."""
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = MOST_JSON
 """Largest size in bytes. A reader needs at most one byte more to detect a larger file."""
@@ -37,16 +39,24 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _MOST_FLOAT = sys.float_info.max
 
 
-class NewerFormat(CheckpointUnreadable):
-    """Error for a checkpoint that a newer version of this package saved in a format that this version does not read."""
+class OtherFormat(CheckpointUnreadable):
+    """Error for a checkpoint that another version of this package saved in a format that this version does not read."""
 
     @classmethod
-    def of(cls, label: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
-        """Return the error for a file ``label`` of format ``version``, if ``readable`` is the newest format known."""
+    def check(cls, label: str, version: int, readable: int, saved_by: object = None) -> None:
+        """Check that the file ``label`` has the format version that this version of the package reads.
+
+        Raises:
+            OtherFormat: It has another version.
+        """
+        if version == readable:
+            return
         written = f" of dcp-plugin {saved_by}" if isinstance(saved_by, str) else ""
-        return cls(
-            f"{label} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads up to "
-            f"{readable}. Nothing is damaged. Upgrade: pip install --upgrade dcp-plugin."
+        newer = " Upgrade: pip install --upgrade dcp-plugin." if version > readable else ""
+        raise cls(
+            f"{label} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads "
+            f"version {readable}. Nothing is damaged. Stock's torch.distributed.checkpoint.load reads the checkpoint."
+            f"{newer}"
         )
 
 
@@ -91,15 +101,15 @@ class Summary:
     """Content of ``dcp_plugin.json``.
 
     ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` equals the one
-    in the ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two. ``kinds``
-    lists which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under other names
-    can find the only object of its kind. ``optimizers`` has the class of each optimizer by name. ``attached`` lists the
-    extra files of the save. ``base`` is the checkpoint (:class:`Base`) that has the bytes that this one leaves out;
-    ``exclude`` lists the globs of keys that were not saved. ``reused`` counts the ``bytes`` and ``items`` that were
-    linked from the checkpoint ``from`` instead of written. ``metrics`` are numbers that belong to the checkpoint, such
-    as its validation loss; not all are finite. ``launch`` names the launch (torchrun's, SLURM's) and the rank that
-    published the checkpoint. ``differing`` has the first :data:`MOST_DIFFERING` keys of parameters or optimizer state
-    that differed between ranks at this save or at an earlier one of the run, with the ranks.
+    in the ``storage_meta`` of ``.metadata``. ``kinds`` lists which names of the saved state were a ``module`` and which
+    an ``optimizer``, so that a load under other names can find the only object of its kind. ``optimizers`` has the
+    class of each optimizer by name. ``attached`` lists the extra files of the save. ``base`` is the checkpoint
+    (:class:`Base`) that has the bytes that this one leaves out; ``exclude`` lists the globs of keys that were not
+    saved. ``reused`` counts the ``bytes`` and ``items`` that were linked from the checkpoint ``from`` instead of
+    written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
+    ``launch`` names the launch (torchrun's, SLURM's) and the rank that published the checkpoint. ``differing`` has the
+    first :data:`MOST_DIFFERING` keys of parameters or optimizer state that differed between ranks at this save or at an
+    earlier one of the run, with the ranks.
     """
 
     step: int | None
@@ -109,8 +119,8 @@ class Summary:
     values: int
     payload_bytes: int
     index_sha256: str
-    metadata_sha256: str = ""
-    save_id: str = ""
+    metadata_sha256: str
+    save_id: str
     kinds: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, str] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
@@ -142,14 +152,15 @@ class Summary:
 
         Raises:
             CheckpointCorrupt: The file is no summary.
-            NewerFormat: The file is a summary of a later version.
+            OtherFormat: The file is a summary of another version.
         """
         try:
             entries = json_object(data)
-            _check_hash(data, entries, cls.__dataclass_fields__)
-            if entries["format"] == "dcp_plugin" and entries["format_version"] > FORMAT_VERSION:
-                saved_by = entries.get("versions", {}).get("dcp_plugin")
-                raise NewerFormat.of(label, entries["format_version"], FORMAT_VERSION, saved_by)
+            _check_hash(data, entries)
+            if entries["format"] != "dcp_plugin":
+                raise ValueError("not a summary of dcp_plugin")
+            saved_by = entries.get("versions", {}).get("dcp_plugin")
+            OtherFormat.check(label, entries["format_version"], FORMAT_VERSION, saved_by)
             own_fields = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
             summary = cls(**own_fields | {"metrics": decode_metrics(entries.get("metrics", {}))})
             # These conversions raise for values of other types.
@@ -167,8 +178,6 @@ class Summary:
                 raise ValueError("differing must have numbers of ranks")
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
                 raise ValueError("exclude must be a list of text, and base an object")
-            if summary.format != "dcp_plugin":
-                raise ValueError("not a summary of dcp_plugin")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"{label} is damaged: {error}") from error
         return summary
@@ -221,12 +230,12 @@ def with_hash(content: dict[str, Any]) -> bytes:
     return body + _HASH + hashlib.sha256(body).hexdigest().encode() + _END
 
 
-def _check_hash(data: bytes, entries: dict[str, Any], field_names: Collection[str]) -> None:
-    """Check that no byte of a summary has changed since it was written. Raises ValueError."""
+def _check_hash(data: bytes, entries: dict[str, Any]) -> None:
+    """Check that no byte of a summary of this format has changed since it was written. Raises ValueError."""
     body, _, ending = data.rpartition(_HASH)
     if ending == hashlib.sha256(body).hexdigest().encode() + _END:
         return
-    if entries["format_version"] not in range(1, _LAST_WITHOUT_HASH + 1) or not entries.keys() <= set(field_names):
+    if entries["format_version"] not in _WITHOUT_HASH or [*entries][-1] != "format_version":
         raise ValueError(
             f"its last line is not the SHA-256 of the lines before it. If you edited the file, undo the edit. Without "
             f"the file and {INDEX}, the directory is a stock checkpoint"
@@ -244,7 +253,7 @@ def sizes_listed(index: bytes, label: str) -> dict[str, int]:
         label: The name of the file in messages.
 
     Raises:
-        CheckpointCorrupt, NewerFormat: The file has no such header, or one of another version.
+        CheckpointCorrupt, OtherFormat: The file has no such header, or one of another version.
     """
     with damage_in(label):
         about = json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]
@@ -265,14 +274,9 @@ def check_index_version(about: Mapping[str, str], label: str) -> None:
     """Check the metadata in the header of an index.
 
     Raises:
-        CheckpointCorrupt: The metadata are of no index, or of an earlier version.
-        NewerFormat: The metadata are of a later version.
+        CheckpointCorrupt: The metadata are of no index.
+        OtherFormat: The metadata are of another version.
     """
-    if about.get("format") == "dcp_plugin" and int(about["format_version"]) > INDEX_VERSION:
-        raise NewerFormat.of(label, int(about["format_version"]), INDEX_VERSION)
-    if about.get("format") != "dcp_plugin" or int(about["format_version"]) != INDEX_VERSION:
-        raise CheckpointCorrupt(
-            f"{label} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
-            f"dcp_plugin reads version {INDEX_VERSION}. Delete the file and dcp_plugin.json to read the checkpoint as "
-            f"a stock one."
-        )
+    if about["format"] != "dcp_plugin":
+        raise CheckpointCorrupt(f"{label} is of format {about['format']!r}, and no index of dcp_plugin")
+    OtherFormat.check(label, int(about["format_version"]), INDEX_VERSION)

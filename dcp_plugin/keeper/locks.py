@@ -6,6 +6,7 @@ module imports no torch, so that a keeper that finds another one alive ends at o
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 import threading
@@ -17,11 +18,6 @@ from io import FileIO
 from pathlib import Path
 
 from dcp_plugin.errors import NoSharedMemory
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where a spool raises NoSharedMemory before it locks
-    fcntl = None  # type: ignore[assignment]
 
 KEEPER = "keeper.lock"
 """The file in the folder of a spool that its keeper locks."""

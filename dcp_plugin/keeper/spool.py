@@ -23,7 +23,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Collection, Sequence
@@ -43,8 +42,6 @@ from dcp_plugin.types import VERSION
 FORMAT_VERSION = 8
 """The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
 (:mod:`~dcp_plugin.keeper.records`), raises it."""
-_WITHOUT_NUMBER = 1
-"""The version of a journal that has no number."""
 _FORMAT = "format"
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
@@ -62,11 +59,6 @@ def base_directory() -> Path:
     Raises:
         NoSharedMemory: The directory cannot be made, or other users can write to it.
     """
-    if not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
-        raise NoSharedMemory(
-            f"a keeper needs Linux: this platform ({sys.platform}) lacks POSIX file locks, posix_fallocate "
-            f"or SO_PEERCRED"
-        )
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:
@@ -158,7 +150,7 @@ class Spool:
 
     def refuse_other_format(self) -> None:
         """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
-        version = (self.get(_FORMAT) or str(_WITHOUT_NUMBER).encode()).decode("ascii", "replace")
+        version = (self.get(_FORMAT) or b"unknown").decode("ascii", "replace")
         if version != str(FORMAT_VERSION):
             raise NoSharedMemory(
                 f"{self.folder} is the journal of another version of dcp_plugin (format {version}; this one has format "

@@ -36,7 +36,12 @@ _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
 _HANDSHAKE_SECONDS = 20.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 4,
+    socket.TCP_USER_TIMEOUT: 30_000,
+}
 """After about 30 seconds of a dead link, what waits on it fails."""
 
 Address = str | tuple[str, int]
@@ -235,9 +240,8 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refuse_other_user(connection: socket.socket) -> None:

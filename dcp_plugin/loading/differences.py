@@ -173,9 +173,9 @@ class Differences:
         """Add a problem for each pattern that matches no key and for each prefix that the checkpoint does not have."""
         problems, keys = self._match.problems, self._keys
         globs = [glob for glob in self._partial.idle(keys) if glob in self._union.idle]
-        problems += about_globs(globs, keys, self._index)
+        problems += about_globs(globs, keys)
         problems += [
-            f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, keys)}"
+            f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, '', keys)}"
             for here in self._rename.idle(keys)
             if here in self._union.idle
         ]
@@ -184,10 +184,9 @@ class Differences:
                 key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(source)
             ]
             if unmatched and source and not self._index.under(source):
-                free = self._free()
-                renames = self._fits(unmatched, free)
+                renames = self._fits(unmatched, self._free())
                 self._found |= taken_by(renames, unmatched)
-                problems.append(about_prefix(here, source, renames, free, self._of_submodule))
+                problems.append(about_prefix(here, source, renames, self._of_submodule))
                 for key in unmatched:
                     del self._missing[key]
 

@@ -211,7 +211,7 @@ class Loading:
         step = f"compare {self._path} with the state"
         union = self._ask_all(step, lambda: matching.run(adapters), lambda asked: matching.differences.answer(asked))
         matching.judge(union)
-        return self._plan(adapters, matching.match).match
+        return self._plan(matching.match).match
 
     def _least_hosts(self, requests: list[_Request]) -> float:
         """Return the number of hosts that must want the same bytes before ranks share the reading."""
@@ -308,13 +308,13 @@ class Loading:
                 f"{self._path} does not fill {some(unset)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        fitted = self._plan(context.adapters, match)
+        fitted = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(fitted.plan, [match.stored[key] for key in match.deferred])
         return fitted
 
-    def _plan(self, adapters: list[StateAdapter], match: Match) -> _Fitted:
+    def _plan(self, match: Match) -> _Fitted:
         """Plan the reads. Misfits that the planner finds are inserted before the other problems."""
         targets: dict[str, Any] = dict(match.targets)
         planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
@@ -323,25 +323,8 @@ class Loading:
         try:
             plan = planner.plan_apart()
         except CheckpointMismatch:
-            match.problems[:0] = [*first(planner.misfits), *self._about_shapes(adapters, match, len(planner.misfits))]
+            match.problems[:0] = first(planner.misfits)
         return _Fitted(match, plan, planner, targets)
-
-    def _about_shapes(self, adapters: list[StateAdapter], match: Match, misfits: int) -> list[str]:
-        """Return a line of advice if a few parts of modules have another shape and there are no other problems."""
-        index = self._reader.index
-        shapes = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
-        other = [key for key, target in match.targets.items() if target is not None and target.shape != shapes[key]]
-        if match.problems or len(other) != misfits or 2 * len(other) > len(match.targets):
-            return []
-        modules = {
-            adapter.name: [o.name for o in adapters if o.kind == "optimizer" and o.module is adapter.module]
-            for adapter in adapters
-            if adapter.kind == "module"
-        }
-        from dcp_plugin.loading.suggestions import about_shapes  # the load has failed; nothing is overwritten
-
-        line = about_shapes(other, modules, index, bool(match.report.cast))
-        return [line] if line else []
 
     def _read_values(self, context: _Begun, fitted: _Fitted) -> _Fitted:
         """Read and check the values. They are small, so a misfit stops the load before a tensor is overwritten."""

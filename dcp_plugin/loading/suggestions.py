@@ -7,6 +7,7 @@ error must still appear at once.
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from dcp_plugin.format.summary import Summary
 
 _SAMPLE = 200
 _SPELLED_OUT = 4
-_MOST_GLOBS = 8
 _AS_RENAME = "rename={{{here!r}: {there!r}}}"
 _AS_SOURCE = "source={there!r}"
 
@@ -73,7 +73,7 @@ def about_optimizer(name: str, candidates: list[str], stored: Collection[str], n
             f"state, {{{unknown[0]!r}: …}} instead of {{{name!r}: …}}"
         )
     if not candidates:
-        return f"{name!r} is not in the checkpoint, and no other optimizer is known in it; it has {_fronts('', stored)}"
+        return f"{name!r} is not in the checkpoint, and no other optimizer is known in it"
     which = f"optimizer{'s' if len(candidates) > 1 else ''} {some([repr(other) for other in candidates])}"
     example = _AS_RENAME.format(here=f"{name}.", there=f"{candidates[0]}.")
     return f"{name!r} is not in the checkpoint, which has the {which}: choose one, for example with {example}"
@@ -112,36 +112,6 @@ def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -
     return f"{name} is not in the checkpoint, but its keys are, without that name: {rename} would find them"
 
 
-def about_shapes(
-    misfits: Collection[str], modules: Mapping[str, Collection[str]], stored: Collection[str], cast: bool
-) -> str:
-    """Return the advice to leave out the parts of modules with another shape, and their optimizer state; empty if there
-    are too many of them.
-
-    Args:
-        misfits: Keys of the targets with another shape.
-        modules: Name of each module -> names of its optimizers.
-        cast: True if other values are converted. A partial load then needs ``cast=True``.
-    """
-    stored_keys = list(islice(stored, MAX_CANDIDATES))
-    globs: dict[str, None] = {}
-    for key in misfits:
-        module = next((name for name in modules if key.startswith(f"{name}.")), None)
-        if module is None:
-            return ""
-        inner = key.removeprefix(f"{module}.")
-        front, _, last = inner.rpartition(".")
-        globs[f"{module}.{front}.*" if front else key] = None
-        for optimizer in modules[module]:
-            state = f"{optimizer}.state.{front or last}."
-            if any(name.startswith(state) for name in stored_keys):
-                globs[f"{state}*"] = None
-    if not globs or len(globs) > _MOST_GLOBS:
-        return ""
-    more = ", cast=True" if cast else ""
-    return f"to keep the values of a new head, for example: partial=PartialLoad(exclude={list(globs)}{more})"
-
-
 def about_unexpected(keys: list[str]) -> list[str]:
     """Return a line for each of a few keys, or one line for many."""
     if len(keys) > _SPELLED_OUT:
@@ -149,7 +119,7 @@ def about_unexpected(keys: list[str]) -> list[str]:
     return [f"{key} is only in the checkpoint" for key in keys]
 
 
-def about_prefix(here: str, stored_prefix: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
+def about_prefix(here: str, stored_prefix: str, renames: list[Fit], of_submodule: bool) -> str:
     """Return a line about a rename to a prefix that no stored key has.
 
     Args:
@@ -158,10 +128,7 @@ def about_prefix(here: str, stored_prefix: str, renames: list[Fit], free: Collec
     """
     form = _AS_SOURCE if of_submodule else _AS_RENAME
     rename = form.format(here=here, there=stored_prefix)
-    line = (
-        f"no key of the checkpoint starts with {stored_prefix!r}, as {rename} requires; "
-        f"it has {_fronts(stored_prefix, free)}"
-    )
+    line = f"no key of the checkpoint starts with {stored_prefix!r}, as {rename} requires"
     return f"{line}. {_advice(renames, form)}" if renames else line
 
 
@@ -178,26 +145,29 @@ def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
     return {fit.there + key.removeprefix(fit.here) for fit in renames for key in keys if key.startswith(fit.here)}
 
 
-def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str]) -> list[str]:
+def about_globs(idle: Iterable[str], keys: Collection[str]) -> list[str]:
     """Return a line for each glob that matches no key of the target."""
     lines = []
     for glob in idle:
-        if meant := _meant(glob, keys):
-            hint = f": did you mean {meant!r}?"
-        elif any(fnmatchcase(key, glob) for key in islice(stored, MAX_CANDIDATES)):
-            hint = ": it matches keys of the checkpoint, but globs must match names in the target" + _such_as(keys)
-        else:
-            hint = _such_as(keys)
+        front = re.split(r"[*?[]", glob, maxsplit=1)[0]
+        hint = about_front(front, glob.removeprefix(front), keys)
         lines.append(f"{glob!r} matches no key of the target{hint}")
     return lines
 
 
-def about_front(here: str, keys: Collection[str]) -> str:
-    """Return a hint with the prefix of the target's keys that the user may have misspelled."""
-    fronts = list(_all_fronts(keys))
-    name = next((front for front in fronts if front.endswith(f".{here}")), None)
-    near = [name] if name else difflib.get_close_matches(here, fronts, n=1, cutoff=0.6)
-    return f": did you mean {near[0]!r}?" if near else _such_as(keys)
+def about_front(front: str, rest: str, keys: Collection[str]) -> str:
+    """Return a hint with the prefix of the target's keys that the user may have misspelled, or with an example.
+
+    Args:
+        front: The beginning of a pattern, without wildcards.
+        rest: The pattern after it.
+    """
+    fronts = list({key[:at]: None for key in islice(keys, MAX_CANDIDATES) for at in _starts(key) if at})
+    near = [name for name in fronts if name.endswith(f".{front}")]
+    near += difflib.get_close_matches(front, fronts, n=1, cutoff=0.6)
+    if front and near:
+        return f": did you mean {near[0] + rest!r}?"
+    return f"; they look like {next(iter(keys))!r}" if keys else "; it has none"
 
 
 def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str]) -> list[Fit]:
@@ -248,42 +218,3 @@ def _starts(key: str) -> Iterator[int]:
     """Yield the positions at which the segments of a key start."""
     yield 0
     yield from (at + 1 for at, letter in enumerate(key) if letter == ".")
-
-
-def _all_fronts(keys: Iterable[str]) -> dict[str, None]:
-    return {key[:at]: None for key in islice(keys, MAX_CANDIDATES) for at in _starts(key) if at}
-
-
-def _fronts(prefix: str, keys: Iterable[str]) -> str:
-    """Return the first steps of the keys, as text for a message. The keys are those that share the longest start with
-    ``prefix``, and each is shown up to the step after that start."""
-    key_list = list(islice(keys, MAX_CANDIDATES))
-    starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in key_list)]
-    common = prefix[: starts[-1]] if starts else ""
-    inside = [key.removeprefix(common) for key in key_list if key.startswith(common)]
-    names = dict.fromkeys(common + name.partition(".")[0] + ("." if "." in name else "") for name in inside)
-    return some([repr(name) for name in names], 6) or "no key that is not taken"
-
-
-def _meant(glob: str, keys: Collection[str]) -> str:
-    """Return the glob with its literal front corrected so that it matches a key; empty if there is no correction."""
-    key_list = list(islice(keys, MAX_CANDIDATES))
-    for name in dict.fromkeys(key.partition(".")[0] for key in key_list):
-        if any(fnmatchcase(key, f"{name}.{glob}") for key in key_list):
-            return f"{name}.{glob}"
-    if any(fnmatchcase(key, f"{glob}.*") for key in key_list):
-        return f"{glob}.*"
-    front = glob[: min((at for letter in "*?[" if (at := glob.find(letter)) >= 0), default=len(glob))]
-    remainder = glob.removeprefix(front)
-    fronts = _all_fronts(key_list)
-    name, _, tail = front.partition(".")
-    near = [other for other in fronts if tail and other.startswith(f"{name}.") and other.endswith(f".{tail}")]
-    alike = [other for other in (*fronts, *key_list) if other.count(".") == front.count(".")]
-    near += difflib.get_close_matches(front, alike, n=1, cutoff=0.6)
-    return next(
-        (other + remainder for other in near if any(fnmatchcase(key, other + remainder) for key in key_list)), ""
-    )
-
-
-def _such_as(keys: Collection[str]) -> str:
-    return f"; they look like {next(iter(keys))!r}" if keys else "; it has none"

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
-from dcp_plugin.errors import SaveFailed, some
-from dcp_plugin.format import PACKED, Files
+from dcp_plugin.errors import CheckpointError, SaveFailed, some
+from dcp_plugin.format import PACKED, SUMMARY, Files, read
 from dcp_plugin.format import uncommitted_reason as reason_in
+from dcp_plugin.format.summary import MAX_SIZE, OtherFormat, Summary
 from dcp_plugin.paths import ObjectPath, Where
 
 P = TypeVar("P", Path, ObjectPath)
@@ -642,6 +643,24 @@ def unpacked(files: Readable) -> Readable:
     from dcp_plugin.media.packed import packed_view  # needed for object stores, and for copies of their checkpoints
 
     return packed_view(files, names)
+
+
+def other_format_at(path: Where) -> OtherFormat | None:
+    """Return the error of a read of ``path`` if another version of this package saved the checkpoint there."""
+    try:
+        files = unpacked(medium_of(path).open(path))
+        Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{path}/{SUMMARY}")
+    except OtherFormat as error:
+        return error
+    except (CheckpointError, OSError):
+        pass
+    return None
+
+
+def refuse_to_replace_other_format(path: Where) -> None:
+    """Refuse to replace a checkpoint of another version of this package. Raises SaveFailed."""
+    if error := other_format_at(path):
+        raise SaveFailed(f"cannot replace {path}: {error} Choose a new name, or move that checkpoint away.") from error
 
 
 def uncommitted_reason(path: Where, medium: Medium | None = None) -> str:

@@ -23,7 +23,7 @@ from dcp_plugin.errors import (
     warn,
 )
 from dcp_plugin.format import SUMMARY, exists
-from dcp_plugin.format.summary import NewerFormat
+from dcp_plugin.format.summary import OtherFormat
 from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public
 from dcp_plugin.runs.foreign import RESUMABLE, Saved
@@ -64,8 +64,8 @@ def latest(
 
     Raises:
         CheckpointUnreadable: ``root`` cannot be read; or an entry below it cannot, and no complete checkpoint is in the
-            same directory as that entry or above it. Transient errors are raised after 10 s. Or a newer version of this
-            package has saved the newest checkpoint.
+            same directory as that entry or above it. Transient errors are raised after 10 s. Or another version of
+            this package has saved the newest checkpoint, in a format that this one does not read.
 
     Example:
         >>> import dcp_plugin
@@ -92,12 +92,12 @@ def _damage_of(path: Where) -> str:
 
     Raises:
         CheckpointNotFound: The path does not exist, or another process deleted it during the check.
-        NewerFormat: A newer version of this package saved it, and is needed to load it.
+        OtherFormat: Another version of this package saved it, and is needed to load it.
         CheckpointUnreadable: The file system fails to read it.
     """
     try:
         check_complete(path)
-    except NewerFormat as error:
+    except OtherFormat as error:
         error.add_note("To go on from an older checkpoint all the same, name it: resume=PATH.")
         raise
     except (CheckpointNotFound, CheckpointUnreadable):
@@ -192,14 +192,14 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
         The result, None if ``examine`` accepts no path; and the errors.
 
     Raises:
-        NewerFormat: Raised by ``examine``: a run must not resume from an older checkpoint.
+        OtherFormat: Raised by ``examine``: a run must not resume from an older checkpoint.
     """
     refused: list[CheckpointError] = []
     patience = Patience()
     for path in paths:
         try:
             return patience.read(functools.partial(examine, path)), refused
-        except NewerFormat:
+        except OtherFormat:
             raise
         except CheckpointError as error:
             refused.append(error)
@@ -292,7 +292,7 @@ def newest_among(
         except CheckpointNotFound:  # deleted after the scan; the scan may have missed its successor
             complete = False
             continue
-        except NewerFormat:  # a run must not resume from an older checkpoint
+        except OtherFormat:  # a run must not resume from an older checkpoint
             raise
         except CheckpointUnreadable as error:
             unreadable[candidate.path] = error

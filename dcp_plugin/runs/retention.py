@@ -18,7 +18,17 @@ from typing import Any
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, SaveFailed, warn_once
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, snapshot, uncommitted_reason, unpacked
+from dcp_plugin.media import (
+    Listed,
+    Medium,
+    is_workspace,
+    medium_of,
+    other_format_at,
+    refuse_to_replace_other_format,
+    snapshot,
+    uncommitted_reason,
+    unpacked,
+)
 from dcp_plugin.media.packed import may_have_base, time_from_names
 from dcp_plugin.paths import PathLike, Where, as_path, is_link, resolved
 from dcp_plugin.retention import Retention
@@ -83,7 +93,8 @@ def remove(path: PathLike) -> None:
     or if an unreadable entry may need it as its base.
 
     Raises:
-        CheckpointError: The path is no checkpoint; or the file system failed, and the checkpoint is unchanged.
+        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
+            failed. The checkpoint is unchanged.
     """
     path = as_path(path)
     try:
@@ -104,7 +115,8 @@ def delete(path: Where) -> None:
     Unlike :func:`remove`, it does not ask whether another checkpoint needs this one as its base.
 
     Raises:
-        CheckpointError: The path is no checkpoint, or the file system failed.
+        CheckpointError: The path is no checkpoint, or one of another version of this package; or the file system
+            failed.
         CheckpointUnreadable: The file system fails to read it.
     """
     refuse_other_things(path)
@@ -112,12 +124,14 @@ def delete(path: Where) -> None:
 
 
 def refuse_other_things(path: Where) -> None:
-    """Refuse to delete a path that is no checkpoint. Raise the errors of :func:`delete`."""
+    """Refuse to delete a path that is no checkpoint, or one of another version. Raise the errors of :func:`delete`."""
     if _is_other_thing(path):
         raise CheckpointError(
             f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
             f"those below a directory."
         )
+    if error := other_format_at(path):
+        raise CheckpointError(f"{path} is not deleted: {error}") from error
 
 
 def _is_other_thing(path: Where) -> bool:
@@ -145,7 +159,8 @@ def link(path: PathLike, target: PathLike) -> None:
 
     Raises:
         SaveFailed: ``path`` is the base of another checkpoint.
-        CheckpointError: ``path`` is no checkpoint, or the file system failed; ``path`` is unchanged.
+        CheckpointError: ``path`` is no checkpoint, or one of another version of this package; or the file system
+            failed. ``path`` is unchanged.
     """
     where = as_path(path)
     if not is_link(where):
@@ -153,6 +168,7 @@ def link(path: PathLike, target: PathLike) -> None:
             raise CheckpointError(
                 f"{where} is no checkpoint, and stays as it is: a link to {target} may not replace it. Move it away."
             )
+        refuse_to_replace_other_format(where)
         refuse_to_replace_a_base(where)
     medium_of(where).link(where, as_path(target))
 

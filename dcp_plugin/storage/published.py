@@ -183,12 +183,12 @@ def _is_of_save(files: Files, name: str, summary: Summary) -> bool:
     """Return whether a ``.metadata`` is of the save of the summary."""
     with opened(files, name) as file:
         file.seek(max(0, files.size(name) - _END))
-        return summary.save_id.encode() in file.read()  # earlier versions have an empty id, which is in any file
+        return summary.save_id.encode() in file.read()
 
 
 def _check_views(files: Files, summary: Summary) -> None:
     """Check that the views are of this save. Accelerate without this package overwrites only the views."""
-    for name in summary.attached if summary.save_id else ():
+    for name in summary.attached:
         view = f"{name}/{METADATA}"
         if exists(files, view) and not _is_of_save(files, view, summary):
             raise CheckpointCorrupt(
@@ -227,8 +227,6 @@ def check_metadata(files: Readable, summary: Summary) -> None:
         CheckpointCorrupt: It is another one.
         CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
     """
-    if not summary.metadata_sha256:  # an earlier version made the checkpoint
-        return
     try:
         with opened(files, METADATA) as file:
             digest = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
@@ -279,7 +277,7 @@ def check_own_files(files: Readable, summary: Summary) -> None:
 
     Raises:
         CheckpointCorrupt: A check failed; the message names the file.
-        NewerFormat: The index is of a later version.
+        OtherFormat: The index is of another version.
     """
     path, data = f"{files.where}/{INDEX}", read(files, INDEX)
     is_saved_one = fingerprint(data) == summary.index_sha256

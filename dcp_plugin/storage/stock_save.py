@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed, refuse_other_systems
 from dcp_plugin.format import stock_objects
 from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.derived_index import index_of
@@ -277,6 +277,7 @@ class ShardedWriter(StorageWriter):
         layouts: Sequence[str] = (),
         storage_options: StorageOptions | None = None,
     ) -> None:
+        refuse_other_systems()
         self.overwrite = overwrite
         self.bytes_written = 0
         """Bytes of this rank's data files."""

@@ -99,7 +99,7 @@ class ItemsCheck(FileCheck):
             if item.end == end:
                 if not item.is_intact():
                     self.faults.append(f"{item.label}: a checksum differs; the bytes are not those that were saved")
-                self._item, self._gap_begin = None, end
+                self._item = None
 
     def _next_item(self) -> _ItemCheck | None:
         """Return the check of the item at the position; None if no item begins there."""
@@ -276,8 +276,7 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
     """Read all data files of a checkpoint and its base, and the extra files of the save. Return the faults.
 
-    The files of other tools have no hashes, and are only read. The bytes outside of the items of a base, and its
-    extra files, are not checked.
+    The files of other tools have no hashes, and are only read. The extra files of a base are not checked.
 
     Args:
         passed: Function called with the number of bytes of each piece of a data file.
@@ -294,15 +293,13 @@ def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int]
                     passed(len(piece))
                     if stopped.is_set():
                         return check.faults
-                if name not in in_base:
-                    check.finish()
+                check.finish()
         except (OSError, SourceError) as error:
             reason = error.error if isinstance(error, SourceError) else error
             check.faults.append(f"{files.where}: {name} cannot be read{check.unread()}: {reason.strerror}")
         return check.faults
 
     stopped = threading.Event()
-    in_base = {name for name in index.files if opened.base and name.startswith(f"{opened.base.files.where}/")}
     piece = READ_PIECE if files.cost.at_once == 1 else PIECE  # a request to a store costs more than the smaller memory
     with (
         PipelinedCopy(at_once, files.cost.at_once, piece) as stream,

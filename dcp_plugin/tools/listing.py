@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
-from dcp_plugin.format.summary import Base, NewerFormat, Summary
+from dcp_plugin.format.summary import Base, OtherFormat, Summary
 from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
@@ -37,10 +37,10 @@ class ListedCheckpoint:
     """A checkpoint, complete or not, in the result of :func:`list_runs`."""
 
     path: Where
-    state: Literal["whole", "torn", "damaged", "newer format", "foreign"]
+    state: Literal["whole", "torn", "damaged", "other format", "foreign"]
     """``"whole"``: of this package, with all its files. ``"torn"``: its save or a copy was interrupted, or is in
-    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"newer format"``: a newer version of
-    this package saved it. ``"foreign"``: another tool's."""
+    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"other format"``: another version
+    of this package saved it, in a format that this one does not read. ``"foreign"``: another tool's."""
     reason: str
     """The reason why the checkpoint is torn or damaged, or cannot be read or resumed from; else empty."""
     format: str
@@ -143,7 +143,7 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
     runs = [_run(folder, members) for folder, members in folders.items()]
     failures = {look.listed.path: look.failure for look in looks if look.failure is not None}
     warn_of_unreadable(
-        scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, NewerFormat)}
+        scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, OtherFormat)}
     )
     unreadable = {*scan.unreadable, *failures}
     return Found(runs, {look.listed.path: look.bases for look in looks if look.bases}, unreadable, scan)
@@ -187,9 +187,9 @@ class _Looked:
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
-    usable = [member.found for member in members if member.listed.state in ("whole", "foreign", "newer format")]
+    usable = [member.found for member in members if member.listed.state in ("whole", "foreign", "other format")]
     newest: Where | None = None
-    with suppress(NewerFormat):  # an automatic resume does not fall back to an older checkpoint
+    with suppress(OtherFormat):  # an automatic resume does not fall back to an older checkpoint
         newest = newest_among(usable)[0].path
     listed = [member.in_run(newest) for member in members]
     return Run(folder, listed, Usage.of_all(member.usage for member in members).nbytes)
@@ -218,7 +218,7 @@ def _look(checkpoint: CheckpointState | Saved, medium: Medium, patience: Patienc
         return _Looked(_entry(checkpoint, "damaged", str(failure)), checkpoint, failure=failure)
 
 
-_State = Literal["whole", "torn", "damaged", "newer format", "foreign"]
+_State = Literal["whole", "torn", "damaged", "other format", "foreign"]
 
 
 def _entry(checkpoint: CheckpointState, state: _State, reason: str = "", tool: str = OURS) -> ListedCheckpoint:
@@ -268,7 +268,7 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
                 raise FileNotFoundError(f"{checkpoint.path} was replaced") from error
             if may_pass(error):
                 raise
-            state = "newer format" if isinstance(error, NewerFormat) else "damaged"
+            state = "other format" if isinstance(error, OtherFormat) else "damaged"
             reason = str(error).removeprefix(f"{checkpoint.path}: ")
             failure = error if isinstance(error, CheckpointUnreadable) else None
     tool = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK

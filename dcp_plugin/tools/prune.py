@@ -257,7 +257,7 @@ def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where, in_
 def _why_no_rule_judges(listed: ListedCheckpoint) -> str:
     if listed.state == "damaged" and listed.format == OURS:
         return f"damaged: {listed.reason}"
-    if listed.state == "newer format":
+    if listed.state == "other format":
         return listed.reason
     if listed.state == "whole" and listed.tier == "durable":
         return f"a part of {listed.path.parent}, which no rule judges"

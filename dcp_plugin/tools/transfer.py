@@ -157,14 +157,9 @@ def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stor
     else:
         tokens = {packed.token_in(name) for name in opened.index.files}
         token = tokens.pop() if len(tokens) == 1 else ""
-        token = token or packed.new_token(summary.time, _identity(summary).encode())
+        token = token or packed.new_token(summary.time, summary.save_id.encode())
     left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(outside)]
     return Source(path, files, sizes, token, opened, left_out=tuple(left_out))
-
-
-def _identity(summary: Summary) -> str:
-    """Return a text that all copies of a save have in common."""
-    return summary.save_id or summary.index_sha256
 
 
 def _token_of(files: Readable, sizes: Mapping[str, int]) -> str:
@@ -184,7 +179,7 @@ def is_same(source: Source, target: Source) -> bool:
 
 def are_of_one_save(first: Summary | None, second: Summary | None) -> bool:
     """Return whether two checkpoints of this package are of the same save, by their summaries; None is no summary."""
-    return first is not None and second is not None and _identity(first) == _identity(second)
+    return first is not None and second is not None and first.save_id == second.save_id
 
 
 def _same_bytes(files: Readable, name: str, other_files: Readable, other_name: str) -> bool:
@@ -283,8 +278,6 @@ class Transfer:
             for name in (*tables, *views):
                 self._add(name, Outcome("copied"))
                 self.state.count.add(source.sizes[name])
-            if source.summary is not None and not source.summary.metadata_sha256:
-                self.state.unverified.append(f"{source.path}/{METADATA}")
         except BaseException as error:
             failure, keep = self._failure(error)
             if reservation is not None:  # the medium ignores a published reservation
@@ -316,7 +309,7 @@ class Transfer:
         if summary is None:
             return {name: self._read(name) for name in self.place.published_last(source.sizes)}, {}
         index_bytes, metadata, summary_bytes = read(files, INDEX), read(files, METADATA), read(files, SUMMARY)
-        hashes = fingerprint(index_bytes), fingerprint(metadata) if summary.metadata_sha256 else ""
+        hashes = fingerprint(index_bytes), fingerprint(metadata)
         if hashes != (summary.index_sha256, summary.metadata_sha256):
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
         is_renamed = any(old != new for old, new in self._new_names.items())
@@ -328,7 +321,7 @@ class Transfer:
         index.rename_files(self._new_names.__getitem__)
         index.extra_files |= {name: hash_of(data) for name, data in views.items() if name in index.extra_files}
         index_bytes = index_file.encode_alike(index)
-        metadata = with_renamed_files(metadata, self._new_names, f"{files.where}/{METADATA}")
+        metadata = with_renamed_files(metadata, self._new_names)
         changed = json_object(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
@@ -343,7 +336,7 @@ class Transfer:
     def _renamed_views(self, summary: Summary) -> dict[str, bytes]:
         """Return the tables of contents that name the data files for other readers, with the new names."""
         files, views = self.source.files, {}
-        for name in (f"{folder}/{METADATA}" for folder in summary.attached if summary.save_id):
+        for name in (f"{folder}/{METADATA}" for folder in summary.attached):
             if name not in self.source.sizes:
                 continue
             data = read(files, name)
@@ -353,7 +346,7 @@ class Transfer:
                 names = {
                     f"../{old}": f"../{new}" for old, new in self._new_names.items() if f"../{old}".encode() in data
                 }
-                views[name] = with_renamed_files(data, names, f"{files.where}/{name}")
+                views[name] = with_renamed_files(data, names)
         return views
 
     def _base_at_target(self) -> dict[str, str] | None:

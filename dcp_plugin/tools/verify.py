@@ -59,9 +59,9 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
-    The tensors that only a base has are read as well. In a checkpoint of this package, every byte of every file of the
-    save is read, including the bytes between items, the tables of contents for other tools, and the files that a
-    framework added. Files that were added to the directory after the save are not read.
+    The tensors that only a base has are read as well. In a checkpoint of this package, the tables of contents for
+    other tools and the files that a framework added are compared, too. Items that only earlier checkpoints used, in a
+    linked file, are not, and files that were added to the directory after the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.

@@ -1,9 +1,9 @@
 """Damage to the files of checkpoints: flipped bits, files cut, longer, swapped or of another save, zeroed blocks.
 
-Every file of a save is ours, also what a framework put beside: whatever is done to one, ``verify`` does not say intact,
-``load`` raises an error of ours or gives the right bytes, and ``latest`` raises nothing, and passes over a checkpoint
-whose table of contents or summary is damaged. What stock reads of a damaged
-checkpoint is stock's: it has no checksums.
+Every file of a save is ours, also what a framework put beside: whatever is done to one, but for items in a linked file
+that its checkpoint does not have, ``verify`` does not say intact, ``load`` raises an error of ours or gives the right
+bytes, and ``latest`` raises nothing, and passes over a checkpoint whose table of contents or summary is damaged. What
+stock reads of a damaged checkpoint is stock's: it has no checksums.
 
 ``python -m tests.faults flips`` does this many times and prints what was noticed, by checkpoint, file and damage.
 """

@@ -42,7 +42,7 @@ from safetensors.torch import save as save_tensors
 from torch.distributed.checkpoint import metadata as stock_metadata
 
 import dcp_plugin as dcp
-from dcp_plugin.format.summary import NewerFormat, with_hash
+from dcp_plugin.format.summary import OtherFormat, with_hash
 from tests.faults.campaign import Campaign, Parts
 from tests.faults.victims import Victims
 from tests.forge import change_summary
@@ -372,7 +372,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "again": _again,
 }
 _NEVER_RAISE = ("latest", "list")
-"""Except that ``latest`` refuses to pass over the checkpoint of a newer version: a start would replace it."""
+"""Except that ``latest`` refuses to pass over the checkpoint of another version: a start would replace it."""
 
 
 def look(path: Path, size: int) -> tuple[list[str], list[str]]:
@@ -398,7 +398,7 @@ def look(path: Path, size: int) -> tuple[list[str], list[str]]:
                 way(target)
             except dcp.CheckpointError as error:
                 end = type(error).__name__
-                if name in _NEVER_RAISE and not (name == "latest" and isinstance(error, NewerFormat)):
+                if name in _NEVER_RAISE and not (name == "latest" and isinstance(error, OtherFormat)):
                     wrong.append(f"{name} raises {error!r}")
             except BaseException as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]

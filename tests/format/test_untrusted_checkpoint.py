@@ -156,7 +156,7 @@ FORGERIES = {
     "columns of different length": (_drop("ndim"), "differ in length"),
     "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
     "a future format": (_about("format_version", "3", "9"), "Upgrade"),
-    "a former format": (_about("format_version", "3", "1"), "as a stock one"),
+    "a former format": (_about("format_version", "3", "1"), "Stock's torch.distributed.checkpoint.load"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
@@ -208,11 +208,12 @@ def test_junk_in_place_of_any_file_of_ours_is_corrupt_and_nothing_else(tmp_path:
             dcp.load({"a": torch.zeros(4)}, path)
 
 
-def test_every_single_flipped_byte_of_the_data_is_found_by_verify(tmp_path: Path) -> None:
+def test_every_single_flipped_byte_of_an_item_is_found_by_verify(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(100), "n": {"x": 1}}, tmp_path / "ck")
+    items = dcp.ShardedReader(tmp_path / "ck").index.columns["place"][:, :2].tolist()
     file = next((tmp_path / "ck").glob("*.distcp"))
     good = file.read_bytes()
-    for position in [*range(0, len(good), 13), len(good) - 1]:
+    for position in [at for begin, length in items for at in (*range(begin, begin + length, 13), begin + length - 1)]:
         bad = bytearray(good)
         bad[position] ^= 0x10
         file.write_bytes(bad)

@@ -371,8 +371,7 @@ def test_a_wrong_prefix_is_told_with_the_one_that_fits(tmp_path: Path) -> None:
 
     assert said({"model.backbone.": "model.enc."}) == (
         "CKPT does not fit the state: no key of the checkpoint starts with 'model.enc.', as rename={'model.backbone.': "
-        "'model.enc.'} requires; it has 'model.encoder.', 'model.lm_head.'. rename={'model.backbone.': "
-        "'model.encoder.'} would find all of them."
+        "'model.enc.'} requires. rename={'model.backbone.': 'model.encoder.'} would find all of them."
     )
     assert (
         "rename has 'backbone.', which no key of the target starts with or matches: did you mean 'model.backbone.'?"
@@ -391,7 +390,7 @@ def test_a_wrong_prefix_is_told_with_the_one_that_fits(tmp_path: Path) -> None:
 def test_a_rename_that_was_not_needed_is_told(pretrained: Any) -> None:
     path, _, _ = pretrained
     said = _message({"model": Net()}, path, PartialLoad(rename={"model.": "modl."}))
-    assert said.endswith("it has 'model.', 'optim.', 'extra.'. rename={'model.': 'model.'} would find all of them.")
+    assert said.endswith("requires. rename={'model.': 'model.'} would find all of them.")
 
 
 @pytest.mark.parametrize(
@@ -399,12 +398,6 @@ def test_a_rename_that_was_not_needed_is_told(pretrained: Any) -> None:
     [
         ("pretrain.*", "did you mean 'model.pretrain.*'?"),
         ("model.pretrian.*", "did you mean 'model.pretrain.*'?"),
-        ("model.inp.*", "did you mean 'model.pretrain.inp.*'?"),
-        ("model.pretrain.inp", "did you mean 'model.pretrain.inp.*'?"),
-        (
-            "optim.state.*",
-            "it matches keys of the checkpoint, but globs must match names in the target; they look like",
-        ),
         ("*.nothing", "they look like 'model.pretrain.steps'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
 from dcp_plugin.format import index_file
@@ -37,7 +39,7 @@ from tests.launch import on_ranks
 from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.objects import attack
-from tests.places import delete_file, is_tidy, names_in, stock_writer
+from tests.places import bytes_in, delete_file, is_tidy, names_in, stock_writer
 
 
 def _save(path: Any, n: int, **options: object) -> Any:
@@ -304,26 +306,31 @@ def test_one_warning_names_all_that_other_tools_have_saved(tmp_path: Path, caplo
     assert "a.pt" in said and "b.pt" in said
 
 
+STOCK_READS_IT = "Nothing is damaged. Stock's torch.distributed.checkpoint.load reads the checkpoint."
+
+
+@pytest.mark.parametrize(("version", "way"), [(9, f"{STOCK_READS_IT} Upgrade: pip install"), (1, STOCK_READS_IT)])
 @pytest.mark.parametrize("file", ["dcp_plugin.json", "dcp_plugin.index"])
-def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
-    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+def test_no_resume_goes_back_behind_a_checkpoint_of_another_version(
+    tmp_path: Path, file: str, version: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = _save(tmp_path / "step-1", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(index_file, "INDEX_VERSION", 9 if file == "dcp_plugin.index" else index_file.INDEX_VERSION)
+        used = version if file == "dcp_plugin.index" else index_file.INDEX_VERSION
+        patched.setattr(index_file, "INDEX_VERSION", used)
         newer = _save(tmp_path / "step-2", 2)
     if file == "dcp_plugin.json":
-        change_summary(newer, format_version=9, versions={"dcp_plugin": "4.2"})
+        change_summary(newer, format_version=version, versions={"dcp_plugin": "4.2"})
     for look in (
         lambda: dcp.resolve_resume("auto", tmp_path),
         lambda: dcp.resume_or_init({"n": 0}, tmp_path, resume="must"),
         lambda: dcp.latest(tmp_path),
         lambda: dcp.load({"n": 0}, newer),
     ):
-        with pytest.raises(dcp.CheckpointUnreadable, match=rf"{newer}/{file} is of format version 9.*pip install"):
+        with pytest.raises(dcp.CheckpointUnreadable, match=rf"{newer}/{file} is of format version {version}.*{way}"):
             look()
     (run,) = dcp.tools.list_runs(tmp_path)
-    assert [(one.path, one.state) for one in run.checkpoints] == [(older, "whole"), (newer, "newer format")]
+    assert [(one.path, one.state) for one in run.checkpoints] == [(older, "whole"), (newer, "other format")]
     assert run.resumes is None
     assert dcp.prune(tmp_path, keep_last=1, damaged=True, dry_run=True).checkpoints[1].deleted is False
     assert dcp.resolve_resume(older, tmp_path) == older
@@ -331,8 +338,61 @@ def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
     assert dcp.resolve_resume("auto", tmp_path) == newest
 
 
+def _without_hash(checkpoint: Path) -> None:
+    """As versions 1 and 2 wrote the summary."""
+    summary = json.loads((checkpoint / "dcp_plugin.json").read_text())
+    del summary["sha256"]
+    (checkpoint / "dcp_plugin.json").write_text(json.dumps(summary | {"format_version": 2}))
+
+
+AGE = {
+    "newer": lambda checkpoint: change_summary(checkpoint, format_version=9),
+    "older": lambda checkpoint: change_summary(checkpoint, format_version=1),
+    "older, without a hash": _without_hash,
+}
+
+
+@pytest.mark.parametrize("age", AGE)
+def test_a_checkpoint_of_another_version_is_not_quarantined_deleted_or_replaced(tmp_path: Path, age: str) -> None:
+    other = tmp_path / "step-1"
+    dcp.save({"w": torch.ones(3)}, other, step=1)
+    AGE[age](other)
+    before = bytes_in(other)
+    with pytest.raises(dcp.CheckpointUnreadable, match=STOCK_READS_IT):
+        dcp.resume_or_init({"w": torch.zeros(3)}, tmp_path)
+    for replace in (
+        lambda: _save(other, 2),
+        lambda: stock.save({"n": 2}, storage_writer=dcp.ShardedWriter(other), planner=dcp.ShardedSavePlanner()),
+        lambda: dcp.Checkpointer().remove(other),
+        lambda: retention.link(other, tmp_path / "step-2"),
+    ):
+        with pytest.raises((dcp.CheckpointError, CheckpointException), match=STOCK_READS_IT):
+            replace()
+    with dcp.Checkpointer(keep_last=1) as ours:
+        for step in (2, 3):
+            ours.save({"n": step}, tmp_path / f"step-{step}", step=step)
+    assert dcp.prune(tmp_path, keep_last=1, damaged=True).checkpoints[0].deleted is False
+    assert names_in(tmp_path) == ["step-1", "step-3"]
+    assert bytes_in(other) == before
+    state = {"w": torch.zeros(3)}
+    stock.load(state, checkpoint_id=other)
+    assert state["w"].tolist() == [1, 1, 1]
+
+
+def test_wherever_it_is_a_checkpoint_of_another_version_is_not_replaced(
+    place: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "Summary", functools.partial(Summary, format_version=9))
+        dcp.save({"n": 1}, place / "step-1", step=1)
+    with pytest.raises(dcp.SaveFailed, match=rf"cannot replace {place}/step-1: .*is of format version 9"):
+        dcp.save({"n": 2}, place / "step-1", step=2)
+    with pytest.raises(dcp.CheckpointError, match=r"is not deleted: .*is of format version 9"):
+        dcp.Checkpointer().remove(place / "step-1")
+
+
 @on_ranks(2)
-def test_all_ranks_refuse_a_checkpoint_of_a_newer_version_alike(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_checkpoint_of_another_version_alike(tmp_path: Path) -> None:
     newer = _save(tmp_path / "step-1", 1)
     if dist.get_rank() == 0:
         change_summary(newer, format_version=9)

@@ -6,7 +6,6 @@ damage, and is said to be.
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -21,10 +20,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 import dcp_plugin as dcp
 from dcp_plugin.checkpointer import Internals
-from dcp_plugin.format import index_file
-from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import encode
-from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.integration.files import is_of_stock_lightning
 from tests.compare import assert_same, full_state
 from tests.damage import flip_byte
@@ -296,61 +291,18 @@ def test_the_way_out_that_the_error_names_leads_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 2], ids=["shorter", "longer"])
-def test_in_the_middle_of_a_save_by_stock_ours_is_damaged_or_untouched(tmp_path: Path, scale: int) -> None:
-    """It is complete until stock has written its ``.metadata``. Only files of an earlier version have stock's names."""
+def test_in_the_middle_of_a_save_by_stock_ours_is_untouched(tmp_path: Path, scale: int) -> None:
+    """It is complete until stock has written its ``.metadata``: none of its files has a name of stock's."""
     theirs = {key: value.repeat(scale) for key, value in _tensors(7).items()}
     stock.save({"t": theirs}, checkpoint_id=tmp_path / "stock")
     data = (tmp_path / "stock" / "__0_0.distcp").read_bytes()
     shutil.rmtree(tmp_path / "stock")
-    for name in ("earlier", "True", "False"):
+    for name in ("True", "False"):
         path = tmp_path / name
         dcp.save({"t": _tensors(1)}, path, io={"threads": 1}, reuse=name == "True")
-        if name == "earlier":
-            _as_an_earlier_version_saved_it(path)
         (path / "__0_0.distcp").write_bytes(data)
-    assert_same(_loaded(tmp_path / "True"), _tensors(1))
-    assert_same(_loaded(tmp_path / "False"), _tensors(1))
-    with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_0\.distcp (is truncated|has \d+ bytes, and had)"):
-        _loaded(tmp_path / "earlier")
+        assert_same(_loaded(path), _tensors(1))
     assert dcp.latest(tmp_path) == tmp_path / "False"
-
-
-# What earlier versions saved
-
-
-def _as_an_earlier_version_saved_it(path: Path) -> None:
-    """Data files with stock's names, no save's id, and a summary that says nothing of ``.metadata``."""
-    index = dcp.ShardedReader(path).index
-    names = {name: name.partition("-")[0] + ".distcp" for name in index.files}
-    renamed = CheckpointIndex(index.table, index.columns, {names[name]: size for name, size in index.files.items()})
-    for name, earlier in names.items():
-        (path / name).rename(path / earlier)
-    encoded = index_file.encode(renamed)
-    (path / "dcp_plugin.index").write_bytes(encoded)
-    (path / ".metadata").write_bytes(encode(renamed, StorageMeta(checkpoint_id=str(path))))
-    summary = json.loads((path / "dcp_plugin.json").read_text())
-    del summary["metadata_sha256"], summary["save_id"], summary["sha256"]
-    summary |= {"index_sha256": fingerprint(encoded), "format_version": 2}
-    (path / "dcp_plugin.json").write_text(json.dumps(summary))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read_and_linked_under_a_name_that_stock_does_not_write(
-    tmp_path: Path,
-) -> None:
-    model, optimizer = build()
-    dcp.save({"model": model, "optim": optimizer}, tmp_path / "0", step=5)
-    _as_an_earlier_version_saved_it(tmp_path / "0")
-    assert dcp.verify(tmp_path / "0").ok and not dcp.verify(tmp_path / "0").unverified
-    assert dcp.list_checkpoints(tmp_path)[0].step == 5
-    other, fresh = build(seed=1)
-    ours = dcp.Checkpointer()
-    ours.load({"model": other, "optim": fresh}, tmp_path / "0")
-    assert_same(other.state_dict(), model.state_dict())
-    with finished_saves() as events:
-        ours.save({"model": other, "optim": fresh}, tmp_path / "1", step=6)
-    assert events[0].bytes_reused > 0
-    assert all("-" in name for name in _linked(tmp_path / "1"))
-    assert dcp.verify(tmp_path / "1").ok
 
 
 def test_what_another_tool_saves_over_a_view_of_ours_is_told(tmp_path: Path) -> None:

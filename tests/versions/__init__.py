@@ -1,7 +1,8 @@
 """Checkpoints that several versions of torch have written, stock DCP and we on each: ``WRITER-VERSION``.
 
 ``python -m tests.versions`` writes those of the torch that is running, whichever is installed beside this package
-(``make test TORCH=2.15.0`` makes an environment). A new version of torch that changes what it writes gets its own.
+(``make test TORCH=2.15.0`` makes an environment). A new version of torch that changes what it writes gets its own. Of
+the others of ours it writes the summary anew, in the format version of today: it has nothing of torch.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ from dcp_plugin.media import (
     lease,
     medium_of,
     other_things,
+    refuse_to_replace_other_format,
     refuse_workspace,
     workspace_of,
     workspaces_of,
@@ -481,6 +482,8 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
         )
     if (names := _names_in(final)) and not (layout.has_traces(names) or among_other_files):
         raise other_things(final, names)
+    if layout.METADATA in names:
+        refuse_to_replace_other_format(final)
 
 
 def _has_working_directory(path: Path) -> bool:
@@ -570,7 +573,6 @@ def _records(workspace: Path, kind: type[F]) -> Iterator[tuple[F, str]]:
 
 def _open_record(final: Path, **entries: str) -> Reservation[Path]:
     """Return a reservation with a new token and its locked record in the workspace."""
-    posix.require_locks()
     # PermissionError: another user has just made the workspace.
     return _repeated(lambda: _make_record(final, entries), FileNotFoundError, BlockingIOError, PermissionError)
 

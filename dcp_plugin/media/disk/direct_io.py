@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -180,10 +179,8 @@ class BlockFile:
         os.fsync(self._fd)
 
     def _switch(self, direct: bool) -> None:
-        import fcntl  # not on every platform; a save without it has ended before
+        import fcntl  # Windows lacks it, where programs that only read import this module
 
-        if not hasattr(os, "O_DIRECT"):  # macOS
-            raise OSError(errno.EINVAL, f"{sys.platform} has no O_DIRECT")
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
         self.direct = direct

@@ -24,10 +24,9 @@ from dcp_plugin.errors import warn_once
 from dcp_plugin.media import GONE, CannotLink, DataFile, RangedFile, Readable
 from dcp_plugin.media.disk import posix
 
-_HAS_DESCRIPTORS = {os.open, os.stat} <= os.supports_dir_fd and hasattr(os, "O_DIRECTORY")
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-_TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH: of a directory that may not be listed, too
-_MET_A_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EMLINK}  # the last one on FreeBSD
+_TO_HOLD = getattr(os, "O_PATH", 0) | _DIRECTORY  # O_PATH, which is Linux's alone: of a directory not to be listed, too
+_MET_A_LINK = {errno.ELOOP, errno.ENOTDIR}
 _MOST_PINNED = 256
 """Files that are pinned at the same time. A process may often have no more than 1024."""
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
@@ -41,7 +40,7 @@ class LocalFile(RangedFile):
         self.is_outside = is_outside
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return posix.read_at(self.fileno(), memory, offset)
+        return os.preadv(self.fileno(), memory, offset)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: the system reads ahead."""
@@ -96,8 +95,6 @@ class LocalFiles(Readable):
 
     def _open_below(self, parts: Sequence[str]) -> FileIO | None:
         """Open a file without following a link below the directory. Return None if a link is in the way."""
-        if not _HAS_DESCRIPTORS:  # Windows
-            return posix.open_regular(self.directory.joinpath(*parts))
         try:
             with ExitStack() as stack:
                 path, relative_to = self._at(parts[0])
@@ -143,8 +140,7 @@ class PinnedFiles(LocalFiles):
         self._pinned: dict[str, LocalFile] = {}
         self._refused: OSError | None = None
         try:
-            if _HAS_DESCRIPTORS:
-                self._descriptor = os.open(directory, _TO_HOLD)
+            self._descriptor = os.open(directory, _TO_HOLD)
         except OSError as error:
             self._refused = error
         self._identity: tuple[int, int] | None = None
@@ -154,12 +150,10 @@ class PinnedFiles(LocalFiles):
     def _at(self, name: str) -> tuple[Path | str, int | None]:
         if self._refused is not None:
             raise type(self._refused)(*self._refused.args, str(self.directory))
-        return super()._at(name) if self._descriptor is None else (name or ".", self._descriptor)
+        return name or ".", self._descriptor
 
     def names(self) -> list[str]:
         path, relative_to = self._at("")
-        if relative_to is None:
-            return super().names()
         listing = os.open(path, os.O_RDONLY | _DIRECTORY, dir_fd=relative_to)  # with a position of its own
         try:
             return _names_in(listing, self.directory)
@@ -264,7 +258,7 @@ def _reflink(source: Path, target: Path) -> bool:
 
     An ordinary copy, by the kernel too, saves nothing: it reads and writes bytes that are in memory already.
     """
-    import fcntl  # not on every platform; a save without it has ended before
+    import fcntl  # Windows lacks it, where programs that only read import this module
 
     try:
         with open(source, "rb") as original, open(target, "xb") as copy:

@@ -16,26 +16,18 @@ import io
 import os
 import shutil
 import stat
-import sys
 import tempfile
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from dcp_plugin.errors import SaveFailed
 from dcp_plugin.interrupts import interrupts_held
-from dcp_plugin.media import scatter
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _IN_MEMORY = {0x01021994, 0x858458F6}  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _AT_FDCWD = -100
-_SEEKING = threading.Lock()
-_READ_AT_ONCE = 8 << 20
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 """Errors of a rename, but not of an exchange: some FUSE file systems perform a rename instead."""
@@ -66,7 +58,9 @@ def make_directories(path: Path) -> None:
         sync_directory(created.parent)
 
 
+# Windows lacks these flags. Programs that only read from a store import this module there, too.
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_OWN = getattr(os, "O_NONBLOCK", 0) | NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: Path | str, directory: int | None = None, further_flags: int = 0) -> io.FileIO:
@@ -76,15 +70,12 @@ def open_regular(path: Path | str, directory: int | None = None, further_flags: 
         directory: The descriptor of the directory that a relative path is relative to.
         further_flags: Of ``os.open``.
     """
-    further_flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
+    further_flags |= os.O_NONBLOCK | os.O_NOCTTY
     file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | further_flags, dir_fd=directory))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return file
-
-
-_OWN = getattr(os, "O_NONBLOCK", 0) | NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
 
 
 class Folder:
@@ -100,7 +91,7 @@ class Folder:
 
     def __init__(self, path: Path, within: Folder | None = None) -> None:
         self.path, self.descriptor = path, -1
-        flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _OWN
+        flags = os.O_RDONLY | os.O_DIRECTORY | _OWN
         try:
             self.descriptor = (
                 os.open(path, flags) if within is None else os.open(path.name, flags, dir_fd=within.descriptor)
@@ -201,7 +192,7 @@ class OwnFolder(NamedFolder):
         try:
             mode = stat.S_IMODE(refuse_other_user(self.descriptor, path).st_mode)
             if mode & _OTHERS_WRITE:
-                with suppress(OSError, AttributeError):  # a file system without modes, or Windows
+                with suppress(OSError):  # a file system without modes
                     os.fchmod(self.descriptor, mode & ~_OTHERS_WRITE)
         except BaseException:
             self.close()
@@ -217,8 +208,6 @@ def user_in(folder: Path) -> int:
 
     This is not always the user of the process: root squash, ID maps and CIFS show another number. Raises OSError.
     """
-    if not hasattr(os, "geteuid"):  # Windows, which shows 0 for all files
-        return 0
     key = os.stat(folder).st_dev, os.geteuid()
     if key not in _users:
         try:
@@ -247,16 +236,6 @@ def why_not_own(status: os.stat_result, path: Path) -> str:
     return "" if is_own else f"it belongs to another user (uid {status.st_uid}), and stays as it is"
 
 
-def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
-    """Read as :meth:`dcp_plugin.media.RangedFile.read_into` does."""
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, memory, offset)
-    with _SEEKING:  # Windows
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, min(_READ_AT_ONCE, sum(map(len, memory))))
-    return scatter([data], memory)
-
-
 def sync_tree(directory: Path, but: str) -> None:
     """Sync the files and directories below a directory, but for the files with the suffix ``but``."""
     for parent, _, names in os.walk(directory):
@@ -281,7 +260,7 @@ def preallocate(fd: int, size: int) -> None:
     do this (NFS 3, for one).
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if size and hasattr(libc, "fallocate"):
+    if size:
         arguments = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
         if libc.fallocate(*arguments) != 0 and ctypes.get_errno() not in _UNSUPPORTED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -302,27 +281,21 @@ def available_memory() -> int:
 
 def is_in_memory(fd: int) -> bool:
     """Return whether a file is on a file system in memory (tmpfs), without a device (``statfs(2)``)."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "fstatfs") or sys.platform != "linux":
-        return False
     status = (ctypes.c_long * 64)()
-    return libc.fstatfs(ctypes.c_int(fd), status) == 0 and status[0] in _IN_MEMORY
+    return ctypes.CDLL(None).fstatfs(ctypes.c_int(fd), status) == 0 and status[0] in _IN_MEMORY
 
 
 def start_writeback(fd: int, offset: int, count: int) -> None:
     """Start to write a range of a file from the page cache to the device (``sync_file_range(2)``), so that a later sync
-    is faster. Do nothing on systems without that call."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "sync_file_range"):
-        libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
+    is faster."""
+    arguments = (ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
+    ctypes.CDLL(None).sync_file_range(*arguments)
 
 
 def exchange(folder: OwnFolder, name: str, other: Path) -> bool:
     """Swap an entry and a path, both of which exist, in one step; False where kernel or file system cannot
     (``renameat2(2)``)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
     if libc.renameat2(folder.descriptor, os.fsencode(name), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
@@ -373,7 +346,7 @@ def lock(folder: Folder, name: str, create: bool) -> int | None:
     Raises:
         OSError: The file system has no locks, or the file cannot be made.
     """
-    import fcntl  # not on every platform; see require_locks
+    import fcntl  # Windows lacks it, where programs that only read import this module
 
     fd = folder.open(name, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
@@ -384,12 +357,3 @@ def lock(folder: Folder, name: str, create: bool) -> int | None:
             return None
         raise
     return fd
-
-
-def require_locks() -> None:
-    """Raise SaveFailed where the platform has no POSIX file locks."""
-    if find_spec("fcntl") is None:
-        raise SaveFailed(
-            f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
-            f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
-        )

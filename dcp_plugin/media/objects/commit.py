@@ -63,6 +63,7 @@ from dcp_plugin.media import (
     is_workspace,
     lease,
     other_things,
+    refuse_to_replace_other_format,
     refuse_workspace,
     workspace_of,
 )
@@ -289,6 +290,8 @@ def _refuse_to_replace_other_things(
     last = [name.rstrip("/").rpartition("/")[2] for name in names]
     if names and not (has_traces(last) or among_other_files):
         raise other_things(final, last)
+    if METADATA in last:
+        refuse_to_replace_other_format(final)
     if not names and (entry := client.head(final.key)) is not None and entry.size:
         first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)

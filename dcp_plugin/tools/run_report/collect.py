@@ -36,14 +36,14 @@ _STRAGGLES = 1.5
 _NO_METRICS = "No checkpoint has a metric: save(…, metrics={…}) records them; Lightning and Trainers do."
 _NO_RANKS = "The figures that are kept say nothing of single ranks."
 _NO_FIGURES = (
-    "No figures of these saves are kept beside the checkpoints: they were saved by another tool or by an earlier "
-    "version of dcp-plugin, or the folder was copied without its .dcp_plugin."
+    "No figures of these saves are kept beside the checkpoints: they were saved by another tool, or the "
+    "folder was copied without its .dcp_plugin."
 )
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save. Seconds and bytes are None for a save of another tool or of an earlier version."""
+    """One save. Seconds and bytes are None for a save of another tool."""
 
     name: str
     time: float

@@ -1,6 +1,6 @@
-"""A new training meets the journal and the keeper of another version: it publishes the saves in it, or refuses by name.
+"""A new training meets the journal and the keeper of another version: it refuses them by name.
 
-It never deletes them. The frozen journal is of commit b39dffb; other versions are a copy of this package with another
+It neither publishes nor deletes the saves in the journal. Another version is a copy of this package with another
 number.
 """
 
@@ -25,11 +25,9 @@ from dcp_plugin.keeper import client, spool
 from dcp_plugin.keeper.spool import FORMAT_VERSION, Spool
 from dcp_plugin.paths import resolved
 from tests import programs
-from tests.compare import assert_same, flat
-from tests.fixtures import FROZEN, tiers
+from tests.compare import assert_same
 from tests.limits import HANG
-from tests.object_server import Bucket
-from tests.places import bytes_in
+from tests.places import bytes_in, names_in
 
 OTHER = FORMAT_VERSION + 98
 REFUSAL = f"another version of dcp_plugin (format {OTHER}; this one has format {FORMAT_VERSION})"
@@ -50,50 +48,35 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 keeper.wait(HANG)
 
 
-def test_the_frozen_journal_is_published_or_refused_by_name(
-    memory: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The save in it goes to a bucket of a fixed name. If a change makes this fail, raise ``FORMAT_VERSION``."""
-    bucket.server.ask("PUT", tiers.BUCKET)
-    memory.mkdir(mode=0o700)
-    journal = shutil.copytree(FROZEN / "journal", memory / "b39dffb0")
-    state = {"model": {"weights": torch.zeros(1000)}, "epoch": 0}
-    start = dcp.resume_or_init(state, tiers.JOURNAL_PATH.rpartition("/")[0], async_save=True, keeper={"linger": 0.0})
-    if FORMAT_VERSION == 8:
-        assert (start.how, start.step, str(start.path)) == ("resumed", tiers.JOURNAL_STEP, tiers.JOURNAL_PATH)
-        assert_same(flat(state), flat(tiers.journal_state()))
-    else:
-        assert start.how == "fresh"
-        assert str(journal) in caplog.text
-        assert f"(format 8; this one has format {FORMAT_VERSION})" in caplog.text
-        assert bytes_in(journal) == bytes_in(FROZEN / "journal")
-
-
-def _other_journal(memory: Path, root: Path) -> Path:
+def _other_journal(memory: Path, root: Path, version: int | None = OTHER) -> Path:
     """A journal of another version, where today's code would have one of the same folder of checkpoints."""
     folder = Spool.of(resolved(root), None).folder
-    shutil.copytree(FROZEN / "journal", folder)
-    (folder / "root").write_text(str(root.resolve()))
-    (folder / "format").write_text(str(OTHER))
+    folder.mkdir()
+    files = {"root": str(root.resolve()), "18ead246.go": "", "18ead246.0.job": "a save", "slab-0-479ac934": "tensors"}
+    for name, content in (files | ({} if version is None else {"format": str(version)})).items():
+        (folder / name).write_text(content)
     return folder
 
 
+@pytest.mark.parametrize(("version", "shown"), [(OTHER, OTHER), (FORMAT_VERSION - 1,) * 2, (None, "unknown")])
 def test_a_journal_of_another_version_is_refused_by_name_and_keeps_every_file(
-    memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    memory: Path, tmp_path: Path, version: int | None, shown: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = _other_journal(memory, tmp_path)
+    folder = _other_journal(memory, tmp_path, version)
     before = bytes_in(folder)
+    refusal = f"another version of dcp_plugin (format {shown}; this one has format {FORMAT_VERSION})"
     state = {"weights": torch.ones(10)}
     assert dcp.resume_or_init(state, tmp_path, **KEPT).how == "fresh"
     assert str(folder) in caplog.text
-    assert REFUSAL in caplog.text
+    assert refusal in caplog.text
     caplog.clear()
     checkpointer = dcp.Checkpointer(**KEPT)
     checkpointer.save(state, tmp_path / "step-1", step=1).wait()
     checkpointer.close()
     assert f"step-1 is saved without a keeper: {folder}" in caplog.text
-    assert REFUSAL in caplog.text
+    assert refusal in caplog.text
     assert dcp.verify(tmp_path / "step-1").ok
+    assert names_in(tmp_path) == ["step-1"]
     assert bytes_in(folder) == before
 
 
