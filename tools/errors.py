@@ -21,7 +21,7 @@ ERRORS = {
     for module in (builtins, dcp_plugin.errors)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseException)
-} | {"BadParameter", "NewerFormat", "NoSharedMemory", "Refused"}
+} | {"BadParameter", "OtherFormat", "NoSharedMemory", "Refused"}
 LEVELS = {"debug", "info", "warning", "error", "exception"}
 
 

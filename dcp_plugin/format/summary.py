@@ -53,7 +53,7 @@ class OtherFormat(CheckpointUnreadable):
             return
         written = f" of dcp-plugin {saved_by}" if isinstance(saved_by, str) else ""
         newer = " Upgrade: pip install --upgrade dcp-plugin." if version > readable else ""
-        raise cls(
+        raise OtherFormat(
             f"{label} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads "
             f"version {readable}. Nothing is damaged. Stock's torch.distributed.checkpoint.load reads the checkpoint."
             f"{newer}"
