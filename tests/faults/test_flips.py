@@ -99,11 +99,13 @@ def test_of_a_linked_file_the_padding_is_verified_and_the_items_that_no_checkpoi
     name, size = max(index.files.items(), key=lambda one: one[1])
     number = index.file_names.index(name)
     used = dict(index.columns["place"][index.columns["file"] == number][:, :2].tolist())
-    gone = next(end for end in (begin + -(-length // 64) * 64 for begin, length in used.items()) if end not in used)
-    file = tmp_path / "4" / name
+    ends = {begin: begin + -(-length // 64) * 64 for begin, length in used.items()}
+    gone = next(end for end in ends.values() if end not in used)
+    followed = next(begin for begin, end in ends.items() if end in used)
+    file, padding = tmp_path / "4" / name, followed + used[followed]
     assert gone < size and any(other.samefile(file) for other in (tmp_path / "3").iterdir())
-    good, first = file.read_bytes(), min(used)
-    for position, is_noticed in ((gone + 100, False), (first + used[first], True), (first + 2000, True)):
+    good = file.read_bytes()
+    for position, is_noticed in ((gone + 100, False), (padding, True), (followed + 2000, True)):
         file.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
         assert dcp.verify(tmp_path / "4").ok != is_noticed, position
 
