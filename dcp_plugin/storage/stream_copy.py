@@ -99,7 +99,7 @@ class ItemsCheck(FileCheck):
             if item.end == end:
                 if not item.is_intact():
                     self.faults.append(f"{item.label}: a checksum differs; the bytes are not those that were saved")
-                self._item = None
+                self._item, self._gap_begin = None, end
 
     def _next_item(self) -> _ItemCheck | None:
         """Return the check of the item at the position; None if no item begins there."""
