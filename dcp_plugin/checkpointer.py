@@ -20,6 +20,7 @@ from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import refuse_other_systems
 from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.media import medium_of, unpacked
@@ -32,7 +33,6 @@ from dcp_plugin.saving.queue import RunningSave, SaveHandle, SaveQueue, first_un
 from dcp_plugin.saving.save_timing import SaveTiming
 from dcp_plugin.saving.writers import is_rank_zero_busy, writer_of
 from dcp_plugin.sources import SourceFiles, source_of
-from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import CheckpointState, public_class
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ class Checkpointer:
         []
     """
 
-    _compares_ranks = True
-    """True if the first save warns of data that differs between ranks. Frameworks in which the values of rank 0 apply
-    by definition have a subclass that sets it to False."""
+    _compared: tuple[str, ...] = ("",)
+    """Starts of the keys of data that the first save compares between ranks: all keys. The subclass for frameworks
+    names the user's own objects, since loops and samplers may differ."""
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         refuse_other_systems()
@@ -367,7 +367,7 @@ class Internals:
             ranks = self.of._writer.idle_ranks()
             request = SaveRequest(handle.path, call, step, began, None, views or {}, aliases or {}, files, durable)
             is_data = kinds is not None
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compares_ranks, is_data)
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.of._compared, is_data)
             self.of._writer.submit(handle, request, live, ranks)
             self.of._timing.paused(time.monotonic() - began, saving=True)
         return handle

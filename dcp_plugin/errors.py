@@ -21,13 +21,18 @@ import difflib
 import errno
 import functools
 import logging
+import pickle
 import re
+import struct
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
+
+from safetensors import SafetensorError
 
 from dcp_plugin.types import public_class
 
@@ -230,22 +235,30 @@ def unreadable(failure: str, error: OSError) -> CheckpointError:
     return kind(f"{failure}: {error.strerror or error}")
 
 
+_OF_DAMAGE = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, LookupError, RuntimeError, TypeError),
+    *(ValueError, pickle.PickleError, struct.error, zipfile.BadZipFile, SafetensorError),
+)
+"""Exceptions of Python, torch and readers of formats for bytes that are no checkpoint. Others are errors of code, such
+as the ImportError of an import that Ctrl-C interrupts."""
+
+
 @contextmanager
 def damage_in(label: object) -> Iterator[None]:
-    """Raise any exception of the block, which reads a checkpoint, as :class:`CheckpointCorrupt` or a similar error.
+    """Raise an exception of the block, which reads a checkpoint, as :class:`CheckpointCorrupt` or a similar error.
 
     Args:
         label: Name of the checkpoint or its file, for the message.
     """
     try:
         yield
-    except (CheckpointError, ImportError, NameError, SyntaxError):  # of code, also if Ctrl-C interrupts an import
+    except CheckpointError:
         raise
     except OSError as error:
         raise unreadable(f"{label} cannot be read", error) from error
     except MemoryError as error:
         raise CheckpointCorrupt(f"{label} needs more memory than is available, or is damaged") from error
-    except Exception as error:
+    except _OF_DAMAGE as error:
         raise CheckpointCorrupt(
             f"{label} is damaged or truncated: {type(error).__name__}: {str(error)[:_MOST_TEXT]}"
         ) from error

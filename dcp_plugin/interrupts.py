@@ -1,7 +1,8 @@
-"""Ctrl-C while a thread, a lock or memory changes hands: the only place in which this package holds SIGINT back."""
+"""Interruptions of a block of code: SIGINT is held back, or the garbage collector is paused, here alone."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -27,3 +28,20 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if arrived:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector.
+
+    Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
+    of a checkpoint with small tensors. Work in the background must not use this for longer than a checkpoint takes to
+    open, since training makes garbage meanwhile.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

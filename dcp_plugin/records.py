@@ -37,13 +37,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed.checkpoint.planner import ReadItem
-
 from dcp_plugin.calls import Call
 from dcp_plugin.errors import size
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
@@ -51,7 +48,9 @@ from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, Wanted, as_html
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.planner import ReadItem
 
+    from dcp_plugin.format.metadata import Aliases, Views
     from dcp_plugin.format.values import WholeItem
     from dcp_plugin.planning.save import RankPlan
 
@@ -94,8 +93,8 @@ class LiveState:
     """Modules and optimizers whose state dicts are in ``state`` without the objects."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Numbers, or tensors of one element."""
-    compares_ranks: bool = True
-    """True if the first save warns of data that differs between ranks."""
+    compared: tuple[str, ...] = ("",)
+    """Starts of the keys of data whose differences between ranks are named at the first save."""
     is_data: bool = False
     """True if an object in a mapping of ``state`` is a value, whose ``state_dict`` is not called."""
 

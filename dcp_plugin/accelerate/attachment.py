@@ -1,4 +1,4 @@
-"""``attach(accelerator)`` has ``save_state`` and ``load_state`` save and load through the core, on all ranks.
+"""``attach(accelerator)``: the methods ``save_state`` and ``load_state`` call the core, on all ranks.
 
 Accelerate has no public hook for this: its own hooks cannot replace the optimizer, or a model under FSDP. The instance
 therefore gets a subclass of its class that replaces these methods; a script needs no change. ``model`` and ``optim``
@@ -204,7 +204,7 @@ class Attachment(BaseAttachment):
             state.update(extra_state.run_save_hooks(accelerator, training, directory) | training.shared_names)
             if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, accelerator_step)
-            # After the hooks, which may draw random numbers.
+            # The state is gathered after the hooks, which may draw random numbers.
             loaders, with_rng = self._track(), self.config.rng
             state.update(extra_state.gather(accelerator, loaders, training.registered, accelerator_step, with_rng))
 
@@ -264,7 +264,7 @@ class Attachment(BaseAttachment):
             raise TypeError(f"load_state has no argument {name!r}: strict and map_location are for the models.")
         ranks = self.internals.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: files is None and stock_format.is_stock(path))
-        # Check this before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
+        # The keys are read before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, files, training, strict))
         if is_stock or any(key.startswith("accelerate.") for key in extra_keys):
             extra_state.refuse_other_registered(
@@ -457,7 +457,7 @@ class Attachment(BaseAttachment):
 
 
 def _returned(path: Where, project: Project | None, output_dir: PathLike | None) -> Path | str:
-    """Return a path as stock does, as relative as the user's own; or a URL."""
+    """Return the path in the form that stock returns: relative if the user's path is. A URL is returned as text."""
     own = path if project is not None or output_dir is None else Path(text_of(output_dir))
     return str(path) if on_file_system(path) is None else Path(own)
 

@@ -76,8 +76,8 @@ def inspect_command(
 
 
 def _partly(info: CheckpointInfo | None, answer: Answer) -> Answer:
-    """Return the answer with the status and the reasons of damage, if there is any."""
-    reasons = dict.fromkeys(info.damaged.values()) if info is not None else {}
+    """Return the answer with the status and the reasons of damage or loss, if there is any."""
+    reasons = dict.fromkeys(filter(None, (info.lacks, *info.damaged.values()))) if info is not None else {}
     return replace(answer, status=PARTLY, error="\n".join(reasons)) if reasons else answer
 
 

@@ -97,8 +97,29 @@ def inside_ddp_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
 
 
-def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
-    """Return the state under the names of the table above."""
+def kind_of(value: Any) -> str:
+    """Return ``"model"``, ``"optim"``, or an empty text for any other value."""
+    return MODEL if isinstance(value, nn.Module) else OPTIM if isinstance(value, Optimizer) else ""
+
+
+def names_of(kinds: Mapping[Any, str]) -> dict[Any, str]:
+    """Return the names of models, then of optimizers in a checkpoint, given the :func:`kind_of` each value."""
+    users = {each: [name for name, kind in kinds.items() if kind == each] for each in (MODEL, OPTIM)}
+    return {
+        user: name
+        for kind, of_kind in users.items()
+        for user, name in zip(of_kind, numbered(kind, len(of_kind)), strict=True)
+    }
+
+
+def named_state(
+    adapter: FabricAdapter, state: Mapping[str, Any], names: Mapping[Any, str], filters: Mapping[str, Filter]
+) -> dict[str, Any]:
+    """Return the state under the names of the table above.
+
+    Args:
+        names: The names of models and optimizers. Where another rank has one of them, this rank may have None.
+    """
     extra: dict[str, Any] = {}
     if adapter.attachment.config.rng:
         rank, device = adapter.rank, adapter.strategy.root_device
@@ -108,19 +129,17 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     if are_tensors and not any(name[:at] in state for name in state for at in range(len(name)) if name[at] == "."):
         return {MODEL: _StateDict(state), EXTRA: {**extra, NAMES: {MODEL: ""}}}
     state = inside_ddp_of(state)
-    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
-    users = [*modules, *optimizers]
-    ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
     trained = trained_modules(adapter, state)
     named = {
-        name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
-        for user, name in zip(users, ours, strict=True)
+        name: _filtered(value, trained.get(user), filters[user]) if user in filters and value is not None else value
+        for user, name in names.items()
+        for value in ([state[user]] if user in state else [])
     }
     named.update(names_for(trained, of_kind(nn.Module, named).values()))
-    stored = {user: _stored_name(user) for user in state if user not in users}
+    stored = {user: _stored_name(user) for user in state if user not in names}
     extra |= {name: _extra(adapter, state[user], filters.get(user)) for user, name in stored.items()}
     changed = {f"{EXTRA}.{name}": user for user, name in stored.items() if user != name}
-    return {**named, EXTRA: {**extra, NAMES: {**dict(zip(ours, users, strict=True)), **changed}}}
+    return {**named, EXTRA: {**extra, NAMES: {name: user for user, name in names.items()} | changed}}
 
 
 class _StateDict(dict[str, Any]):
@@ -283,7 +302,7 @@ class Contents:
             wanted: Names in ``extra`` that may have dots.
         """
         with ShardedReader(path, complete=False, files=files) as reader:
-            info, kinds = info_of(reader), reader.summary.kinds if reader.summary else {}
+            info, kinds = info_of(reader.opened), reader.summary.kinds if reader.summary else {}
         keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
         ranks: dict[str, set[int]] = {}
@@ -363,7 +382,12 @@ def load(
     contents = ranks.from_zero(f"read {path}", lambda: Contents.of(path, files, data))
     if contents.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
-    places = _places(state, contents, strict)
+    sharded = contents.sharded if adapter.keeps_shards else ()  # None stays None, since the full model may not fit
+    places = {
+        name: place
+        for name, place in _places(state, contents, strict).items()
+        if state[name] is not None or place not in sharded
+    }
     target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), modules.values())}
     for name, place in places.items():
         target.update(_target(adapter, name, objects[name], place, contents))

@@ -15,13 +15,14 @@ import functools
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.fabric.state import Filter, load, named_state
+from dcp_plugin.fabric.state import Filter, kind_of, load, named_state, names_of
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.files import is_regular_file
@@ -232,15 +233,15 @@ class FabricAdapter(StrategyAdapter):
     ) -> None:
         """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
         packages.refuse_storage_options(storage_options, "attach(fabric, storage_options={...})")
-        path, state = self._as_on_rank_0(path, state)
+        path, state, names = self._agreed(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
-        self.internals.save(named_state(self, state, filter or {}), path, step)
+        self.internals.save(named_state(self, state, names, filter or {}), path, step)
 
     @override
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, ordered = self._as_on_rank_0(path, state)
+        path, ordered, _ = self._agreed(path, state)
         self.internals.wait_until_kept()
         if self.internals.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # The stock strategy reads Fabric's own format, and files of plain torch.
@@ -256,13 +257,17 @@ class FabricAdapter(StrategyAdapter):
             state.update(ordered)
         return remainder
 
-    def _as_on_rank_0(self, path: PathLike, state: Any) -> tuple[Where, Any]:
-        """Return rank 0's path, and a state mapping with its keys in rank 0's order, in which models and optimizers are
-        numbered."""
-        order = list(state) if isinstance(state, dict) else []
-        path, order = self.strategy.broadcast((path, order))
-        ordered = {name: state[name] for name in order if name in state} | state if order else state
-        return self.attachment.where(path), ordered
+    def _agreed(self, path: PathLike, state: Any) -> tuple[Where, Any, dict[Any, str]]:
+        """Return rank 0's path, a state mapping with its keys in rank 0's order, and the names in a checkpoint of all
+        models and optimizers by the user's names: also of those that only other ranks have."""
+        of_rank = path, {name: kind_of(value) for name, value in state.items()} if isinstance(state, dict) else {}
+        of_ranks: list[Any] = [of_rank] * self.attachment.world_size
+        if len(of_ranks) > 1:
+            dist.all_gather_object(of_ranks, of_rank)
+        pairs = [pair for _, kinds_there in of_ranks for pair in kinds_there.items()]
+        kinds = dict(pairs) | {name: kind for name, kind in pairs if kind}
+        ordered = {name: state[name] for name in kinds if name in state} if isinstance(state, dict) else state
+        return self.attachment.where(of_ranks[0][0]), ordered, names_of(kinds)
 
 
 @functools.cache

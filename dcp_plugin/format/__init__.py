@@ -167,6 +167,11 @@ def has_traces(names: Collection[str]) -> bool:
     return any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED) for name in names)
 
 
+def has_lost_a_table(names: Collection[str]) -> bool:
+    """Return whether a checkpoint of this package with these names has only one of its two tables."""
+    return METADATA in names and DAMAGED not in names and (SUMMARY in names) != (INDEX in names)
+
+
 def uncommitted_reason(names: Collection[str]) -> str:
     """Return why a directory with these names is no committed checkpoint, or an empty string if it is one."""
     if DAMAGED in names:
@@ -183,7 +188,7 @@ def uncommitted_reason(names: Collection[str]) -> str:
             if has_traces(names)
             else ""
         )
-    if (SUMMARY in names) != (INDEX in names):
+    if has_lost_a_table(names):
         return "incomplete: {} is missing. Without {} as well, it is a checkpoint of stock DCP, unverified".format(
             *((SUMMARY, INDEX) if INDEX in names else (INDEX, SUMMARY))
         )

@@ -10,19 +10,36 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.payload import padded
 from dcp_plugin.types import KeyPath, Shape
+
+if TYPE_CHECKING:
+    import torch
 
 Column = np.ndarray[Any, np.dtype[Any]]
 NO_TENSOR = 255
 """Number of the dtype of a value that is no tensor."""
+FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
+FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
+"""Classes that a ``defaultdict`` may have as its factory, by name."""
+
+MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    **{f"defaultdict of {name}": functools.partial(defaultdict, factory) for name, factory in FACTORIES.items()},
+}
+"""Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
+
 _JOINED = ("place", "frame", "blocks", "hash")
 
 
@@ -90,15 +107,20 @@ class KeyColumns:
     def torch_dtypes(self) -> list[torch.dtype]:
         return [dtype_named(name) for name in self.dtypes]
 
+    @functools.cached_property
+    def itemsizes(self) -> Column:
+        """Bytes of an element of each dtype, by its number; 0 for values that are no tensors."""
+        itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
+        itemsizes[: len(self.dtypes)] = [itemsize_named(name) for name in self.dtypes]
+        return itemsizes
+
     def shape_of(self, slot: int) -> Shape:
         return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
 
     @functools.cached_property
     def nbytes(self) -> Column:
         """Bytes of each tensor in memory, 0 for a value; as floats, which do not overflow."""
-        itemsizes = np.zeros(NO_TENSOR + 1)
-        itemsizes[: len(self.dtypes)] = [dtype.itemsize for dtype in self.torch_dtypes]
-        nbytes: Column = itemsizes[self.columns["dtype"]]
+        nbytes: Column = self.itemsizes[self.columns["dtype"]].astype(float)
         for ndim in range(1, 1 + int(self.columns["ndim"].max(initial=0))):
             slots = np.flatnonzero(self.columns["ndim"] == ndim)
             nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
@@ -144,10 +166,27 @@ def unusual_paths(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    import torch
+
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}: this torch is too old for the checkpoint, or the index is damaged")
+        raise CheckpointMismatch(f"the checkpoint has the dtype {name}, which this torch lacks: install a newer torch")
     return dtype
+
+
+_DTYPE = re.compile(r"bool|(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:x\d|_\w+)?|float8_\w+")
+
+
+def itemsize_named(name: str) -> int:
+    """Return the bytes of an element of a dtype of torch, whose name has its bits. Inspection needs no torch.
+
+    Raises:
+        ValueError: No dtype has such a name.
+    """
+    match = _DTYPE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"unknown dtype {name!r}: the index is damaged")
+    return max(1, int(match[1] or 8) // 8)
 
 
 @dataclass(frozen=True)

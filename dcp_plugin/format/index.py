@@ -15,12 +15,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format.columns import (
@@ -37,8 +34,11 @@ from dcp_plugin.format.columns import (
     product,
     totals,
 )
-from dcp_plugin.format.pickles.walk import allowance
 from dcp_plugin.types import KeyPath, Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
 __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
 
@@ -101,6 +101,8 @@ class StoredTensor:
         """
         if isinstance(self.chunks, _Chunks):
             self.chunks.parent.require_bounded()
+        import torch
+
         return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
 
     def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
@@ -160,8 +162,6 @@ class CheckpointIndex(Mapping[str, Entry]):
         """The ``planner_data`` of another tool's planner, as a tuple of one; empty if it is the paths of keys."""
         self.storage_meta: StorageMeta | None = None
         """Note of stock's writer about its save."""
-        self.version: str | None = CURRENT_DCP_VERSION
-        """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
         self.label = ""
         """Name of the checkpoint in messages."""
         self.file_names = list(files)
@@ -170,6 +170,13 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Number of each key."""
         self.block_starts = np.concatenate(([0], np.cumsum(blocks)))
         """Position at which the hashes of each chunk begin, and the end of the last."""
+
+    @functools.cached_property
+    def version(self) -> str | None:
+        """Version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+        return CURRENT_DCP_VERSION
 
     def __getitem__(self, key: str) -> Entry:
         if (entry := self._entries.get(key)) is None:
@@ -264,6 +271,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         if keys is not None:
             nbytes = nbytes[[self.slots[key] for key in keys]]
         held = sum(self.files.values())
+        from dcp_plugin.format.pickles.walk import allowance  # late, since it imports torch
+
         if nbytes.sum() > allowance(held):
             largest = self.table.keys[int(np.argmax(self.table.nbytes))]
             raise UnsafeCheckpoint(
@@ -336,8 +345,6 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
         raise CheckpointCorrupt(f"{checkpoint}: {table.keys[slot]} is a value with {counts[slot]} items instead of 1")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
         raise CheckpointCorrupt(f"{checkpoint}: a value has dimensions")
-    itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
-    itemsizes[: len(table.dtypes)] = [dtype.itemsize for dtype in table.torch_dtypes]
     for slots, chunks, boxes in table.by_ndim():
         of = np.repeat(np.arange(len(slots)), counts[slots])
         ndim = boxes.shape[2]
@@ -345,7 +352,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
         offsets, sizes = boxes[:, 0], boxes[:, 1]
         outside = in_any((offsets < 0) | (sizes < 0) | (sizes > np.repeat(shape, counts[slots], axis=0) - offsets))
         absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
-        for slot in np.unique(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
+        for slot in np.sort(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
             raise CheckpointCorrupt(
                 f"{checkpoint}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
@@ -357,7 +364,7 @@ def _check_boxes(table: KeyColumns, place: Column, checkpoint: str) -> None:
                 f"{checkpoint}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
                 f"{tuple(shape[slot])}: some are missing, or chunks overlap"
             )
-        expected = volumes * itemsizes[table.columns["dtype"][slots]][of]
+        expected = volumes * table.itemsizes[table.columns["dtype"][slots]][of]
         misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
         for slot in of[misfit][:1].tolist():
             raise CheckpointCorrupt(

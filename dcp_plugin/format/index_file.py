@@ -33,12 +33,10 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt, damage_in
-from dcp_plugin.format import values
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
+from dcp_plugin.format.columns import MAPPING_CLASSES, NO_TENSOR, Column, KeyColumns, itemsize_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import block_counts
 from dcp_plugin.format.summary import INDEX_VERSION, check_index_version, fingerprint
-from dcp_plugin.format.values import MAPPING_CLASSES
 from dcp_plugin.types import KeyPath
 
 
@@ -60,6 +58,8 @@ def encode(index: CheckpointIndex) -> bytes:
     if index.extra_files:
         more["beside"] = json.dumps(index.extra_files).encode()
     if index.planner_data:
+        from dcp_plugin.format import values
+
         more["planner_data"] = values.encode(index.planner_data[0])
     columns = {name: np.frombuffer(data, np.uint8) for name, data in more.items()}
     return save_columns({**index.columns, **columns}, metadata=about)
@@ -130,7 +130,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         raise ValueError("columns of chunks differ in length")
     dtypes = json.loads(about["dtypes"])
     for name in dtypes:
-        dtype_named(name)
+        itemsize_named(name)
     if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
         raise ValueError("a key has a dtype that is not listed")
     files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
@@ -150,6 +150,8 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     beside = json.loads(columns["beside"].tobytes()) if "beside" in columns else {}
     planner_data: tuple[Any, ...] = ()
     if "planner_data" in columns:
+        from dcp_plugin.format import values  # late, since it imports torch
+
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files, block_counts(columns["place"][:, 3]))
     index.linkable = {str(name) for name in json.loads(about["linkable"])}

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import default_path
+from dcp_plugin.format.columns import MAPPING_CLASSES, default_path
 from dcp_plugin.format.pickles.walk import FEW
-from dcp_plugin.format.values import MAPPING_CLASSES, PLAIN, mapping_class
+from dcp_plugin.format.values import PLAIN, mapping_class
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import KeyPath, Shape
 

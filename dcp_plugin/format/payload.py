@@ -22,17 +22,17 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
 
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.tensors._torch import pickled_parts
-from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
+
+if TYPE_CHECKING:
+    import torch
 
 SMALLEST_BLOCK = 64 << 10
 BLOCKS_PER_ITEM = 256
@@ -104,6 +104,8 @@ _PLACES, _PLACE = 8, 128
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
     """Return the row of hashes of the bytes of each tensor in row-major order."""
+    from dcp_plugin.tensors.host_memory import Rings
+
     if sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
         threads = 1
     largest_first = sorted(range(len(tensors)), key=lambda slot: tensors[slot].nbytes, reverse=True)
@@ -127,6 +129,10 @@ def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
     """Return a hash of a few places of a tensor; None if they cannot be read without copying the tensor."""
+    import torch
+
+    from dcp_plugin.tensors.host_memory import is_plain_memory, memory_view
+
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     last = max(0, tensor.nbytes - _PLACE)
@@ -198,6 +204,10 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     Raises:
         ValueError: The payload is so large that the archive needs zip64.
     """
+    import torch
+
+    from dcp_plugin.tensors._torch import pickled_parts
+
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")

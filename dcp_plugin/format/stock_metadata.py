@@ -27,8 +27,8 @@ from dcp_plugin.format.pickles.nodes import Name, Node, nodes_of
 from dcp_plugin.format.pickles.records import columns_of, fields, items_of, kind_of, state_of
 from dcp_plugin.format.pickles.unpickler import Accepted, Refused, Use
 from dcp_plugin.format.pickles.walk import Walk
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.tensors._torch import transforms_of
-from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.types import KeyPath
 
 _MOST_DIMENSIONS = 64

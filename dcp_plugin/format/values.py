@@ -13,9 +13,8 @@ import io
 import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from pathlib import PurePath
 from typing import Any
@@ -24,22 +23,11 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, size
+from dcp_plugin.format.columns import FACTORIES
 from dcp_plugin.format.pickles.unpickler import TENSOR, VALUE, Refused, load_bytes
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import public
 from dcp_plugin.tensors.kinds import classes_of, copied
-
-FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
-FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
-"""Classes that a ``defaultdict`` may have as its factory, by name."""
-
-MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "defaultdict": defaultdict,
-    **{f"defaultdict of {name}": partial(defaultdict, factory) for name, factory in FACTORIES.items()},
-}
-"""Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
 _MOST_DIGITS = 611
 """Digits of the largest integer whose length a pickle gives in one byte."""

@@ -18,9 +18,10 @@ from dcp_plugin.paths import PathLike, Where, as_path
 
 
 class FrameworkCheckpointer(Checkpointer):
-    """Checkpointer of a framework that stores the values of rank 0 by rule."""
+    """Checkpointer of a framework that stores the values of rank 0 by rule. Of data, it compares only the state of
+    Lightning's callbacks and of objects that are registered with Accelerate."""
 
-    _compares_ranks = False
+    _compared = ("extra.callbacks.", "extra.registered.")
 
 
 class Saver(ABC):

@@ -22,12 +22,13 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import UnsafeCheckpoint, some
+from dcp_plugin.format.columns import MAPPING_CLASSES
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.format.keys import flatten, of_class_of
 from dcp_plugin.format.keys import holds_sharded as holds_sharded
-from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
 from dcp_plugin.format.values import encode as encode
 from dcp_plugin.format.values import is_storable as is_storable
+from dcp_plugin.format.values import mapping_class
 from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.sources import SourceFiles
@@ -93,7 +94,7 @@ def optimizer_from_stored(stored: Any) -> Any:
 def inspect_files(path: PathLike, files: SourceFiles | None) -> CheckpointInfo:
     """Return the result of :func:`dcp_plugin.inspect` for a checkpoint at its path, or for its files in a source."""
     with ShardedReader(path, complete=False, files=files) as reader:
-        return info_of(reader)
+        return info_of(reader.opened)
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dcp_plugin import events
 from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, NoSharedMemory, SaveFailed
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.keeper import plain
 from dcp_plugin.keeper.client import KeeperClient
 from dcp_plugin.keeper.local_checkpoints import new_token, path_of, time_of
@@ -47,7 +48,6 @@ from dcp_plugin.staging.guard import take_off_hooks
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication, recorded_time
-from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
 

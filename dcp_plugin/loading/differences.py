@@ -147,7 +147,7 @@ class Differences:
             stored, full = key_map.stored(key), join(adapter.name, key)
             if not self._matching.selects(adapter.name, key):
                 continue
-            if self._is_handed(adapter, stored, key in want.in_room):
+            if self._is_handed(adapter, stored, want.empty or key in want.in_room):
                 made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
                 if self._matching.accept(full, made, want.refused.get(key)):
                     want.targets[key] = made
@@ -165,7 +165,8 @@ class Differences:
     def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
         """Return whether an object gets an entry that only the checkpoint has under the object's name."""
         if adapter.kind in ("module", "optimizer") or self._mode is LoadMode.RESTORE or has_room:
-            return stored not in self._union.owned
+            # From a file, stock hands all weights to None, and to a module whose own state_dict is empty on this rank.
+            return (has_room and self._mode is LoadMode.RESTORE) or stored not in self._union.owned
         judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
         return judges and stored not in self._union.taken
 

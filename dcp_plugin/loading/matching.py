@@ -241,7 +241,12 @@ class Matching:
         """
         for adapter in adapters:
             name = adapter.name
-            if name in self._objects and isinstance(adapter, TreeAdapter) and adapter.stands_for_nothing:
+            if (
+                self.mode is not LoadMode.RESTORE  # from a file, stock hands the object's weights to None
+                and name in self._objects
+                and isinstance(adapter, TreeAdapter)
+                and adapter.stands_for_nothing
+            ):
                 self.match.wanted[name] = Wanted()  # another rank has a module or an optimizer of this name
                 continue
             if adapter.entry is not None and not self._is_about(adapter):

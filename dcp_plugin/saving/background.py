@@ -15,6 +15,7 @@ from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import derived_index  # noqa: F401
 from dcp_plugin.format.pickles import rebuild  # noqa: F401
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import packed  # noqa: F401
 from dcp_plugin.planning import load_balance  # noqa: F401
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -29,7 +30,6 @@ from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import layouts_of
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.state.step_stable import StepStableMemory, live_objects
-from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
 

@@ -138,8 +138,8 @@ class SavePipeline:
         optimizers = optimizers_in(parts, live.kinds, live.owners)
         shards = {name: optimizer.shards() for name, optimizer in optimizers.items()}
         classes = {name: adapter.classes() for name, adapter in optimizers.items()}
-        compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
-        shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
+        compares = ranks.size > 1 and not self._has_compared
+        shared = shared_keys(live, parts, kept) if compares else frozenset()
         details = StateDetails(
             paths,
             {**live.kinds, **kinds},

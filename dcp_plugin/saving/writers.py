@@ -18,6 +18,7 @@ from typing import Protocol
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import is_terminal
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import add_files, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
@@ -27,7 +28,6 @@ from dcp_plugin.saving.queue import RunningSave, SaveQueue, first_unreported
 from dcp_plugin.sources import keeper_of
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
-from dcp_plugin.tensors.host_memory import collector_paused
 
 logger = logging.getLogger("dcp_plugin")
 

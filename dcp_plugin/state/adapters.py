@@ -38,7 +38,7 @@ from dcp_plugin.format.keys import (
     walked_as_stored,
     with_types_of,
 )
-from dcp_plugin.records import Box
+from dcp_plugin.records import Box, LiveState
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
@@ -176,9 +176,9 @@ def adapters_of(
     The keys of a state may have another order on each rank, as from a set. Data keeps the order of the state.
 
     Args:
-        stock_aliases: Whether optimizers also give their param groups under stock's keys.
+        stock_aliases: True if optimizers store their param groups under stock's keys, too.
         place: This rank, for values that differ between ranks.
-        is_data: Whether an object in a mapping of the state counts as a value, whose state is not read.
+        is_data: True if an object in a mapping of the state is a value, whose ``state_dict`` is not called.
 
     Raises:
         TypeError: The state is no mapping.
@@ -323,23 +323,27 @@ def optimizers_in(
     return found
 
 
-def shared_keys(
-    state: Mapping[str, Any], adapters: list[StateAdapter], leaves: Mapping[str, Any], kinds: Mapping[str, str]
-) -> frozenset[str]:
+def shared_keys(live: LiveState, adapters: list[StateAdapter], leaves: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of data that should be the same on all ranks.
 
     The state of a module or an optimizer does not count, as an object or as its state dict: under DDP buffers differ
-    between ranks, and a save stores those of rank 0.
-
-    Args:
-        kinds: The kinds of the names that hold state dicts of modules and optimizers.
+    between ranks, and a save stores those of rank 0. Copies of buffers in other data do not count either.
     """
-    if _is_state_dict(state):
+    if _is_state_dict(live.state):
         return frozenset()
-    apart = {*kinds, *(adapter.name for adapter in adapters if not adapter.is_shared)}
+    apart = {*live.kinds, *(adapter.name for adapter in adapters if not adapter.is_shared)}
     fronts = tuple(f"{name}." for name in apart)
+    modules = [
+        value for value in (*live.owners, *(adapter.module for adapter in adapters)) if isinstance(value, nn.Module)
+    ]
+    buffers = {fqn.rpartition(".")[2] for module in modules for fqn, _ in module.named_buffers()}
     return frozenset(
-        key for key, leaf in leaves.items() if _is_expected_equal(leaf) and not f"{key}.".startswith(fronts)
+        key
+        for key, leaf in leaves.items()
+        if key.startswith(live.compared)
+        and _is_expected_equal(leaf)
+        and not f"{key}.".startswith(fronts)
+        and key.rpartition(".")[2] not in buffers
     )
 
 

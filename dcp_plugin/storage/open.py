@@ -7,9 +7,19 @@ from typing import TypeVar
 
 from dcp_plugin import media
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, damage_in
-from dcp_plugin.format import INDEX, MOST_TABLE, SUMMARY, has_traces, index_file, read, uncommitted_reason
+from dcp_plugin.format import (
+    INDEX,
+    MOST_TABLE,
+    SUMMARY,
+    has_lost_a_table,
+    has_traces,
+    index_file,
+    read,
+    uncommitted_reason,
+)
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Summary
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import Readable, locate, medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.records import OpenCheckpoint
@@ -21,7 +31,6 @@ from dcp_plugin.storage.published import (
     refuse_if_moved,
     summary_in,
 )
-from dcp_plugin.tensors.host_memory import collector_paused
 
 T = TypeVar("T")
 
@@ -47,7 +56,7 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
 
 
 def open_checkpoint(
-    path: Where, base: Where | None = None, check: bool = False, complete: bool = True
+    path: Where, base: Where | None = None, check: bool = False, complete: bool = True, salvage: bool = False
 ) -> OpenCheckpoint:
     """Read and validate the table of contents; together with that of its base, if the checkpoint has one.
 
@@ -55,6 +64,7 @@ def open_checkpoint(
         base: Path of the base, if it was moved.
         check: Call :func:`check_files`.
         complete: Open the base, too.
+        salvage: Open a checkpoint that has lost one of our two tables as one of stock DCP, without checksums.
 
     Returns:
         The open checkpoint, which the caller has to close.
@@ -66,7 +76,7 @@ def open_checkpoint(
     """
 
     def look(location: Where, files: Readable) -> OpenCheckpoint:
-        opened = _open_held(location, files)
+        opened = _open_held(location, files, salvage)
         if complete:
             opened = completed(opened, base)
         try:
@@ -129,7 +139,7 @@ def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
     return with_base(opened, base)
 
 
-def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
+def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:
     """Open the files of a directory, or the file at a path that is no directory."""
     try:
         names = [name.rstrip("/") for name in files.names()]
@@ -138,11 +148,13 @@ def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
         names, reason = [], media.uncommitted_reason(path)
         if not reason:
             raise HasCome(f"{path} has just come") from None
-    if reason and has_traces(names):
+    if salvage and has_lost_a_table(names):
+        reason = ""
+    elif reason and has_traces(names):
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
-    if not reason and INDEX in names and (summary := summary_in(files)) is not None:
+    if not reason and {INDEX, SUMMARY} <= {*names} and (summary := summary_in(files)) is not None:
         index = _decoded(read(files, INDEX), files, summary)
         return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     from dcp_plugin.storage.open_foreign import open_foreign  # most loads are of our checkpoints and do not need it

@@ -10,11 +10,11 @@ from dcp_plugin.errors import CheckpointNotFound, damage_in, some
 from dcp_plugin.format import INDEX, METADATA, exists, has_traces, is_own, read, stock_metadata, uncommitted_reason
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of
 from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.media import Medium, Readable, is_workspace, medium_of, snapshot
 from dcp_plugin.paths import Where, is_link
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.open import open_checkpoint
-from dcp_plugin.tensors.host_memory import collector_paused
 
 _DEPTH = 3
 """Levels below a directory that are searched for checkpoints: frameworks nest theirs (``version_0/checkpoints/…``)."""

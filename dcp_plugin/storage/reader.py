@@ -93,6 +93,9 @@ class ShardedReader(StorageReader):
         tensor([1., 1., 1.])
     """
 
+    salvages = False
+    """True to read what is intact, see :func:`~dcp_plugin.storage.open.open_checkpoint`."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -127,7 +130,7 @@ class ShardedReader(StorageReader):
         """Open checkpoint; opened at the first use."""
         if self._opened is None:
             self._opened = self._opened_in_source() or open_checkpoint(
-                self.path, self._base, self._check_files, self._complete
+                self.path, self._base, self._check_files, self._complete, self.salvages
             )
             self.path = self._opened.path
         return self._opened

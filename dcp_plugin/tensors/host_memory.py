@@ -9,10 +9,8 @@ block is being copied.
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -177,20 +175,3 @@ def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
 def _arrived(block: Block, count: int) -> memoryview:
     block.wait()
     return memory_view(block.memory)[:count]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    Saves and loads make many small objects, none of which is garbage. Repeated collections would take most of the time
-    of a checkpoint with small tensors. Work in the background must not use this for longer than a checkpoint takes to
-    open, since training makes garbage meanwhile.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -15,7 +15,7 @@ import numpy as np
 
 from dcp_plugin.format.columns import NO_TENSOR, Column
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.tensors.host_memory import collector_paused
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.types import Shape
 
 VALUE = "value"

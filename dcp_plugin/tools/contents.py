@@ -1,6 +1,7 @@
 """``dcp_plugin.inspect``, and contents of a checkpoint for people: modules by size, places of bytes, statistics.
 
-:func:`inspect`, :func:`tree` and :func:`chunks` read no tensor. The tree folds as ``du`` does. Layers that are alike
+:func:`inspect`, :func:`tree` and :func:`chunks` read no tensor. The inspection of a checkpoint of this package imports
+no torch, since that takes longer than all else. The tree folds as ``du`` does. Layers that are alike
 and follow each other, ``layers.0`` to ``layers.31``, become one line: a model of a hundred layers is a dozen lines.
 """
 
@@ -9,25 +10,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from xxhash import xxh3_64_hexdigest
 
-from dcp_plugin.errors import CheckpointCorrupt, size, some
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
-from dcp_plugin.paths import PathLike, StorageOptions, Where
-from dcp_plugin.storage.open import check_files
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.tools.stream import Counter, Globs, Part, Progress, Stream, is_opaque, select
+from dcp_plugin.interrupts import collector_paused
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.records import OpenCheckpoint
+from dcp_plugin.storage.open import check_files, open_checkpoint
 from dcp_plugin.types import Shape, as_html, public_class
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcp_plugin.storage.reader import ShardedReader
+    from dcp_plugin.tools.stream import Globs, Progress
 
 _AT_ONCE = 1 << 20
 """Number of elements converted together. Elements of one byte take eight times their memory."""
@@ -75,6 +81,8 @@ class CheckpointInfo:
     """Metrics passed to the save, such as the validation loss. Some may not be finite."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Keys in data files that are missing or do not have the size of the save -> the reason. ``read`` reads others."""
+    lacks: str = ""
+    """The reason why ``read`` compares no checksums: ``dcp_plugin.json`` or ``dcp_plugin.index`` is lost."""
 
     _repr_html_ = as_html
 
@@ -85,9 +93,10 @@ class CheckpointInfo:
         metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
         base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
         damaged = f"; {len(self.damaged)} keys are DAMAGED ({some(list(self.damaged), 3)})" if self.damaged else ""
+        lacks = "; INCOMPLETE, so without checksums" if self.lacks else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}{damaged}"
+            f"{len(self.values)} values, {size(self.nbytes)}{reused}{metrics}{base}{damaged}{lacks}"
         )
 
 
@@ -113,28 +122,30 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         >>> info.tensors[0].key, info.tensors[0].shape, info.values
         ('w', (2, 3), ['step'])
     """
+    location = as_path(path, storage_options)
     try:
-        with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-            return info_of(reader)
-    except CheckpointCorrupt:
-        with ShardedReader(path, complete=False, check_files=False, storage_options=storage_options) as reader:
-            if damaged := _damaged(reader):
-                return replace(info_of(reader), damaged=damaged)
+        with closing(open_checkpoint(location, check=True, complete=False)) as opened:
+            return info_of(opened)
+    except (CheckpointCorrupt, CheckpointIncomplete) as error:
+        with closing(open_checkpoint(location, complete=False, salvage=True)) as opened:
+            lacks = str(error) if isinstance(error, CheckpointIncomplete) else ""
+            if (damaged := _damaged(opened)) or lacks:
+                return replace(info_of(opened), damaged=damaged, lacks=lacks)
         raise  # the damage is not in a data file
 
 
-def _damaged(reader: ShardedReader) -> dict[str, str]:
+def _damaged(opened: OpenCheckpoint) -> dict[str, str]:
     """Return the keys whose data files are not as the save has left them, with the reason."""
     reasons: dict[str, str] = {}
-    for name in reader.index.files:
+    for name in opened.index.files:
         try:
-            check_files(reader.opened, [name])
+            check_files(opened, [name])
         except CheckpointCorrupt as error:
             reasons[name] = str(error)
     return {
         key: reasons[place.location.file]
-        for key in (reader.index if reasons else ())
-        for place in _places(reader.index[key])
+        for key in (opened.index if reasons else ())
+        for place in _places(opened.index[key])
         if place.location.file in reasons
     }
 
@@ -144,13 +155,13 @@ def _places(entry: Entry) -> Sequence[StoredChunk]:
 
 
 @collector_paused()
-def info_of(reader: ShardedReader) -> CheckpointInfo:
+def info_of(opened: OpenCheckpoint) -> CheckpointInfo:
     """Return the result of :func:`inspect` for an open checkpoint."""
-    index, summary = reader.index, reader.summary
+    index, summary = opened.index, opened.summary
     tensors, values = _listed(index.table)
     return CheckpointInfo(
-        path=reader.path,
-        format=reader.opened.format,
+        path=opened.path,
+        format=opened.format,
         step=summary.step if summary else None,
         time=summary.time if summary else None,
         world_size=summary.world_size if summary else None,
@@ -159,7 +170,7 @@ def info_of(reader: ShardedReader) -> CheckpointInfo:
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
         bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
-        base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
+        base=Base.of_summary(summary.base, opened.path).path if summary and index.left_out else None,
         left_out=list(index.left_out),
         metrics=dict(summary.metrics) if summary else {},
     )
@@ -174,8 +185,7 @@ def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
     slots = np.flatnonzero(~is_value)
     keys = [table.keys[slot] for slot in slots.tolist()] if is_value.any() else table.keys
     numbers, shapes = table.columns["dtype"][slots].tolist(), table.shapes_of(slots)
-    itemsizes = [dtype.itemsize for dtype in table.torch_dtypes]
-    nbytes = map(mul, map(math.prod, shapes), map(itemsizes.__getitem__, numbers))
+    nbytes = map(mul, map(math.prod, shapes), table.itemsizes[numbers].tolist())
     chunks = np.diff(table.chunk_starts)[slots].tolist()
     columns = zip(keys, shapes, map(table.dtypes.__getitem__, numbers), chunks, nbytes, strict=True)
     tensors = list(map(TensorInfo._make, columns))
@@ -334,10 +344,12 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
         >>> chunk.offsets, chunk.sizes, len(chunk.xxh3)
         ((0, 0), (2, 3), 16)
     """
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+    from dcp_plugin.tools.stream import select  # late, since it imports torch
+
+    with closing(open_checkpoint(as_path(path, storage_options), check=True, complete=False)) as opened:
         listed = []
-        for key in select(reader.index, include, (), reader.path):
-            listed += [_chunk(key, chunk) for chunk in _places(reader.index[key])]
+        for key in select(opened.index, include, (), opened.path):
+            listed += [_chunk(key, chunk) for chunk in _places(opened.index[key])]
     return listed
 
 
@@ -380,22 +392,22 @@ class _Running:
     infs: int = 0
 
     def add(self, numbers: torch.Tensor) -> None:
-        wide = numbers.to(torch.float64)
+        wide = numbers.double()
         total = float(wide.sum())
         if not math.isfinite(total):  # NaN, infinity or overflow: only then examine each number
-            finite = torch.isfinite(numbers)
-            nans = int(torch.isnan(numbers).sum())
+            finite = numbers.isfinite()
+            nans = int(numbers.isnan().sum())
             self.nans += nans
             self.infs += numbers.numel() - int(finite.sum()) - nans
             numbers, wide = numbers[finite], wide[finite]
             total = float(wide.sum())
         if not numbers.numel():
             return
-        low, high = (bound.item() for bound in torch.aminmax(numbers))
+        low, high = (bound.item() for bound in numbers.aminmax())
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
         self.total += total
-        self.squares += float(torch.dot(wide, wide))
+        self.squares += float(wide.dot(wide))
         self.count += numbers.numel()
 
     def added_to(self, stats: TensorStats) -> TensorStats:
@@ -430,6 +442,9 @@ def statistics(
         >>> stats.low, stats.high, stats.mean, stats.norm, stats.nans, stats.infs
         (-4.0, 3.0, -0.5, 5.0, 1, 0)
     """
+    from dcp_plugin.storage.reader import ShardedReader  # late, since they import torch
+    from dcp_plugin.tools.stream import Counter, Part, Stream, select
+
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         selected = select(reader.index, include, exclude, reader.path)
         reader.index.require_bounded(selected)
@@ -451,6 +466,10 @@ def statistics(
 
 
 def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
+    import torch
+
+    from dcp_plugin.tools.stream import is_opaque
+
     if is_opaque(reader, key):
         return "it is of a class of its own, without elements"
     try:
@@ -462,12 +481,12 @@ def _why_not(reader: ShardedReader, key: str, dtype: torch.dtype) -> str:
 
 def _numbers(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements as numbers that torch computes with: bools as 0 and 1, complex numbers as absolute values."""
-    for part in torch.split(piece.flatten(), _AT_ONCE):
+    for part in piece.flatten().split(_AT_ONCE):  # type: ignore[no-untyped-call]
         if part.dtype.is_complex:
-            yield part.to(torch.complex128).abs()
+            yield part.cdouble().abs()
         elif part.dtype.is_floating_point:
-            yield part.to(torch.float32) if part.dtype.itemsize == 1 else part
-        elif part.dtype == torch.uint64:
-            yield part.to(torch.float64)
+            yield part.float() if part.dtype.itemsize == 1 else part
+        elif part.dtype.itemsize == 8 and not part.dtype.is_signed:
+            yield part.double()
         else:
-            yield part.to(torch.int64)
+            yield part.long()

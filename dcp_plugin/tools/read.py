@@ -26,6 +26,8 @@ def read(
 ) -> dict[str, Any]:
     """Return tensors and values of a checkpoint by key, each tensor in full, without a model or a process group.
 
+    If the checkpoint has lost ``dcp_plugin.json`` or ``dcp_plugin.index``, its bytes are read without a check.
+
     Args:
         path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
         include: Globs of keys; all if empty. Other keys are not read.
@@ -54,5 +56,6 @@ def read(
     """
     options: dict[str, Any] = {"io_threads": io_threads, "base": base, "storage_options": storage_options}
     with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
+        reader.salvages = True
         wanted = select(reader.index, include, exclude, reader.path)
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

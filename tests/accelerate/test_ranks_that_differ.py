@@ -48,3 +48,16 @@ def test_an_average_of_one_rank_comes_back_in_both_generations(
         accelerator, average = begin(0)
         accelerator.load_state(str(tmp_path / str(number)))
         assert same_tree(average.state, {"shadow": _average(number)})
+
+
+@on_ranks(2)
+def test_registered_state_that_differs_is_named_once(tmp_path: Path) -> None:
+    from tests.accelerate import training as t
+
+    accelerator, rank = t.start("ddp", stateful=False, unused=False).accelerator, dist.get_rank()
+    accelerator.register_for_checkpointing(Holder({"recent": torch.full((3,), rank), "loss": float(rank)}))
+    with warned("ranks have different values") as messages:
+        for name in ("1", "2"):
+            accelerator.save_state(str(tmp_path / name))
+    assert len(messages) == (rank == 0)
+    assert all("key: extra.registered.0.recent (ranks 0 and 1). " in message for message in messages)

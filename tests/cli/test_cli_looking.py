@@ -414,8 +414,14 @@ def test_a_checkpoint_without_one_of_its_tables_says_what_is_still_usable(tmp_pa
     for name, other in (("dcp_plugin.json", "dcp_plugin.index"), ("dcp_plugin.index", "dcp_plugin.json")):
         dcp.save({"w": torch.ones(4)}, tmp_path / name)
         (tmp_path / name / name).unlink()
-        said = invoke("inspect", tmp_path / name).stderr
-        assert f"{name} is missing. Without {other} as well, it is a checkpoint of stock DCP" in said
+        for command in ("inspect", "read"):
+            ended = invoke(command, tmp_path / name)
+            assert f"{name} is missing. Without {other} as well, it is a checkpoint of stock DCP" in ended.stderr
+            assert ended.exit_code == 4 and "w" in ended.stdout
+        assert json_of("inspect", tmp_path / name, status=4)["checkpoint"]["tensors"][0]["key"] == "w"
+        with pytest.raises(dcp.CheckpointIncomplete):
+            dcp.load({"w": torch.zeros(4)}, tmp_path / name)
+        assert torch.equal(dcp.read(tmp_path / name)["w"], torch.ones(4))
         (tmp_path / name / other).unlink()
         assert torch.equal(dcp.read(tmp_path / name)["w"], torch.ones(4))
 

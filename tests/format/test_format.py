@@ -22,6 +22,7 @@ from torch.utils.serialization import config as torch_config
 import dcp_plugin as dcp
 from dcp_plugin.errors import damage_in
 from dcp_plugin.format import INDEX, SUMMARY, index_file, read, stock_metadata, uncommitted_reason
+from dcp_plugin.format.columns import itemsize_named
 from dcp_plugin.format.foreign import detect
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.format.payload import ALIGNMENT, frame
@@ -261,3 +262,10 @@ def test_an_error_of_code_while_bytes_are_read_is_no_damage() -> None:
             raise error
     with pytest.raises(dcp.CheckpointCorrupt, match="index is damaged"), damage_in("ck/dcp_plugin.index"):
         raise ValueError("bytes")
+
+
+def test_the_size_of_an_element_follows_from_the_name_of_each_dtype() -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert all(itemsize_named(str(dtype).removeprefix("torch.")) == dtype.itemsize for dtype in dtypes)
+    with pytest.raises(ValueError, match="unknown dtype 'load'"):
+        itemsize_named("load")

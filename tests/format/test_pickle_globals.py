@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.format import stock_metadata, values
+from dcp_plugin.format.columns import FACTORIES
 from dcp_plugin.format.pickles.rebuild import _MAKERS
 from dcp_plugin.format.pickles.unpickler import FILE, TENSOR, VALUE
-from dcp_plugin.format.values import FACTORIES
 from tests.objects import WithExtra
 
 DTYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.compare import same_tree
 from tests.launch import on_ranks
+from tests.messages import warned
 
 
 def _average(number: int) -> dict[str, Any]:
@@ -57,3 +58,24 @@ def test_an_average_of_one_rank_comes_back_in_both_generations(
         again.shadow = _average(8)
     trainer.save_checkpoint(tmp_path / "8.ckpt")
     fit(Average(0), 3, tmp_path / "8.ckpt")
+
+
+@on_ranks(2)
+def test_callback_state_that_differs_is_named_once_and_copies_of_buffers_are_not(tmp_path: Path) -> None:
+    from tests.lightning import training as t
+
+    rank, module = dist.get_rank(), t.Model("ddp")
+
+    class Average(t.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            buffers = {f"shadow.{name}": torch.full((3,), rank) for name, _ in module.named_buffers()}
+            return {"recent": torch.full((3,), rank), "loss": float(rank), **buffers}
+
+    assert any(True for _ in module.buffers())
+    trainer = t.trainer_for("ddp", [Average()], plugin=True, max_steps=1)
+    with warned("ranks have different values") as messages:
+        trainer.fit(module, t.plain_loader("ddp"))
+        for name in ("1", "2"):
+            trainer.save_checkpoint(tmp_path / name)
+    assert len(messages) == (rank == 0)
+    assert all("Average.recent (ranks 0 and 1). " in message for message in messages)

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,16 @@ def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
         imported=(),
     ).splitlines()
     assert (printed[0], printed[-1]) == ("step-2 2 2", "False")
+
+
+def test_an_inspection_of_a_checkpoint_of_ours_imports_no_torch(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(2, 2), "counts": Counter(a=1), "half": torch.ones(2).half()}, tmp_path / "c")
+    printed = _python(
+        f"import sys; from dcp_plugin.cli.app import app; app(['inspect', {str(tmp_path / 'c')!r}, '--all'], "
+        "standalone_mode=False); print('torch' in sys.modules)",
+        imported=(),
+    )
+    assert "model.weight" in printed and "float16" in printed and printed.splitlines()[-1] == "False"
 
 
 _KINDS = {"Path", "ObjectPath", "LocalDisk", "ObjectStore", "LocalFiles", "PinnedFiles", "ObjectFiles", "ListedFiles"}

@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
+from dcp_plugin.format.columns import FACTORIES
 from dcp_plugin.format.pickles.unpickler import Refused, Unpickler, fill, require_kinds
 from dcp_plugin.format.pickles.walk import FEW
-from dcp_plugin.format.values import FACTORIES
 
 
 def factory(of: str) -> type:

@@ -30,8 +30,8 @@ from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.pickles.archive import PICKLE, Archive
 from dcp_plugin.format.pickles.nodes import Name, nodes_of
 from dcp_plugin.format.pickles.walk import Walk
+from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.tensors._torch import TENSOR_GLOBALS, name_of_today, rebuilding_on, storage_of, typed_storage
-from dcp_plugin.tensors.host_memory import collector_paused
 
 _MOST_UNKNOWN = 1000
 """Most unknown globals in one file."""
