@@ -11,7 +11,7 @@ from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from dcp_plugin.options import IO, Keeper, Options, refusing_typos
-from dcp_plugin.paths import StoreOptions, as_local, text_of
+from dcp_plugin.paths import StoreOptions, as_local
 from dcp_plugin.types import public_class
 
 if TYPE_CHECKING:
@@ -94,14 +94,9 @@ class CheckpointConfig(Options):
     checkpoint stays complete: it can be copied, loaded and deleted without the others."""
 
     trainable_only: bool = False
-    """Leave frozen parameters out of checkpoints while the *base* has the same bytes. The base is the checkpoint that
-    was loaded before training, or the checkpoint named in ``base``. A load reads the missing parameters from the base,
-    so the base must be kept. Buffers, and frozen parameters that have changed, are always saved."""
-
-    base: str | None = None
-    """The checkpoint on which others build. For a save with ``trainable_only``: the checkpoint with the frozen
-    parameters, needed only if it was not loaded through the same checkpointer. With ``reuse``: the checkpoint from
-    which the first save links. For a load: the new location of the base, if it was moved."""
+    """Leave frozen parameters out of checkpoints if they have the bytes that this process has loaded from one
+    checkpoint outside of the run, as ``init_from`` or by a load before the training. Every start of the run must load
+    that checkpoint again, so it must be kept. Buffers, and other frozen parameters, are saved."""
 
     exclude: tuple[str, ...] = ()
     """Keys (globs) to leave out of saves. A pattern that matches no key is an error at the first save."""
@@ -146,8 +141,6 @@ class CheckpointConfig(Options):
                 object.__setattr__(self, name, group(**changes))
         super().__post_init__()
         self._check_ranges()
-        if self.base is not None:
-            object.__setattr__(self, "base", text_of(self.base))
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
         if self.events is not None:

@@ -326,23 +326,8 @@ def public(path: Where | None) -> Path | str | None:
     return str(path) if isinstance(path, ObjectPath) else path
 
 
-def are_on_same_medium(first: Where, second: Where) -> bool:
-    """Return whether two paths are on the file system, or in the same bucket."""
-    stores = {path.store if isinstance(path, ObjectPath) else "" for path in (first, second)}
-    return len(stores) == 1
-
-
 def name_below(root: Where, path: Where) -> str:
     """Return the name of a path below ``root``, with ``/`` between folders."""
     if isinstance(root, ObjectPath) and isinstance(path, ObjectPath):
         return path.key.removeprefix(root.key).lstrip("/")
     return Path(path).relative_to(str(root)).as_posix()
-
-
-def relative_to(path: Where, start: Where) -> str:
-    """Return the relative path from ``start`` to ``path``; the full text of ``path`` if there is none."""
-    if isinstance(path, ObjectPath) and isinstance(start, ObjectPath) and path.store == start.store:
-        return posixpath.relpath(f"/{path.key}", f"/{start.key}")
-    if isinstance(path, ObjectPath) or isinstance(start, ObjectPath):
-        return str(path)
-    return os.path.relpath(os.path.realpath(path), os.path.realpath(start))

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcp_plugin.calls import Call
-from dcp_plugin.errors import size
+from dcp_plugin.errors import size, some
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import Summary
@@ -146,6 +146,8 @@ class StagedState:
     """Duration of the copy to host memory."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Keys left out of the state because the base has them -> their keys in the base."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """Keys left out that the base has with more exact numbers -> their dtype."""
     base: Mapping[str, str] = field(default_factory=dict)
     """Record of the base in the summary; empty without one."""
 
@@ -226,8 +228,6 @@ class OpenCheckpoint:
     """Summary of a checkpoint of this package; None for other tools."""
     links: bool = False
     """True if data files may be symbolic links, as in checkpoints without an index of this package."""
-    base: OpenCheckpoint | None = None
-    """The checkpoint with the keys that this one leaves out. The index has its files under their full paths."""
     find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
 
     @property
@@ -243,11 +243,20 @@ class OpenCheckpoint:
         return self.find_fingerprint() if self.find_fingerprint else self.known_identity
 
     @property
-    def save_ids(self) -> str:
-        """Identity of this save and its base, which differs from that of another save of the same contents. Empty for
-        checkpoints of other tools."""
-        base = self.base.save_ids if self.base else ""
-        return f"{self.summary.save_id if self.summary else ''} {base}".strip()
+    def save_id(self) -> str:
+        """Identity of this save, which differs from that of another save of the same contents. Empty for checkpoints of
+        other tools."""
+        return self.summary.save_id if self.summary else ""
+
+    @property
+    def absent(self) -> str:
+        """Sentence about the parameters that the checkpoint leaves out; empty if it is complete."""
+        if not self.index.left_out or self.summary is None:
+            return ""
+        return (
+            f"{self.path} leaves out {some(list(self.index.left_out))}: they were frozen, and loaded from "
+            f"{self.summary.base.get('path')}"
+        )
 
     def close(self) -> None:
         """Close the files. Records that were read stay valid."""
@@ -313,7 +322,8 @@ class LoadReport:
     renamed: dict[str, str] = field(default_factory=dict)
     """Loaded keys with another key in the checkpoint -> that key."""
     left_out: list[str] = field(default_factory=list)
-    """Keys that a partial load did not select; the target kept its values."""
+    """Keys that a partial load did not select, or that the checkpoint leaves out (``trainable_only``); the target kept
+    its values."""
     bytes_read: int = 0
     """Bytes that this rank read from data files, including reads to check and to skip."""
     unchecked_bytes: int = 0

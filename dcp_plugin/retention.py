@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dcp_plugin.paths import Where, resolved
+from dcp_plugin.paths import Where
 from dcp_plugin.types import CheckpointState, public_class
 
 _States = Iterable[CheckpointState]
@@ -61,7 +61,7 @@ class Retention:
             raise ValueError("say what to keep: newest, every_steps, best or younger_than")
 
     def reasons(self, checkpoints: Sequence[CheckpointState]) -> dict[Where, list[str]]:
-        """Return why each of a run's complete checkpoints stays, its base aside; an empty list if it may be deleted."""
+        """Return why each of a run's complete checkpoints stays; an empty list if it may be deleted."""
         why: dict[Where, list[str]] = {state.path: [] for state in checkpoints}
         ordered = sorted(checkpoints, key=lambda state: state.time)
         judged: set[Where] = set()
@@ -104,21 +104,9 @@ class Retention:
     def select(self, checkpoints: Sequence[CheckpointState]) -> list[CheckpointState]:
         """Return the checkpoints of one run to delete, in the order in which to delete them.
 
-        Checkpoints that are not complete are never selected. A base comes after the checkpoints that need it.
+        Checkpoints that are not complete are never selected.
         """
         complete = [state for state in checkpoints if state.committed]
-        doomed = {path for path, reasons in self.reasons(complete).items() if not reasons}
-        bases = {state.path: state.bases for state in checkpoints if state.path not in doomed}
-        doomed -= needed(doomed, bases).keys()
+        why = self.reasons(complete)
         newest_first = sorted(complete, key=lambda state: state.time, reverse=True)
-        return [state for state in newest_first if state.path in doomed]
-
-
-def needed(paths: Collection[Where], bases: Mapping[Where, Collection[Where]]) -> dict[Where, Where]:
-    """Return the paths that are bases, each with a checkpoint that needs it.
-
-    Args:
-        bases: By checkpoint, the places where a load of it looks for its base.
-    """
-    by_place = {place: path for path, places in bases.items() for place in places}
-    return {path: by_place[place] for path in paths if (place := resolved(path)) in by_place}
+        return [state for state in newest_first if not why[state.path]]

@@ -5,8 +5,9 @@ system: one would resume, and another would start from scratch. The ranks carry 
 starts from another source because its checkpoints cannot be loaded. If the load finds that the newest checkpoint is
 damaged, ``"auto"`` quarantines it (:mod:`~dcp_plugin.runs.damage`) and loads the checkpoint before it, on all ranks.
 
-A resumed run takes everything from its checkpoint. The source of an earlier warm start is not read, and may be deleted.
-A warm start takes only the model: optimizer, schedules, counters and random streams are new.
+A resumed run takes everything from its checkpoint. The source of a warm start is read again only if that checkpoint
+leaves out what the source has (``trainable_only``): it is loaded first, and the checkpoint over it. A warm start takes
+only the model: optimizer, schedules, counters and random streams are new.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,14 @@ from torch import nn
 from dcp_plugin.calls import Call, together
 from dcp_plugin.checkpointer import Checkpointer, Internals
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, some
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    some,
+)
 from dcp_plugin.media import locate, medium_of, uncommitted_reason
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, public, resolved
@@ -33,8 +42,10 @@ from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, sibling_parts, was_published
 from dcp_plugin.runs.foreign import RESUMABLE
 from dcp_plugin.runs.launches import refuse_other_ranks
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state.names import is_list_of
 from dcp_plugin.storage.published import read_summary, summary_if_readable
+from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState, as_html, public_class
 
 logger = logging.getLogger("dcp_plugin")
@@ -70,7 +81,7 @@ class StartOptions:
     """Options of a user for the start of a run, see :func:`dcp_plugin.resume_or_init`.
 
     Raises:
-        ValueError: ``partial`` without ``init_from``. It would have no effect: a resume loads its complete checkpoint.
+        ValueError: ``partial`` without ``init_from``. It would have no effect.
     """
 
     resume: str | PathLike = "auto"
@@ -171,6 +182,7 @@ class StartOptions:
             if start.how != "resumed":
                 return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
             try:
+                self._load_before(checkpointer, modules, start.path)
                 report = resume(start.path)
             except CheckpointCorrupt as error:
                 if self.resume != "auto" or not self._set_aside(checkpointer, start.path, error):
@@ -179,6 +191,40 @@ class StartOptions:
                 continue
             _refuse_a_mixture(start, report, damaged)
             return replace(start, report=report, damaged=tuple(damaged))
+
+    def _load_before(self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where) -> None:
+        if self.init_from is not None:
+            with Internals(checkpointer).shown(path) as files:
+                self.load_before(checkpointer, modules, path, files)
+
+    def load_before(
+        self, checkpointer: Checkpointer, modules: Mapping[str, Any], path: Where, files: SourceFiles | None
+    ) -> None:
+        """Load ``init_from``, if the checkpoint to resume from leaves out parameters that it may have. Collective.
+
+        Args:
+            files: The files of the checkpoint, see :meth:`Internals.shown`.
+        """
+        if self.init_from is None:
+            return
+
+        def leaves_out() -> bool:
+            with suppress(CheckpointError, OSError), ShardedReader(path, check_files=False, files=files) as reader:
+                return bool(reader.index.left_out)  # if it cannot be read, the load will raise that
+            return False
+
+        if Internals(checkpointer).ranks.from_zero(f"look at {path}", leaves_out):
+            checkpointer.load(modules, self._source(), self.partial, self.strict)
+
+    def _source(self) -> Where:
+        assert self.init_from is not None, "the caller has asked"
+        source = locate(as_path(self.init_from, self.storage_options))
+        if not medium_of(source).kind(source):
+            raise CheckpointNotFound(
+                f"nothing is at init_from={self.init_from}, and this run has no complete checkpoint of its own to "
+                "resume from. Give the path of a checkpoint, or no init_from to start from scratch."
+            )
+        return source
 
     @staticmethod
     def _set_aside(checkpointer: Checkpointer, path: Where, error: CheckpointCorrupt) -> bool:
@@ -197,13 +243,7 @@ class StartOptions:
             return Start("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Start("fresh")
-        source = locate(as_path(self.init_from, self.storage_options))
-        if not medium_of(source).kind(source):
-            raise CheckpointNotFound(
-                f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
-                "Give the path of a checkpoint, or no init_from to start from scratch."
-            )
-        return Start("warm-started", source)
+        return Start("warm-started", self._source())
 
 
 def _all_damaged(damaged: list[Where]) -> str:
@@ -296,8 +336,10 @@ def resume_or_init(
         resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see :func:`~dcp_plugin.resolve_resume`.
             If the newest checkpoint proves to be damaged during the load, ``"auto"`` quarantines it and loads the
             checkpoint before it; ``"must"`` and a path raise.
-        init_from: A checkpoint with the model's weights, used if the run has no checkpoint.
-        partial: Rules for the modules' keys that ``init_from`` fills; all keys by default. Not used for a resume.
+        init_from: A checkpoint with the model's weights, used if the run has no checkpoint. If the run's checkpoint
+            leaves out frozen parameters (``trainable_only``), it is loaded first, and that checkpoint over it. So give
+            it at each start.
+        partial: Rules for the modules' keys that ``init_from`` fills; all keys by default.
         strict: If true, keys that do not fit are errors.
         checkpointer: The checkpointer that saves, whose settings and process group the load uses. Without it, a
             temporary checkpointer is made from ``config`` and ``overrides``.

@@ -154,6 +154,8 @@ class Wanted:
     """Targets that must exist in the object before a load can fill them -> the reason."""
     unfit: str = ""
     """The reason why an optimizer cannot use the stored state at all; empty if it can."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Frozen parameters that the checkpoint leaves out, and that keep their values."""
     tolerated: str = ""
     """The meaning of missing and unexpected keys, for a warning, if they are no error."""
 
@@ -187,5 +189,3 @@ class CheckpointState:
     """``"local"``: only ``keeper.dir`` of the nodes has the checkpoint, and there is none at the path."""
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
     """Metrics, see :class:`CheckpointInfo`; empty with tier ``"local"``."""
-    bases: tuple[Where, ...] = field(default=(), repr=False)
-    """Places where a load looks for what this checkpoint leaves out (``trainable_only``)."""

@@ -3,8 +3,8 @@
     python examples/finetune.py init_from=outputs/train/checkpoints/step-002000.ckpt
     torchrun --standalone --nproc-per-node 2 examples/finetune.py strategy=fsdp2 init_from=...
 
-The same command starts it and, however it was stopped, restarts it: `init_from` is read only while this run has no
-checkpoint of its own. Every setting is in configs/finetune.yaml.
+The same command starts it and, however it was stopped, restarts it. With `checkpoint.config.trainable_only=true` the
+checkpoints have only what trains, and each start loads `init_from` first. Every setting is in configs/finetune.yaml.
 """
 
 import hydra

@@ -42,14 +42,13 @@ def verify_command(
         list[str], typer.Argument(metavar="PATH...", help="Checkpoints: directories, URLs, or files of other tools.")
     ],
     threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = min(8, os.cpu_count() or 2),
-    base: Annotated[str | None, typer.Option(help="The base of the checkpoint, if it was moved.")] = None,
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> Answer:
     """Read every byte and compare it with its checksum. Exits with 1 if a checkpoint is damaged or incomplete."""
     documents, statuses = [], []
     for path in [where(text, storage_option) for text in paths]:
-        document, status = _verified(path, threads, where(base, storage_option) if base else None)
+        document, status = _verified(path, threads)
         documents.append(document)
         statuses.append(status)
         if not as_json:  # each as soon as it is known: a large checkpoint takes minutes
@@ -57,7 +56,7 @@ def verify_command(
     return Answer({"checkpoints": documents}, lambda: None, max(statuses))
 
 
-def _verified(path: Where, threads: int, base: Where | None) -> tuple[dict[str, Any], int]:
+def _verified(path: Where, threads: int) -> tuple[dict[str, Any], int]:
     """Return the document of one checkpoint and its exit status."""
     from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable
     from dcp_plugin.tools.verify import verify
@@ -65,7 +64,7 @@ def _verified(path: Where, threads: int, base: Where | None) -> tuple[dict[str, 
     began = time.perf_counter()
     try:
         with progress(path.name) as bar:
-            report = verify(path, threads, base, progress=bar)
+            report = verify(path, threads, progress=bar)
     except (CheckpointError, OSError) as error:
         is_damage = isinstance(error, (CheckpointCorrupt, CheckpointIncomplete))
         status = NO if is_damage and not isinstance(error, CheckpointUnreadable) else FAILED
@@ -95,6 +94,7 @@ def _print_verified(document: dict[str, Any], status: int) -> None:
         from dcp_plugin.ranks import name_of
 
         lines += [f"{key} differed on {name_of(ranks)} when it was saved" for key, ranks in differing.items()]
+    lines += document["absent"]
     for line in lines[:_MAX_LISTED]:
         echo(f"  {line}")
     if len(lines) > _MAX_LISTED:

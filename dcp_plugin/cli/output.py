@@ -31,7 +31,7 @@ NO, FAILED, PARTLY, INTERRUPTED = 1, 3, 4, 130
 """Exit statuses: the answer is no, the command failed, the answer lacks what is damaged, and Ctrl-C. 0 is success, and
 wrong usage exits with 2."""
 _ARGUMENT = re.compile(
-    r"\b(base|config|dtype|exclude|format|include|max_shard_size|ranks|rename)=…?(?=(?P<value>[^\s.,;:)…])?)"
+    r"\b(config|dtype|exclude|format|include|max_shard_size|ranks|rename)=…?(?=(?P<value>[^\s.,;:)…])?)"
 )
 """An argument of the library in a message. The command line has an option in its place."""
 _NARROWEST = 10

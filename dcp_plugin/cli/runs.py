@@ -141,7 +141,7 @@ def _notes(run: Run) -> Iterator[str]:
         if listed.reason:
             yield f"{_name(run, listed)}: {listed.reason}"
         if listed.base is not None:
-            yield f"{_name(run, listed)}: what it leaves out is in {listed.base}"
+            yield f"{_name(run, listed)}: it leaves out parameters of {listed.base}"
 
 
 def _age(seconds: float) -> str:
@@ -168,9 +168,8 @@ def prune_command(
 ) -> Answer:
     """Delete, without a question, the checkpoints that no rule keeps, and garbage of interrupted saves.
 
-    The rules apply to each folder of checkpoints separately. No rule deletes: the newest complete checkpoint, a base
-    that another one needs, the target of a link, a save in flight, damaged checkpoints, and checkpoints of other
-    tools.
+    The rules apply to each folder of checkpoints separately. No rule deletes: the newest complete checkpoint, the
+    target of a link, a save in flight, damaged checkpoints, and checkpoints of other tools.
     """
     from dcp_plugin.tools.prune import prune
 

@@ -70,7 +70,7 @@ def _print_copied(report: CopyReport) -> None:
         if len(lines) > _MAX_LISTED:
             echo(f"{title}: and {len(lines) - _MAX_LISTED} more (--json lists them)")
     for line in report.needs:
-        echo(f"NEEDED: {line}", err=True)
+        echo(f"NOT COMPLETE: {line}", err=True)
     for line in report.unreadable:
         echo(f"NOT COPIED: {line}", err=True)
 
@@ -85,7 +85,6 @@ _Dtype = Annotated[
     str | None, typer.Option(help="Convert floating-point tensors: bfloat16 or bf16, float16, float32, …")
 ]
 _Ranks = Annotated[int, typer.Option(help="For dcp: the number of ranks to lay it out for.", min=1)]
-_Base = Annotated[str | None, typer.Option(help="The base of the checkpoint, if it was moved.")]
 
 
 def export_command(
@@ -104,7 +103,6 @@ def export_command(
         typer.Option(help="For hf: a folder with config.json and tokenizer, if the checkpoint has none."),
     ] = None,
     ranks: _Ranks = 1,
-    base: _Base = None,
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> Answer | None:
@@ -126,7 +124,6 @@ def export_command(
             max_shard_size=max_shard_size,
             config=config,
             ranks=ranks,
-            base=base,
             storage_options=storage_options(storage_option),
             progress=bar if first else None,
         )

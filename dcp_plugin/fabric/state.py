@@ -301,7 +301,7 @@ class Contents:
             files: The files from :meth:`dcp_plugin.checkpointer.Internals.shown`.
             wanted: Names in ``extra`` that may have dots.
         """
-        with ShardedReader(path, complete=False, files=files) as reader:
+        with ShardedReader(path, files=files) as reader:
             info, kinds = info_of(reader.opened), reader.summary.kinds if reader.summary else {}
         keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}

@@ -1,4 +1,5 @@
-"""Indexes made from entries or from other indexes: of some keys, under other names, of two checkpoints together.
+"""Indexes made from entries or from other indexes: of some keys, under other names, of several
+parts together.
 
 The columns are taken and joined as arrays. A plain save and load need none of this.
 """
@@ -101,7 +102,7 @@ def joined(index: CheckpointIndex, other: CheckpointIndex) -> CheckpointIndex:
     table = _joined_tables(index.table, other.table)
     both = CheckpointIndex.of(table, Places.joined((index.places, other.places)), {**index.files, **other.files})
     both.transforms, both.strides = {**index.transforms, **other.transforms}, {**index.strides, **other.strides}
-    both.left_out, both.extra_files, both.label = index.left_out, index.extra_files, index.label
+    both.extra_files, both.label = index.extra_files, index.label
     both.empty = [*index.empty, *other.empty]
     return both
 

@@ -149,6 +149,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Values that were read with the index, by key. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}
         """Keys not stored because the base, another checkpoint, has the same bytes, and the keys in the base."""
+        self.rounded: dict[str, str] = {}
+        """Keys in :attr:`left_out` that the base has with more exact numbers, and their dtype."""
         self.empty: Collection[str] = ()
         """Keys of empty mappings.
 

@@ -13,6 +13,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``frame``               C         32 bits of the XXH3-64 of the item without its payload
 ``hash``                B         XXH3-64 of each block of the payload; the length gives the number of blocks
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
+``rounded``             text      optional: a JSON object of keys left out that the base has more exactly -> their dtype
 ``empty``               text      optional: a JSON list of the keys of empty mappings
 ``beside``              text      optional: a JSON object of extra files of the save -> XXH3-64, or size
 ``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
@@ -53,6 +54,8 @@ def encode(index: CheckpointIndex) -> bytes:
     more: dict[str, bytes] = {}
     if index.left_out:
         more["left_out"] = json.dumps(index.left_out).encode()
+    if index.rounded:
+        more["rounded"] = json.dumps(index.rounded).encode()
     if index.empty:
         more["empty"] = json.dumps(list(index.empty)).encode()
     if index.extra_files:
@@ -144,6 +147,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         left_out = {str(key): str(base_key) for key, base_key in listed.items() if key not in table.slots}
         if len(left_out) != len(listed):
             raise ValueError("a key is both stored and left out")
+    rounded = dict(json.loads(columns["rounded"].tobytes())) if "rounded" in columns else {}
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
         raise ValueError("shapes and boxes do not fit the dimensions")
     empty = [str(key) for key in json.loads(columns["empty"].tobytes())] if "empty" in columns else ()
@@ -155,7 +159,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files, block_counts(columns["place"][:, 3]))
     index.linkable = {str(name) for name in json.loads(about["linkable"])}
-    index.left_out, index.empty, index.planner_data = left_out, empty, planner_data
+    index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
     index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
     return index
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed, damage_in
 from dcp_plugin.format import INDEX, MOST_JSON, SUMMARY, json_object
-from dcp_plugin.paths import Where, as_path, resolved
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 4
@@ -62,35 +62,28 @@ class OtherFormat(CheckpointUnreadable):
 
 @dataclass(frozen=True)
 class Base:
-    """Checkpoint that has the bytes that another checkpoint leaves out.
+    """Checkpoint from which the parameters were loaded that another checkpoint leaves out.
 
-    ``path`` is its path at the time of the save, ``relative`` the same as seen from the other checkpoint, and
-    ``fingerprint`` identifies its content.
+    ``path`` is its path at the time of the load, and ``fingerprint`` identifies its content.
     """
 
     path: Where
-    relative: str
     fingerprint: str
 
     @classmethod
     def of_summary(cls, entry: dict[str, Any], checkpoint: object) -> Base:
         """Return the base in a summary. Raises CheckpointCorrupt, which names the checkpoint, if it has none."""
-        if not all(isinstance(entry.get(name), str) for name in ("path", "relative", "fingerprint")):
+        if not all(isinstance(entry.get(name), str) for name in ("path", "fingerprint")):
             raise CheckpointCorrupt(
                 f"{checkpoint}/{SUMMARY} does not name the base with the values that the checkpoint leaves out"
             )
         try:
-            path = as_path(entry["path"])
+            return cls(as_path(entry["path"]), entry["fingerprint"])
         except ValueError as error:
             raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has an invalid path of the base: {error}") from error
-        return cls(path, entry["relative"], entry["fingerprint"])
-
-    def places(self, checkpoint: Where) -> tuple[Where, ...]:
-        """Return the places where a load of the checkpoint that needs this base looks for it."""
-        return resolved(self.path), resolved(checkpoint / self.relative)
 
     def to_summary(self) -> dict[str, str]:
-        return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}
+        return {"path": str(self.path), "fingerprint": self.fingerprint}
 
 
 MOST_DIFFERING = 20
@@ -104,7 +97,7 @@ class Summary:
     in the ``storage_meta`` of ``.metadata``. ``kinds`` lists which names of the saved state were a ``module`` and which
     an ``optimizer``, so that a load under other names can find the only object of its kind. ``optimizers`` has the
     class of each optimizer by name. ``attached`` lists the extra files of the save. ``base`` is the checkpoint
-    (:class:`Base`) that has the bytes that this one leaves out; ``exclude`` lists the globs of keys that were not
+    (:class:`Base`) with the parameters that this one leaves out; ``exclude`` lists the globs of keys that were not
     saved. ``reused`` counts the ``bytes`` and ``items`` that were linked from the checkpoint ``from`` instead of
     written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
     ``launch`` names the launch (torchrun's, SLURM's) and the rank that published the checkpoint. ``differing`` has the

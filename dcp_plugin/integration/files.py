@@ -204,7 +204,7 @@ def _is_packed(path: Path) -> bool:
 
 def _verify(files: SourceFiles, path: Where, wanted: Callable[[str], bool]) -> None:
     """Select for each file a node whose copy has the checksum of the save. Raises CheckpointCorrupt without any."""
-    saved = open_files(path, files, complete=False).index.extra_files
+    saved = open_files(path, files).index.extra_files
     for name in filter(wanted, saved):
         while comparison_of(files, name) != saved[name]:
             with files.open(name) as file:

@@ -6,7 +6,7 @@ comparison needs no process group, and reads the index alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,10 @@ class StoredWeights:
 
     def __contains__(self, key: str) -> bool:
         return key in self._index
+
+    def leaves_out(self, keys: Iterable[str]) -> bool:
+        """Return whether the checkpoint leaves out one of these keys, because it was frozen."""
+        return not self._index.left_out.keys().isdisjoint(keys)
 
     def prefix_of(self, keys: Sequence[str], model: str, base: str = "", requested: str | None = None) -> ModelPrefix:
         """Return the prefix of a model's keys; see :func:`~dcp_plugin.loading.model_prefix.find_model_prefix`.
@@ -92,9 +96,8 @@ class StoredWeights:
 def open_weights(
     path: PathLike,
     storage_options: StorageOptions | None,
-    base: PathLike | None = None,
     files: SourceFiles | None = None,
 ) -> Iterator[StoredWeights]:
     """Open a checkpoint of this package, of stock DCP or of another tool. See :class:`~dcp_plugin.ShardedReader`."""
-    with ShardedReader(path, base=base, storage_options=storage_options, files=files) as reader:
+    with ShardedReader(path, storage_options=storage_options, files=files) as reader:
         yield StoredWeights(reader.path, reader.files, reader.index)

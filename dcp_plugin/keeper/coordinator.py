@@ -354,7 +354,6 @@ class Coordinator:
         publication = Publication(save.path, medium_of(save.path, save.job.config.io.direct))
         publication.save_id = save.head.save_id
         try:
-            retention.refuse_to_replace_a_base(save.path)
             directory = publication.reserve(save.head.among_other_files, time_of(save.token))
             self._journal.change(save.token, reserved=directory.stem)
             self._journal.refuse_revoked(save.token)
@@ -426,7 +425,7 @@ class Coordinator:
         written = [save.parts[rank].written for rank in sorted(save.parts)]
         places = Places.joined([part.places for part in written]).take(head.order)
         index = CheckpointIndex.of(head.table, places, sizes)
-        index.left_out = dict(head.left_out)
+        index.left_out, index.rounded = dict(head.left_out), dict(head.rounded)
         index.empty = [key for key in head.empty if key in index]
         return index
 

@@ -116,6 +116,7 @@ class Head:
     order: Column
     """The items of all ranks, in the order of ranks, in the order of the table."""
     left_out: dict[str, str]
+    rounded: dict[str, str]
     empty: list[str]
     facts: Facts
     save_id: str

@@ -363,6 +363,7 @@ class KeptSaves:
             table=plan.table,
             order=in_table_order(plan),
             left_out=dict(staged.left_out),
+            rounded=dict(staged.rounded),
             empty=plan.empty,
             facts=self._pipeline.facts(request, staged, ranks.size, plan.objects),
             save_id=str(uuid.uuid4()),

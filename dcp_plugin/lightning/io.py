@@ -47,7 +47,7 @@ from dcp_plugin.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import retention
 from dcp_plugin.saving.queue import RunningSave
-from dcp_plugin.sources import source_of
+from dcp_plugin.sources import SourceFiles, source_of
 from dcp_plugin.start import Start, StartOptions
 from dcp_plugin.types import public_class
 
@@ -207,7 +207,8 @@ class DCPCheckpointIO(Saver):
             which does not. Lightning ignores the argument of ``fit`` with a sharded strategy. Our own checkpoints never
             need it.
         init_from: A pre-trained checkpoint for the model of a ``fit`` with ``ckpt_path=None``, which resumes from no
-            checkpoint. It is read when model and optimizers are set up and sharded, before any step.
+            checkpoint. It is read when model and optimizers are set up and sharded, before any step. If ``ckpt_path``
+            leaves out frozen parameters (``trainable_only``), it is loaded first, and ``ckpt_path`` over it.
         partial: The keys of the model that ``init_from`` fills, such as ``model.backbone.*``, and their source keys;
             all keys if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
@@ -371,15 +372,19 @@ class DCPCheckpointIO(Saver):
         Raises:
             CheckpointError: ``init_from`` does not exist, or does not fit; raised on every rank.
         """
-        if self.init_from is None:
-            return Start("fresh")
-        options = StartOptions(
+        return self._start_options(strict).start(self.checkpointer, {MODEL: model})
+
+    def load_before(self, model: nn.Module, strict: bool, path: Where, files: SourceFiles | None) -> None:
+        """Load ``init_from`` into the model, if the checkpoint at ``path`` leaves out what it may have. Collective."""
+        self._start_options(strict).load_before(self.checkpointer, {MODEL: model}, path, files)
+
+    def _start_options(self, strict: bool) -> StartOptions:
+        return StartOptions(
             init_from=self.init_from,
             partial=self.partial,
             strict=strict,
             storage_options=self.config.storage_options,
         )
-        return options.start(self.checkpointer, {MODEL: model})
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary from this process alone."""

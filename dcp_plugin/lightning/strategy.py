@@ -210,6 +210,7 @@ class LightningAdapter(StrategyAdapter):
         strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
         if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # else the load would round
+        self.io.load_before(self.model, self.module.strict_loading, path, files)
         self._loaded = loaded = loading.load(
             path,
             self.internals,

@@ -23,7 +23,7 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNot
 from dcp_plugin.format.keys import join
 from dcp_plugin.format.values import encode, is_plain
 from dcp_plugin.loading.matching import LoadMode, Matching
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import Where, resolved
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Attempt, Ranks, pack, said_by_ranks, unpack
 from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from dcp_plugin.state.across_ranks import Answer, Union
 
 logger = logging.getLogger("dcp_plugin")
+
+loaded_keys: dict[tuple[Where, str], set[str]] = {}
+"""The checkpoints that this process has loaded, by path and fingerprint, and the loaded keys, for
+:mod:`~dcp_plugin.loading.origins`. The fingerprint is empty if computing it takes reads."""
 
 _MOST_TRIES = 20
 """Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
@@ -110,7 +114,6 @@ class Loading:
             io_threads=config.io.threads,
             verify=config.io.verify,
             check_files=ranks.rank == 0,
-            base=config.base,
             storage_options=config.storage_options,
             files=files,
         )
@@ -118,7 +121,7 @@ class Loading:
 
     @property
     def opened(self) -> OpenCheckpoint:
-        """The checkpoint, with its base if it has one."""
+        """The checkpoint, open or closed again."""
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
@@ -127,6 +130,8 @@ class Loading:
             context, fitted = self._prepare(state)
             self._read_tensors(context, fitted)
             report = self._apply(context, fitted)
+        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
+        loaded_keys.setdefault((resolved(self.opened.path), fingerprint), set()).update(fitted.match.stored.values())
         if self._ranks.rank == 0:
             for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warn(printable(message))
@@ -412,8 +417,8 @@ class Loading:
         strict = self._strict and context.selection is None
         for adapter in context.adapters:
             want = fitted.match.wanted[adapter.name]
-            if want.targets or want.empty:
-                filled = {
+            if want.targets or want.kept or want.empty:
+                filled = want.kept | {
                     key: fitted.targets[join(adapter.name, key)] if target is None else target
                     for key, target in want.targets.items()
                 }

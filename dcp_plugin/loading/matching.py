@@ -146,7 +146,7 @@ class Matching:
         self._objects = objects
         self.path, self.partial, self.strict, self.mode = path, partial, strict, mode
         self._dry_run = dry_run
-        self.index, self.summary, self._kinds = opened.index, opened.summary, opened.kinds
+        self._opened, self.index, self.summary, self._kinds = opened, opened.index, opened.summary, opened.kinds
         self.adapters: list[StateAdapter] = []
         self.names_here: list[str] = []
         self.renames: Renames | None = None
@@ -180,6 +180,8 @@ class Matching:
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
+                if self.index.left_out:
+                    self._keep(adapter, key_map, want)
                 if want.unfit:
                     self._leave_optimizer(adapter, want, f"{name!r} {want.unfit}")
                 elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
@@ -384,6 +386,32 @@ class Matching:
             self.lone.append(adapter)
         want.targets = chosen
         match.wanted[adapter.name] = want
+
+    def _keep(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
+        """Have the object keep the parameters that the checkpoint leaves out, if this process has loaded them."""
+        kept = {
+            key: stored
+            for key in (*want.missing, *want.undecided, *want.lacking)
+            if (stored := key_map.stored(key)) in self.index.left_out and self.selects(adapter.name, key)
+        }
+        if not kept:
+            if key_map.is_data and any(key.startswith(f"{key_map.name}.") for key in self.index.left_out):
+                self.warn(f"{self._opened.absent}. They are not loaded.")
+            return
+        from dcp_plugin.loading.origins import not_loaded  # most checkpoints leave nothing out
+
+        live = adapter.present()
+        # A mapping keeps its other entries by itself.
+        want.kept = {key: live[key] for key in kept if adapter.kind == "module" or key in want.lacking}
+        want.missing = [key for key in want.missing if key not in kept]
+        want.undecided = [key for key in want.undecided if key not in kept]
+        want.lacking = {key: value for key, value in want.lacking.items() if key not in kept}
+        want.unmatched = []
+        full = {join(adapter.name, key): stored for key, stored in kept.items()}
+        lines = not_loaded(self._opened, full, {join(adapter.name, key): live[key] for key in kept})
+        (self.match.warnings if self._dry_run else self.match.problems).extend(lines)
+        self.keys += full
+        self.match.report.left_out.extend(full)
 
     def note_stored(self, key: str, stored: str, is_of_rank: bool = False) -> None:
         self.match.stored[key] = stored

@@ -6,16 +6,13 @@ saves to the same path are hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, exists, json_object
+from dcp_plugin.format import DAMAGED, DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, json_object
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, time_of, token_in
-from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, first_bytes, scatter
-from dcp_plugin.media.view import View
+from dcp_plugin.media import Medium, RangedFile, RawRanges, Readable, ReadCost, first_bytes, scatter
 from dcp_plugin.paths import ObjectPath, Where
 
-HAS_BASE = "dcp_plugin.base"
-"""An empty object in the folder of a checkpoint that needs a base: a listing shows it."""
 _SAME_MOMENT = 60.0
 """Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 _TAIL = 64 << 10
@@ -52,16 +49,6 @@ def last_bytes(files: Readable, count: int) -> bytes:
         return bytes(memory[: file.fill([memoryview(memory)], size - count)])
 
 
-def may_have_base(path: Where, medium: Medium) -> bool:
-    """Return whether a checkpoint may need a base, by the names of its files."""
-    files = medium.open(path)
-    try:
-        names = files.names()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return SUMMARY in names or any(exists(files, f"{PACKED}{token}/{HAS_BASE}") for token in folders(names))
-
-
 def time_from_names(path: Where, medium: Medium) -> float | None:
     """Return the time at which a checkpoint in a store was saved, if the names of its files are proof of it."""
     if not isinstance(path, ObjectPath):
@@ -79,11 +66,11 @@ def time_from_names(path: Where, medium: Medium) -> float | None:
     return None
 
 
-class PackedFiles(View):
-    """The view. ``tail`` is the end of ``.metadata``, with the summary in it."""
+class PackedFiles(Readable):
+    """The view of ``files``. ``tail`` is the end of ``.metadata``, with the summary in it."""
 
     def __init__(self, files: Readable, token: str, tail: bytes, length: int) -> None:
-        super().__init__(files)
+        self.files = files
         self.token = token
         self._folder = f"{PACKED}{token}/"
         self._summary = tail[len(tail) - END - length : len(tail) - END]
@@ -91,10 +78,39 @@ class PackedFiles(View):
         self._metadata_size = files.size(METADATA) - END - length
         self._attached = _attached(self._summary)
 
-    def located(self, name: str) -> tuple[Readable, str]:
+    def _located(self, name: str) -> str:
         if name == SUMMARY:
-            name = METADATA
-        return self.files, self._folder + name if self._is_in_folder(name) else name
+            return METADATA
+        return self._folder + name if self._is_in_folder(name) else name
+
+    @property
+    def where(self) -> str:
+        return self.files.where
+
+    @property
+    def cost(self) -> ReadCost:
+        return self.files.cost
+
+    def version(self, names: Iterable[str]) -> str:
+        return self.files.version(map(self._located, names))
+
+    def modified(self, name: str) -> float:
+        return self.files.modified(self._located(name))
+
+    def leads_elsewhere(self, name: str) -> bool:
+        return self.files.leads_elsewhere(self._located(name))
+
+    def pin(self, names: Iterable[str]) -> None:
+        self.files.pin(map(self._located, names))
+
+    def mark_unreliable(self, file: RangedFile) -> bool:
+        return self.files.mark_unreliable(file)
+
+    def moved(self) -> bool:
+        return self.files.moved()
+
+    def close(self) -> None:
+        self.files.close()
 
     def _is_in_folder(self, name: str) -> bool:
         return name == INDEX or name.partition("/")[0] in self._attached
@@ -116,7 +132,7 @@ class PackedFiles(View):
     def size(self, name: str) -> int:
         if name == SUMMARY:
             return len(self._summary)
-        return self._metadata_size if name == METADATA else super().size(name)
+        return self._metadata_size if name == METADATA else self.files.size(self._located(name))
 
     def open(self, name: str) -> RangedFile:
         if name == SUMMARY:
@@ -124,7 +140,7 @@ class PackedFiles(View):
         if name == METADATA:
             begin = self._metadata_size - len(self._before)
             return RangedFile(_KnownEnd(self.files.open(METADATA), begin, self._before))
-        return super().open(name)
+        return self.files.open(self._located(name))
 
 
 def _attached(summary: bytes) -> frozenset[str]:

@@ -5,8 +5,8 @@ file counts as no checkpoint: ``latest`` and every automatic resume pass over it
 it, and a save to the same name replaces it. Deleting the file ends the quarantine.
 
 Only the load of an automatic resume may quarantine a checkpoint. The checkpoint must be of this package, and its bytes
-must differ from those that were saved. A file system that fails to read (:class:`~dcp_plugin.CheckpointUnreadable`), a
-state that does not fit, and a damaged base, which other checkpoints share, are no reasons.
+must differ from those that were saved. A file system that fails to read
+(:class:`~dcp_plugin.CheckpointUnreadable`), and a state that does not fit, are no reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, exists
-from dcp_plugin.format.summary import Base
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.storage.published import read_summary
@@ -104,11 +103,6 @@ def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
     if isinstance(error, CheckpointUnreadable) or str(path) not in str(error):
         return False
     try:
-        summary = read_summary(path)
-        if summary is None:  # another tool saved to the same path
-            return False
-        base = Base.of_summary(summary.base, path) if summary.base else None
+        return read_summary(path) is not None  # else another tool saved to the same path
     except CheckpointCorrupt:  # the summary itself is damaged
         return True
-    places = [] if base is None else [base.path, *base.places(path)]
-    return not any(f"{place}/" in str(error) for place in places)

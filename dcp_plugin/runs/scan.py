@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
-from dcp_plugin.format.summary import Base, OtherFormat
+from dcp_plugin.format.summary import OtherFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, locate, snapshot
 from dcp_plugin.media.packed import time_from_names
 from dcp_plugin.paths import Where, is_link
@@ -126,18 +126,16 @@ def _state_in(path: Where, files: Readable, summaries: bool = True) -> Checkpoin
     if not has_traces(names):
         return None
     written = files.modified("")
-    step, metrics, bases = None, dict[str, float](), tuple[Where, ...]()
+    step, metrics = None, dict[str, float]()
     try:
         with suppress(OtherFormat), damage_in(path):
             if summaries and not reason and (summary := summary_in(files)) is not None:
                 written, step, metrics = summary.time, summary.step, dict(summary.metrics)
-                with suppress(CheckpointCorrupt):  # a summary without a valid base
-                    bases = Base.of_summary(summary.base, path).places(path)
     except CheckpointCorrupt as error:
         if files.moved() or isinstance(error, CheckpointUnreadable):
             raise
         return CheckpointState(path, False, str(error), None, written)
-    return CheckpointState(path, not reason, reason, step, written, metrics=metrics, bases=bases)
+    return CheckpointState(path, not reason, reason, step, written, metrics=metrics)
 
 
 def age_of(checkpoint: CheckpointState | Saved) -> tuple[float, int, list[int]]:

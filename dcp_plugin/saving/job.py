@@ -4,7 +4,7 @@ No collective runs in gathering and staging, except in FSDP1's own code. A failu
 :class:`~dcp_plugin.ranks.Attempt` until all ranks meet. The ranks of a save meet twice: to plan, and after all have
 written, to learn that the checkpoint is published. They meet once more for a plan that differs from the last one, as
 the first plan of a ``Checkpointer`` does; once or twice more if state that should be equal on all ranks differs; and
-once to agree on the keys that a base has. The writer has made their process group before
+once to agree on the keys to leave out. The writer has made their process group before
 (:mod:`dcp_plugin.saving.writers`).
 """
 
@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
-from dcp_plugin.format import METADATA, exists
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import plain_metrics
-from dcp_plugin.paths import Where, as_path
+from dcp_plugin.paths import Where
 from dcp_plugin.planning.local_inventory import Holdings, LocalInventory
 from dcp_plugin.planning.save import PlanAnswer, PlanExchange, RankPlan, differ, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
@@ -58,7 +57,7 @@ from dcp_plugin.types import Flat, ShardedValue, Standing
 
 if TYPE_CHECKING:
     from dcp_plugin.planning.replicas import Drift, Samples
-    from dcp_plugin.saving.base import KeySelection
+    from dcp_plugin.saving.selection import KeySelection
     from dcp_plugin.state.across_ranks import RankLocal
 
 logger = logging.getLogger("dcp_plugin")
@@ -67,8 +66,8 @@ logger = logging.getLogger("dcp_plugin")
 class SavePipeline:
     """Pipeline that plans, writes and publishes one save after another.
 
-    It remembers three things to make the next save cheaper: the plan, the data that has not changed since the last
-    checkpoint, and the data that another checkpoint has.
+    It remembers two things to make the next save cheaper: the plan, and the data that has not changed since the last
+    checkpoint.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -91,14 +90,11 @@ class SavePipeline:
         self.newest_time = 0.0
         """The greatest recorded time of the saves that rank 0 knows, in seconds since the epoch."""
         self.reuse = Reuse() if config.reuse else None
-        self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
-        """Checkpoint from which the run resumed, or that it named as its base. A keeper that has taken it over sets it
-        to None."""
-        if self.reuse is not None and self.last_loaded is not None:
-            self.reuse.loaded(self.last_loaded)
+        self.last_loaded: Where | None = None
+        """Checkpoint from which the run resumed or started. A keeper that has taken it over sets it to None."""
         self.selection: KeySelection | None = None
         if config.exclude or config.trainable_only:
-            from dcp_plugin.saving.base import KeySelection  # only a few configurations need it
+            from dcp_plugin.saving.selection import KeySelection  # only a few configurations need it
 
             self.selection = KeySelection(config)
 
@@ -119,8 +115,9 @@ class SavePipeline:
         leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
         tensors = {key: leaf for key, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
-        assert self.selection is not None, "trainable_only has one"
-        self.selection.loaded(encode_state(tensors), names, opened)
+        from dcp_plugin.loading import origins  # only trainable_only needs it
+
+        origins.remember(encode_state(tensors), names, opened, self._config.io.threads)
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
@@ -224,7 +221,7 @@ class SavePipeline:
         return event
 
     def leave_out(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> Attempt[StagedState]:
-        """Remove the keys that the base has. Collective, if any may be left out.
+        """Remove the keys to leave out. Collective, if any may be left out.
 
         The keys that ``exclude`` names are not in the state any more: :meth:`gather` has left them out.
         """
@@ -236,7 +233,7 @@ class SavePipeline:
 
         def without(before: StagedState) -> StagedState:
             state = {key: value for key, value in before.state.items() if key not in left_out.keys}
-            return replace(before, state=state, left_out=left_out.keys, base=left_out.base)
+            return replace(before, state=state, left_out=left_out.keys, rounded=left_out.rounded, base=left_out.base)
 
         return staged.then(without)
 
@@ -340,7 +337,7 @@ class SavePipeline:
             assert global_plan is not None, "rank 0 has made it"
             places = Places.joined([part.places for part in parts]).take(in_table_order(global_plan))
             index = CheckpointIndex.of(global_plan.table, places, publication.file_sizes())
-            index.left_out = dict(staged.left_out)
+            index.left_out, index.rounded = dict(staged.left_out), dict(staged.rounded)
             index.empty = [key for key in global_plan.empty if key in index]
             facts = self.facts(request, staged, len(parts), global_plan.objects)
             summary = publication.publish(index, replace(facts, reused=self._reused(parts)), self.newest_time)
@@ -422,10 +419,6 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 def _reserve(publication: Publication, ranks: Ranks) -> Where:
     """Reserve the directory in which a checkpoint is made. Rank 0 alone calls it."""
-    if exists(publication.medium.open(publication.path), METADATA):
-        from dcp_plugin.runs import retention  # only a save over a checkpoint needs it
-
-        retention.refuse_to_replace_a_base(publication.path)
     directory = publication.reserve()
     # Afterwards: if two processes reserve at the same time, at least one sees the other.
     if ranks.launch is not None:

@@ -111,6 +111,10 @@ class StateAdapter(ABC):
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Return the leaves by key relative to the name, and their paths below it, except those that are ``(key,)``."""
 
+    def present(self) -> Mapping[str, Any]:
+        """Return the object's own tensors and values by key relative to the name."""
+        return self.gather()[0]
+
     @abstractmethod
     def names(self) -> list[str]:
         """Return the keys of the object, relative to the name. Collective if a module contains FSDP1.
@@ -466,6 +470,9 @@ class ModuleAdapter(StateAdapter):
             return state, {}
         leaves, paths = flatten({key: state.pop(key) for key in trees}, name=self.name)
         return state | leaves, {key: path for key, path in paths.items() if len(path) > 1}
+
+    def present(self) -> Mapping[str, Any]:
+        return self._loading.state.values
 
     def names(self) -> list[str]:
         return list(self._loading.state.values)

@@ -75,6 +75,9 @@ class ListAdapter(StateAdapter):
             owners = dict.fromkeys(own_leaves, number) | owners
         return leaves, paths
 
+    def present(self) -> Mapping[str, Any]:
+        return _merged([part.present() for part in self.parts])  # type: ignore[no-any-return]
+
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for part in self.parts for name in part.names()))
 
@@ -98,7 +101,7 @@ class ListAdapter(StateAdapter):
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
         report, taken = Incompatible(), set[str]()
         for part, want, keys in zip(self.parts, self._wants, self._taken, strict=True):
-            mine = keys | want.lacking.keys()
+            mine = {*keys, *want.lacking, *want.missing}  # the missing ones that a checkpoint leaves out
             own = {key: want.lacking.get(key, value) for key, value in filled.items() if key in mine}
             if self.kind != "module":  # which copies the values into memory of its own
                 own |= {key: copy.deepcopy(own[key]) for key in own.keys() & taken}

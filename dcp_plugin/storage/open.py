@@ -46,24 +46,15 @@ def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> N
     """
     if names is None and opened.summary is not None:
         check_metadata(opened.files, opened.summary)
-    names = list(opened.index.files if names is None else names)
-    below = f"{opened.base.files.where}/" if opened.base else ""
-    own_names = [name for name in names if not below or not name.startswith(below)]
     with damage_in(opened.path):
-        check_sizes(opened.files, opened.index.files, own_names, opened.links)
-    if opened.base:
-        check_files(opened.base, [name.removeprefix(below) for name in names if name.startswith(below)])
+        check_sizes(opened.files, opened.index.files, opened.index.files if names is None else names, opened.links)
 
 
-def open_checkpoint(
-    path: Where, base: Where | None = None, check: bool = False, complete: bool = True, salvage: bool = False
-) -> OpenCheckpoint:
-    """Read and validate the table of contents; together with that of its base, if the checkpoint has one.
+def open_checkpoint(path: Where, check: bool = False, salvage: bool = False) -> OpenCheckpoint:
+    """Read and validate the table of contents.
 
     Args:
-        base: Path of the base, if it was moved.
         check: Call :func:`check_files`.
-        complete: Open the base, too.
         salvage: Open a checkpoint that has lost one of our two tables as one of stock DCP, without checksums.
 
     Returns:
@@ -71,14 +62,12 @@ def open_checkpoint(
 
     Raises:
         CheckpointNotFound: The path has no known checkpoint, and the message lists the names that were looked for. Or
-            the base does not exist, or the checkpoint was deleted meanwhile.
+            the checkpoint was deleted meanwhile.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
 
     def look(location: Where, files: Readable) -> OpenCheckpoint:
         opened = _open_held(location, files, salvage)
-        if complete:
-            opened = completed(opened, base)
         try:
             if opened.summary is None:  # the remains of one of ours under deletion may look like another tool's
                 refuse_if_moved(files)
@@ -94,20 +83,16 @@ def open_checkpoint(
         return in_one_view(path, look, locate, keep_open=True, medium=medium)
 
 
-def open_files(path: Where, files: Readable, base: Where | None = None, complete: bool = True) -> OpenCheckpoint:
+def open_files(path: Where, files: Readable) -> OpenCheckpoint:
     """Open the files of a checkpoint of ours, from any medium, as :func:`open_checkpoint`; messages name ``path``.
 
-    Args:
-        complete: Open the base, too.
-
     Raises:
-        CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As :func:`open_checkpoint`.
+        CheckpointCorrupt, CheckpointNotFound: As :func:`open_checkpoint`.
     """
     with damage_in(path), collector_paused():
         summary = _trusted(files, SUMMARY, MAX_SIZE + 1, lambda data: Summary.decode(data, f"{files.where}/{SUMMARY}"))
         index = _trusted(files, INDEX, MOST_TABLE + 1, lambda data: _decoded(data, files, summary))
-        opened = OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-        return completed(opened, base) if complete else opened
+        return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
 
 
 def _trusted(files: Readable, name: str, most: int, decode: Callable[[bytes], T]) -> T:
@@ -123,20 +108,6 @@ def _trusted(files: Readable, name: str, most: int, decode: Callable[[bytes], T]
             except CheckpointCorrupt:
                 if not files.mark_unreliable(file):
                     raise
-
-
-def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
-    """Return the checkpoint together with its base, if it has one.
-
-    Raises:
-        CheckpointNotFound: The base does not exist.
-        CheckpointMismatch: The checkpoint at the path of the base is another one.
-    """
-    if not opened.index.left_out:
-        return opened
-    from dcp_plugin.storage.base import with_base  # most checkpoints have no base
-
-    return with_base(opened, base)
 
 
 def _open_held(path: Where, files: Readable, salvage: bool) -> OpenCheckpoint:

@@ -37,7 +37,7 @@ def open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
 def _open_dcp(path: Where, files: Readable) -> OpenCheckpoint:
     if detect.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()  # a view of ours, which names the files of the checkpoint above it
-        return open_checkpoint(path.parent, complete=False)
+        return open_checkpoint(path.parent)
     data = read(files, METADATA)
     if detect.is_of_lightning(files):
         index, kinds = detect.lightning_index(files)

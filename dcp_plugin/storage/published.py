@@ -257,7 +257,7 @@ def check_complete(path: Where) -> None:
     if not is_ours:
         from dcp_plugin.storage.open import open_checkpoint  # other tools' tables of contents need torch
 
-        open_checkpoint(path, check=True, complete=False).close()
+        open_checkpoint(path, check=True).close()
 
 
 def _is_ours_and_complete(files: Readable) -> bool:

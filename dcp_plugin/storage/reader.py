@@ -76,8 +76,6 @@ class ShardedReader(StorageReader):
         io_threads: Threads that read, per rank.
         verify: Compare the bytes with the checksums.
         check_files: Compare the sizes of all data files with the index when the checkpoint is opened.
-        base: Path of the checkpoint that has the bytes that this one leaves out, if it was moved.
-        complete: Open the base too. Otherwise the index lacks the keys that the base has.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         files: The files of the checkpoint, if those at the path are not to be read. :meth:`close` closes them.
 
@@ -103,8 +101,6 @@ class ShardedReader(StorageReader):
         io_threads: int = 2,
         verify: bool = True,
         check_files: bool = True,
-        base: str | os.PathLike[str] | None = None,
-        complete: bool = True,
         storage_options: StorageOptions | None = None,
         files: SourceFiles | None = None,
     ) -> None:
@@ -114,8 +110,6 @@ class ShardedReader(StorageReader):
         self._io_threads = io_threads
         self._verify = verify
         self._check_files = check_files
-        self._base = as_path(base, storage_options) if base else None
-        self._complete = complete
         self._opened: OpenCheckpoint | None = None
         self.load_id = str(uuid.uuid4())
         """Identifier that differs for every load."""
@@ -129,9 +123,7 @@ class ShardedReader(StorageReader):
     def opened(self) -> OpenCheckpoint:
         """Open checkpoint; opened at the first use."""
         if self._opened is None:
-            self._opened = self._opened_in_source() or open_checkpoint(
-                self.path, self._base, self._check_files, self._complete, self.salvages
-            )
+            self._opened = self._opened_in_source() or open_checkpoint(self.path, self._check_files, self.salvages)
             self.path = self._opened.path
         return self._opened
 
@@ -140,7 +132,7 @@ class ShardedReader(StorageReader):
         if self.files is None:
             return None
         try:
-            return open_files(self.path, self.files, self._base, self._complete)
+            return open_files(self.path, self.files)
         except CheckpointError as error:
             if not self.files.is_at_path:
                 raise
@@ -169,9 +161,9 @@ class ShardedReader(StorageReader):
 
     @property
     def save(self) -> tuple[str, str]:
-        """Identity that is equal on ranks that read the same save: a hash of the content, and ids that
-        distinguish saves of the same content."""
-        return self.opened.identity, self.opened.save_ids
+        """Identity that is equal on ranks that read the same save: a hash of the content, and an id that
+        distinguishes saves of the same content."""
+        return self.opened.identity, self.opened.save_id
 
     @property
     def summary(self) -> Summary | None:

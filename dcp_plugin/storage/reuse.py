@@ -119,7 +119,7 @@ class Reuse:
         """Path of the last checkpoint."""
 
     def loaded(self, path: Where) -> None:
-        """Make a checkpoint that was loaded, or named as the base, the last one. Its index is read by the next save."""
+        """Make a checkpoint that was loaded the last one. Its index is read by the next save."""
         self._loaded = path
 
     def examine(self, new_items: Sequence[NewItem], frozen: Collection[str], to: Destination) -> Findings:
@@ -209,7 +209,7 @@ class Reuse:
             return ""
         self.previous = path
         try:
-            with ShardedReader(path, check_files=False, complete=False) as reader:
+            with ShardedReader(path, check_files=False) as reader:
                 index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"

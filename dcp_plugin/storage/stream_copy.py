@@ -274,9 +274,9 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
 
 
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
-    """Read all data files of a checkpoint and its base, and the extra files of the save. Return the faults.
+    """Read all data files of a checkpoint, and the extra files of the save. Return the faults.
 
-    The files of other tools have no hashes, and are only read. The extra files of a base are not checked.
+    The files of other tools have no hashes, and are only read.
 
     Args:
         passed: Function called with the number of bytes of each piece of a data file.

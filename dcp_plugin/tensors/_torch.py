@@ -236,8 +236,16 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     if layout is not torch.sparse_coo:
         return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=checks)
     indices, values, size, *noted = data
-    kind = {"dtype": values.dtype, "device": values.device, "is_coalesced": noted[0] if noted else None}
-    return torch.sparse_coo_tensor(indices, values, size, check_invariants=checks, **kind)
+    was_coalesced = noted[0] if noted else None
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        size,
+        dtype=values.dtype,
+        device=values.device,
+        check_invariants=checks,
+        is_coalesced=was_coalesced,
+    )
 
 
 _REBUILT = (

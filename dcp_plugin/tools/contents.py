@@ -22,7 +22,6 @@ from xxhash import xxh3_64_hexdigest
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.index import Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.format.summary import Base
 from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.records import OpenCheckpoint
@@ -73,10 +72,10 @@ class CheckpointInfo:
     versions: dict[str, str]
     bytes_reused: int = 0
     """Bytes on disk that were linked from an earlier checkpoint instead of written."""
-    base: Where | None = None
-    """The checkpoint that has the tensors in ``left_out``."""
+    base: str | None = None
+    """Path of the checkpoint from which the tensors in ``left_out`` were loaded."""
     left_out: list[str] = field(default_factory=list)
-    """Keys of frozen tensors that are in the base."""
+    """Keys of frozen tensors that are not in the checkpoint (``trainable_only``)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics passed to the save, such as the validation loss. Some may not be finite."""
     damaged: dict[str, str] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class CheckpointInfo:
         writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
         reused = f" ({size(self.bytes_reused)} linked)" if self.bytes_reused else ""
         metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
-        base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
+        base = f"; it leaves out {len(self.left_out)} tensors of {self.base}" if self.base else ""
         damaged = f"; {len(self.damaged)} keys are DAMAGED ({some(list(self.damaged), 3)})" if self.damaged else ""
         lacks = "; INCOMPLETE, so without checksums" if self.lacks else ""
         return (
@@ -102,7 +101,7 @@ class CheckpointInfo:
 
 @collector_paused()
 def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """Return the contents of a checkpoint, without the tensors that only its base has. Read no tensor.
+    """Return the contents of a checkpoint. Read no tensor.
 
     Args:
         path: A checkpoint of this package, of stock DCP or of another tool: a path or a URL.
@@ -124,10 +123,10 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
     """
     location = as_path(path, storage_options)
     try:
-        with closing(open_checkpoint(location, check=True, complete=False)) as opened:
+        with closing(open_checkpoint(location, check=True)) as opened:
             return info_of(opened)
     except (CheckpointCorrupt, CheckpointIncomplete) as error:
-        with closing(open_checkpoint(location, complete=False, salvage=True)) as opened:
+        with closing(open_checkpoint(location, salvage=True)) as opened:
             lacks = str(error) if isinstance(error, CheckpointIncomplete) else ""
             if (damaged := _damaged(opened)) or lacks:
                 return replace(info_of(opened), damaged=damaged, lacks=lacks)
@@ -170,7 +169,7 @@ def info_of(opened: OpenCheckpoint) -> CheckpointInfo:
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
         bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
-        base=Base.of_summary(summary.base, opened.path).path if summary and index.left_out else None,
+        base=summary.base.get("path") if summary and index.left_out else None,
         left_out=list(index.left_out),
         metrics=dict(summary.metrics) if summary else {},
     )
@@ -346,7 +345,7 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
     """
     from dcp_plugin.tools.stream import select  # late, since it imports torch
 
-    with closing(open_checkpoint(as_path(path, storage_options), check=True, complete=False)) as opened:
+    with closing(open_checkpoint(as_path(path, storage_options), check=True)) as opened:
         listed = []
         for key in select(opened.index, include, (), opened.path):
             listed += [_chunk(key, chunk) for chunk in _places(opened.index[key])]
@@ -445,7 +444,7 @@ def statistics(
     from dcp_plugin.storage.reader import ShardedReader  # late, since they import torch
     from dcp_plugin.tools.stream import Counter, Part, Stream, select
 
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
+    with ShardedReader(path, storage_options=storage_options) as reader:
         selected = select(reader.index, include, exclude, reader.path)
         reader.index.require_bounded(selected)
         stored = {key: entry for key in selected if isinstance(entry := reader.index[key], StoredTensor)}

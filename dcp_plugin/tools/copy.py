@@ -29,13 +29,11 @@ from dcp_plugin.media import is_workspace, locate, medium_of, tree
 from dcp_plugin.media.copies import copy_target
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, is_link, name_below, on_file_system, resolved
 from dcp_plugin.runs.foreign import Saved
-from dcp_plugin.runs.retention import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import open_checkpoint
 from dcp_plugin.storage.open_foreign import weights_in
-from dcp_plugin.storage.published import summary_if_readable
 from dcp_plugin.tools.stream import Counter, Progress
-from dcp_plugin.tools.transfer import CopyState, Source, Transfer, are_of_one_save, is_same, open_source
+from dcp_plugin.tools.transfer import CopyState, Source, Transfer, is_same, open_source
 from dcp_plugin.types import as_html, public_class
 
 
@@ -67,7 +65,7 @@ class CopyReport:
     unreadable: list[str] = field(default_factory=list)
     """Entries below the source that cannot be read, with the reason: the copy lacks the checkpoints in them."""
     needs: list[str] = field(default_factory=list)
-    """Bases that have to be copied, with their targets, before the checkpoints at the target can be loaded."""
+    """Copies that are not complete, with the checkpoint that a load needs besides (``trainable_only``)."""
 
     _repr_html_ = as_html
 
@@ -158,7 +156,7 @@ def _find(source: Where, report: CopyReport) -> dict[Where, bool]:
         _refuse_other_file(source)
         return {source: True}
     try:
-        open_checkpoint(source, complete=False).close()
+        open_checkpoint(source).close()
         return {source: False}
     except CheckpointNotFound as error:
         if weights_in(source):
@@ -186,7 +184,7 @@ def _refuse_other_file(path: Where) -> None:
         CheckpointError: The file is refused. The message names it.
     """
     with suppress(UnsafeCheckpoint):  # a file of a known tool, which the copy does not load
-        opened = open_checkpoint(path, complete=False)
+        opened = open_checkpoint(path)
         opened.close()
         if path.name not in opened.index.files:
             raise CheckpointMismatch(f"{path} is the index of {some(list(opened.index.files))}: copy {path.parent}")
@@ -203,7 +201,7 @@ class _Copy:
 
     def copy(self, io_threads: int, count: Counter) -> CopyState:
         """Compare all checkpoints with the target before the first is copied. Then copy one after the other."""
-        state = CopyState(io_threads, self._new_path_of_base, count)
+        state = CopyState(io_threads, count)
         replaces: dict[Where, bool] = {}
         for path, of_others in self.paths.items():
             with closing(open_source(path, of_others)) as source:
@@ -228,10 +226,6 @@ class _Copy:
         """Return the new path of a checkpoint of the source."""
         return self.report.target / name_below(self.report.source, path)
 
-    def _new_path_of_base(self, base: Where) -> Where | None:
-        here = {resolved(path): path for path in self.paths}
-        return self._new_path_of(here[resolved(base)]) if resolved(base) in here else None
-
     def _existing(self, source: Source, new_path: Where) -> Literal["", "the same save", "another"]:
         """Return what is at the target; empty if it has at most files of an interrupted copy of the same save.
 
@@ -255,14 +249,11 @@ class _Copy:
             self._refuse(
                 source, new_path, f"what is there is no checkpoint that can be read ({error})", has_traces(names)
             )
-            if not are_of_one_save(source.summary, summary_if_readable(new_path)):  # else the copy repairs it
-                refuse_to_replace_a_base(new_path)
             return "another"
         with closing(existing):
             if is_same(source, existing):
                 return "the same save"
         self._refuse(source, new_path, "another checkpoint is there", True)
-        refuse_to_replace_a_base(new_path)
         return "another"
 
     def _refuse(self, source: Source, new_path: Where, why: str, replaceable: bool) -> None:
@@ -277,15 +268,8 @@ class _Copy:
         transfer.run()
         self.report.copied.append(new_path)
         transfer.learn_homes(verified=True)
-        if source.summary is None or not source.index.left_out:
-            return
-        try:
-            open_checkpoint(new_path).close()
-        except (CheckpointNotFound, CheckpointMismatch):
-            base = source.summary.base
-            base_path = as_path(str(new_path / str(base.get("relative", ""))))
-            need = f"{new_path} leaves out what its base has: copy {base.get('path')} to {base_path}, too"
-            self.report.needs.append(need)
+        if source.opened is not None and source.opened.absent:
+            self.report.needs.append(source.opened.absent)
 
     def _copy_links(self, root: Path) -> None:
         """Make the symbolic links to checkpoints of the root again at the target."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64, xxh3_64_digest
 
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, warn
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.paths import PathLike, StorageOptions, Where
 from dcp_plugin.storage.reader import ShardedReader
@@ -202,6 +202,8 @@ def diff(
     """
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     with ShardedReader(a, **options) as first, ShardedReader(b, **options) as second:
+        for absent in filter(None, (first.opened.absent, second.opened.absent)):
+            warn(f"{absent}. They are not compared.")
         common, removed, added = _selected(first, second, include, exclude, rename or {})
         first.index.require_bounded([*common.values(), *removed])
         second.index.require_bounded([*common, *added])

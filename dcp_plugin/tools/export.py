@@ -90,7 +90,6 @@ def export(
     max_shard_size: int | str | None = None,
     config: PathLike | None = None,
     ranks: int = 1,
-    base: PathLike | None = None,
     allow_pickle: tuple[str, ...] = (),
     io_threads: int = 2,
     storage_options: StorageOptions | None = None,
@@ -119,7 +118,6 @@ def export(
             directories of ``"safetensors"``.
         config: For ``"hf"``: a folder with the model's ``config.json``, and the tokenizer, if the checkpoint has none.
         ranks: For ``"dcp"``: the number of ranks that the checkpoint is laid out for.
-        base: The new path of the checkpoint's base, if it was moved.
         allow_pickle: Globs of keys whose values may be loaded by executing code from the checkpoint.
         io_threads: Threads that read.
         storage_options: Options of the stores of URLs, see :class:`~dcp_plugin.CheckpointConfig`.
@@ -158,7 +156,7 @@ def export(
     with together(Call("call export", f"exports {path}", ["export"])):
         group = Ranks.of_default_group(_TIMEOUT, _PATIENCE)
     try:
-        with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
+        with ShardedReader(path, io_threads=io_threads, storage_options=storage_options) as reader:
             names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
             selected = Selected(reader, names, to_dtype)
             config = config and as_path(config, storage_options)
@@ -166,6 +164,8 @@ def export(
             output = group.agree("lay out the files", lay_out)
             files = _written(output, target, group, progress)
             written = output.selected.names
+            if reader.opened.absent:
+                output.notes.append(f"{reader.opened.absent}. The output does not have them.")
             if format == "safetensors":
                 front = next((key.removesuffix(name) for key, name in written.items() if key.endswith(name)), "")
                 output.notes.append(f"Keys have their names in the checkpoint{front and f' without {front!r}'}.")

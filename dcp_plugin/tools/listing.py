@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable
+from dcp_plugin.errors import CheckpointError, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
-from dcp_plugin.format.summary import Base, OtherFormat, Summary
+from dcp_plugin.format.summary import OtherFormat, Summary
 from dcp_plugin.media import Medium, Readable, is_workspace, medium_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
@@ -62,8 +62,8 @@ class ListedCheckpoint:
     """Distributions of its tensors at the save."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The ``metrics`` of the save."""
-    base: Where | None = None
-    """The checkpoint with the parameters that this one leaves out (``trainable_only``)."""
+    base: str | None = None
+    """Path of the checkpoint from which the parameters were loaded that this one leaves out (``trainable_only``)."""
 
 
 @public_class("dcp_plugin.tools")
@@ -116,8 +116,6 @@ class Found:
     """Result of a search below a root."""
 
     runs: list[Run]
-    bases: dict[Where, set[Where]]
-    """Checkpoints -> the paths at which a load looks for their bases."""
     unreadable: set[Where]
     """Entries that cannot be read, and may be checkpoints."""
     scan: Scan
@@ -129,7 +127,7 @@ class Found:
 
 
 def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
-    """Return the result of :func:`list_runs`, with the scan and the bases."""
+    """Return the result of :func:`list_runs`, with the scan."""
     scan, patience = Scan(root, others=True, in_flight=True, summaries=False), Patience()
     candidates = [*scan.checkpoints(), *local_below(root, local_dir, storage_options)]
     at_once = medium_of(root).open(root).cost.at_once
@@ -146,7 +144,7 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
         scan.unreadable | {path: error for path, error in failures.items() if not isinstance(error, OtherFormat)}
     )
     unreadable = {*scan.unreadable, *failures}
-    return Found(runs, {look.listed.path: look.bases for look in looks if look.bases}, unreadable, scan)
+    return Found(runs, unreadable, scan)
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,6 @@ class _Looked:
     listed: ListedCheckpoint
     found: CheckpointState | Saved
     usage: Usage = field(default_factory=Usage)
-    bases: set[Where] = field(default_factory=set)
     failure: CheckpointUnreadable | None = None
     """The reason why the checkpoint cannot be read, and may be intact."""
 
@@ -279,14 +276,14 @@ def _look_at_files(checkpoint: CheckpointState, files: Readable) -> _Looked:
 
 
 def _with_facts(look: _Looked, summary: Summary) -> _Looked:
-    """Return the look with further facts of the summary, and the base."""
+    """Return the look with further facts of the summary."""
     listed = replace(
-        look.listed, world_size=summary.world_size, layouts=list(summary.layouts), metrics=dict(summary.metrics)
+        look.listed,
+        world_size=summary.world_size,
+        layouts=list(summary.layouts),
+        metrics=dict(summary.metrics),
+        base=summary.base.get("path"),
     )
-    with suppress(CheckpointCorrupt):  # the summary names no valid base
-        if summary.base:
-            base = Base.of_summary(summary.base, listed.path)
-            return replace(look, listed=replace(listed, base=base.path), bases=set(base.places(listed.path)))
     return replace(look, listed=listed)
 
 

@@ -7,20 +7,19 @@ folders, and other processes may prune there. Each checkpoint is therefore exami
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from dcp_plugin.errors import CheckpointError, size
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.media import Leftover, is_workspace, medium_of, workspace_of
+from dcp_plugin.media import Leftover, medium_of, workspace_of
 from dcp_plugin.media.usage import Usage
 from dcp_plugin.media.usage import usage as usage_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, links_in, resolved
-from dcp_plugin.retention import Retention, needed
+from dcp_plugin.retention import Retention
 from dcp_plugin.runs import figures
-from dcp_plugin.runs.retention import delete, may_need
+from dcp_plugin.runs.retention import remove
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, is_in_flight, look_below
 from dcp_plugin.tools.stream import Counter, Progress
@@ -116,10 +115,9 @@ def prune(
     keeps it: ``keep_last`` and ``younger_than`` judge all, ``keep_every`` those with a step, ``best`` those with the
     metric.
 
-    These checkpoints stay under any rule: the newest complete checkpoint of a run, with others of its step; a base of
-    another checkpoint (``trainable_only``); the target of a symbolic link in the same folder or above, such as
-    Lightning's ``last``; a save in flight; a damaged checkpoint; and a checkpoint of another tool. Call it on one
-    process.
+    These checkpoints stay under any rule: the newest complete checkpoint of a run, with others of its step; the target
+    of a symbolic link in the same folder or above, such as Lightning's ``last``; a save in flight; a damaged
+    checkpoint; and a checkpoint of another tool. Call it on one process.
 
     Args:
         root: A directory, or the URL of a prefix, which is searched six directories deep.
@@ -157,7 +155,7 @@ def prune(
     _check_metric(best, listing, root_path)
     workspaces = _workspaces(listing)
     leftovers = [item for place in workspaces for item in medium_of(place).collect_garbage(place, True)]
-    why = _why_kept(listing, policy, damaged, root_path, in_flight=_is_saving(listing, leftovers))
+    why = _why_kept(listing, policy, damaged, root_path)
     doomed = [listing.listed[path] for path, reasons in why.items() if not reasons]
     usages = {listed.path: usage_of(medium_of(listed.path), listed.path) for listed in doomed}
     spared: dict[Where, str] = {}
@@ -222,7 +220,7 @@ def _check_metric(metric: str | None, listing: Found, root: Where) -> None:
         raise ValueError(f"no checkpoint below {root} has a metric {metric!r}; {available}")
 
 
-def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where, in_flight: bool) -> dict[Where, list[str]]:
+def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where) -> dict[Where, list[str]]:
     """Return the reasons why each checkpoint stays, run by run; an empty list if it is to be deleted."""
     why: dict[Where, list[str]] = {}
     for run in listing.runs:
@@ -244,13 +242,6 @@ def _why_kept(listing: Found, policy: Retention, damaged: bool, root: Where, in_
     for path, reasons in why.items():
         target = resolved(path)
         reasons += [f"{link} leads to it" for link, to in links.items() if target in (to, *to.parents)]
-    # A save in flight may need the base of a checkpoint that is to be deleted.
-    staying = {path: bases for path, bases in listing.bases.items() if in_flight or why.get(path, [""])}
-    for base, path in needed(why, staying).items():
-        why[base].append(f"{path} needs it as its base")
-    for path, reasons in why.items():
-        if not reasons and path not in listing.bases:
-            reasons += _needed_by_unreadable(listing.listed[path], listing)
     return why
 
 
@@ -264,14 +255,6 @@ def _why_no_rule_judges(listed: ListedCheckpoint) -> str:
     if listed.state == "torn":
         return f"it is being saved, or its save was interrupted: {listed.reason}"
     return f"saved by {'stock DCP' if listed.format == 'stock' else listed.format}, not by this package"
-
-
-def _needed_by_unreadable(listed: ListedCheckpoint, listing: Found) -> list[str]:
-    """Return the reason to keep a checkpoint that may be the base of an entry that cannot be read."""
-    for entry in listing.unreadable:
-        if not is_workspace(entry.name) and may_need(entry, listed.time, listing.scan.medium):
-            return [f"{entry} cannot be read, and may leave out what this one has"]
-    return []
 
 
 def _may_go(checkpoint: ListedCheckpoint) -> bool:
@@ -296,15 +279,8 @@ def _workspaces(listing: Found) -> list[Where]:
     return list(dict.fromkeys([*listing.scan.workspaces, *(workspace_of(cast(Path, path)) for path in paths)]))
 
 
-def _is_saving(listing: Found, leftovers: Iterable[Leftover[Any]]) -> bool:
-    """Return whether a save is in flight whose process may be alive."""
-    ended = {leftover.path for leftover in leftovers}
-    saves = [item for item in listing.listed.values() if is_in_flight(item) or item.state == "torn"]
-    return any(item.path not in ended for item in saves)
-
-
 def _delete(doomed: list[ListedCheckpoint], progress: Progress | None) -> dict[Where, str]:
-    """Delete the newest first: a base goes after the checkpoints that need it. Return those that stay, and why."""
+    """Delete the newest first. Return those that stay, and why."""
     spared: dict[Where, str] = {}
     count = Counter(sum(listed.nbytes for listed in doomed), progress)
     for listed in sorted(doomed, key=lambda listed: -listed.time):
@@ -324,7 +300,7 @@ def _deleted(checkpoint: ListedCheckpoint) -> str:
         now = state_of(checkpoint.path)
         if now is not None and now.committed and (now.time, now.step) != (checkpoint.time, checkpoint.step):
             return _AGAIN
-        delete(checkpoint.path)
+        remove(checkpoint.path)
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dcp_plugin.errors import warn
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools.stream import Progress, read_keys, select
@@ -18,7 +19,6 @@ def read(
     exclude: str | Iterable[str] = (),
     device: str | torch.device = "cpu",
     *,
-    base: PathLike | None = None,
     allow_pickle: tuple[str, ...] = (),
     io_threads: int = 2,
     storage_options: StorageOptions | None = None,
@@ -33,7 +33,6 @@ def read(
         include: Globs of keys; all if empty. Other keys are not read.
         exclude: Globs of keys to leave out.
         device: The device of the tensors.
-        base: The new path of the checkpoint's base, if it was moved.
         allow_pickle: Globs of keys whose values may be loaded by executing code from the checkpoint.
         io_threads: Threads that read.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
@@ -54,8 +53,10 @@ def read(
         >>> state["model.weight"].shape, state["epoch"]
         (torch.Size([3, 2]), 4)
     """
-    options: dict[str, Any] = {"io_threads": io_threads, "base": base, "storage_options": storage_options}
+    options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     with ShardedReader(path, check_files=False, **options) as reader:  # other keys may be damaged
         reader.salvages = True
         wanted = select(reader.index, include, exclude, reader.path)
+        if reader.opened.absent:
+            warn(f"{reader.opened.absent}. They are not read.")
         return read_keys(reader, wanted, torch.device(device), allow_pickle, progress)

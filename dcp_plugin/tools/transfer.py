@@ -13,9 +13,9 @@ import collections
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,9 +34,9 @@ from dcp_plugin.format.summary import Summary, fingerprint, with_hash
 from dcp_plugin.media import CannotLink, DataFile, Medium, RangedFile, Readable, locate, medium_of, tree
 from dcp_plugin.media.copies import copy_target
 from dcp_plugin.media.packed import PackedFiles
-from dcp_plugin.paths import Where, on_file_system, relative_to
+from dcp_plugin.paths import Where, on_file_system
 from dcp_plugin.records import OpenCheckpoint
-from dcp_plugin.storage.open import check_files, completed, open_checkpoint
+from dcp_plugin.storage.open import check_files, open_checkpoint
 from dcp_plugin.storage.published import BYTES, gone_or_damaged, hash_of
 from dcp_plugin.storage.stream_copy import PIECE, FileCheck, ItemsCheck, PipelinedCopy, SourceError, check_of
 from dcp_plugin.tools.stream import Counter
@@ -127,7 +127,7 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             sizes = {path.name: files.size(path.name)}
             return Source(path, files, sizes, _token_of(files, sizes), is_file=True)
         try:
-            opened: OpenCheckpoint | None = open_checkpoint(path, complete=False)
+            opened: OpenCheckpoint | None = open_checkpoint(path)
         except CheckpointError:
             if not of_others:
                 raise
@@ -197,8 +197,6 @@ class CopyState:
     """State that the copies of all checkpoints of one call share."""
 
     io_threads: int
-    base_at_target: Callable[[Where], Where | None]
-    """Function from the path of a base to its new path; None for a base that is not copied."""
     count: Counter
     """The progress for the user. Several threads may count."""
     nbytes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -313,7 +311,7 @@ class Transfer:
         if hashes != (summary.index_sha256, summary.metadata_sha256):
             raise CheckpointCorrupt(f"{files.where}: {INDEX} or {METADATA} is not the one that was saved")
         is_renamed = any(old != new for old, new in self._new_names.items())
-        if not (self.place.renames and (is_renamed or summary.base)):
+        if not (self.place.renames and is_renamed):
             return {INDEX: index_bytes, SUMMARY: summary_bytes, METADATA: metadata}, {}
         views = self._renamed_views(summary)
         # This is a second index in memory: the source is still read by its own.
@@ -325,8 +323,6 @@ class Transfer:
         changed = json_object(summary_bytes)
         changed.pop("sha256", None)
         changed |= {"index_sha256": fingerprint(index_bytes), "metadata_sha256": fingerprint(metadata)}
-        if summary.base:
-            changed["base"] = self._base_at_target() or changed["base"]
         return {INDEX: index_bytes, SUMMARY: with_hash(changed), METADATA: metadata}, views
 
     def _read(self, name: str) -> bytes:
@@ -348,22 +344,6 @@ class Transfer:
                 }
                 views[name] = with_renamed_files(data, names)
         return views
-
-    def _base_at_target(self) -> dict[str, str] | None:
-        """Return the summary's entry for the base, whose files and tables also have other contents in the bucket."""
-        assert self.source.opened is not None
-        try:
-            base = completed(self.source.opened, None).base
-        except CheckpointError:
-            return None
-        if base is None:
-            return None
-        base.close()
-        at = self.state.base_at_target(base.path) or self.target / relative_to(base.path, self.source.path)
-        with closing(open_source(base.path)) as source:
-            tables, _ = Transfer(source, at, self.state).tables()
-        index_hash = json_object(tables[SUMMARY])["index_sha256"]
-        return {"path": str(at), "relative": relative_to(at, self.target), "fingerprint": index_hash}
 
     def _copy_all(self, directory: Where, names: list[str]) -> None:
         """Copy or link these files into the directory of the save."""

@@ -35,6 +35,8 @@ class VerifyReport:
     differing: dict[str, list[int]] = field(default_factory=dict)
     """Parameters and optimizer state that differed between ranks at this save or before, with the ranks: the checkpoint
     has those of the lowest rank."""
+    absent: list[str] = field(default_factory=list)
+    """One line per checkpoint that is not complete, with the parameters that it leaves out (``trainable_only``)."""
 
     _repr_html_ = as_html
 
@@ -47,26 +49,25 @@ class VerifyReport:
         unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
         keys = [f"{key} ({name_of(ranks)})" for key, ranks in self.differing.items()]
         differing = f"; ranks that trained it differed in {some(keys)}" if keys else ""
-        return f"{self.path}: {self.items} items, {size(self.nbytes)}, {state}{unverified}{differing}"
+        absent = "".join(f"; {line}" for line in self.absent)
+        return f"{self.path}: {self.items} items, {size(self.nbytes)}, {state}{unverified}{differing}{absent}"
 
 
 def verify(
     path: PathLike,
     io_threads: int = 2,
-    base: PathLike | None = None,
     storage_options: StorageOptions | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
-    The tensors that only a base has are read as well. In a checkpoint of this package, the tables of contents for
-    other tools and the files that a framework added are compared, too. Items that only earlier checkpoints used, in a
-    linked file, are not, and files that were added to the directory after the save are not read.
+    In a checkpoint of this package, the tables of contents for other tools and the files that a framework added are
+    compared, too. Items that only earlier checkpoints used, in a linked file, are not, and files that were added to the
+    directory after the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
         io_threads: Threads that read.
-        base: The base, if it was moved.
         storage_options: Options of the store of a URL, see :class:`~dcp_plugin.CheckpointConfig`.
         progress: Called with the bytes of data files read, and the bytes of all data files.
 
@@ -85,8 +86,7 @@ def verify(
         True
     """
     location = as_path(path, storage_options)
-    base = base and as_path(base, storage_options)
-    verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
+    verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, progress=progress)
     below = checkpoints_below(location)
     return _verify_run(location, below, verify_one) if below else verify_one(location)
 
@@ -116,12 +116,13 @@ def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], Ve
         [error for report in reports for error in report.errors],
         [name for report in reports for name in report.unverified],
         {key: ranks for report in reports for key, ranks in report.differing.items()},
+        [line for report in reports for line in report.absent],
     )
 
 
-def _verify_checkpoint(path: Where, io_threads: int, base: PathLike | None, progress: Progress | None) -> VerifyReport:
+def _verify_checkpoint(path: Where, io_threads: int, progress: Progress | None) -> VerifyReport:
     for _ in range(MOST_LOOKS):
-        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
+        with ShardedReader(path, io_threads=io_threads) as reader:
             report = _verified(reader, io_threads, progress)
             if not report.errors or not reader.opened.files.moved():
                 return report
@@ -144,4 +145,5 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
     unverified += sizes_only(reader.index.extra_files)
     summary = reader.opened.summary
     differing = {} if summary is None else summary.differing
-    return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified, differing)
+    absent = [reader.opened.absent] if reader.opened.absent else []
+    return VerifyReport(reader.path, len(lengths), sum(lengths.values()), errors, unverified, differing, absent)

@@ -114,7 +114,8 @@ def from_pretrained(
     if distributed_config is not None:  # first, because it starts a process group if none exists
         distributed_config, mesh_manager = _models.prepare_mesh(distributed_config)
     changes = {} if storage_options is None else {"storage_options": storage_options}
-    checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
+    # A later save with trainable_only, as of a Trainer, leaves out what this load has read.
+    checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes, trainable_only=True))
     options = checkpointer.config.storage_options
     settings = Settings(
         model_class, config, dtype, base, options, adapter_config, generation_config, trust_remote_code, kwargs
@@ -124,7 +125,7 @@ def from_pretrained(
 
         def compared() -> ModelPlan:
             # transformers ties shared weights after it has sharded a model
-            with open_weights(checkpoint_path, options, checkpointer.config.base, files) as weights:
+            with open_weights(checkpoint_path, options, files) as weights:
                 return plan_model(settings, weights, prefix, strict, tied=mesh_manager is None)
 
         with Internals(checkpointer).shown(checkpoint_path) as files:

@@ -297,7 +297,8 @@ def _compare(
         lost, extra = _models.ignored(model, absent, weights.unexpected(stored, source.prefix.there))
         lines = []
         if lost:
-            lines.append(f"{len(lost)} of its {len(keys)} keys are not in the checkpoint: {some(lost, 6)}")
+            why = ", which leaves out what was frozen" if weights.leaves_out(stored[key] for key in lost) else ""
+            lines.append(f"{len(lost)} of its {len(keys)} keys are not in the checkpoint{why}: {some(lost, 6)}")
         if extra:
             lines.append(f"{len(extra)} keys are only in the checkpoint: {some(extra, 6)}")
         differences = "; ".join(lines)

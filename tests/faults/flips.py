@@ -33,8 +33,6 @@ from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import same_tree
 from tests.faults.campaign import Campaign, Parts
-from tests.finetune import build as build_tuned
-from tests.finetune import train as train_tuned
 
 BLOCK = 4096
 
@@ -61,17 +59,6 @@ def linked(root: Path) -> None:
     ours.close()
     for step in range(3):
         shutil.rmtree(root / str(step))
-
-
-def completed(root: Path) -> None:
-    """A base, and what was trained on it."""
-    model, optimizer = build_tuned(seed=7, layers=1)
-    dcp.save({"model": model, "optim": optimizer}, root / "base")
-    ours = dcp.Checkpointer(trainable_only=True)
-    ours.load({"model": model, "optim": optimizer}, root / "base")
-    train_tuned(model, optimizer)
-    ours.save({"model": model, "optim": optimizer}, root / "tuned")
-    ours.close()
 
 
 def of_two_ranks(root: Path) -> None:
@@ -113,7 +100,7 @@ def copied(root: Path) -> None:
 
 
 SCENES: dict[str, Callable[[Path], None]] = {
-    "plain": plain, "hard links": linked, "base": completed, "two ranks": of_two_ranks, "Accelerate": of_accelerate,
+    "plain": plain, "hard links": linked, "two ranks": of_two_ranks, "Accelerate": of_accelerate,
     "copied": copied,
 }  # fmt: skip
 

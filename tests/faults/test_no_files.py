@@ -84,7 +84,9 @@ def test_in_place_of_a_file_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
             state = _state(0)
             dcp.load(state, damaged)
             assert beside and state["t"]["n"] == 2
-        ours = dcp.Checkpointer(base=damaged)
+        ours = dcp.Checkpointer()
+        with suppress(dcp.CheckpointError):
+            ours.load(_state(0), damaged)
         ours.save(_state(3), run / "3", step=3)
         ours.close()
         _save(damaged, 4, keep_last=2)

@@ -20,11 +20,9 @@ import jsonargparse
 import pytest
 import torch
 from omegaconf import OmegaConf
-from typer.testing import CliRunner
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.cli.app import app
 from dcp_plugin.integration.stored import plain
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, StoreOptions, as_path
@@ -87,22 +85,19 @@ def test_a_save_and_all_that_is_told_of_it_have_no_secret(
         assert SECRET not in text
 
 
-def test_a_base_in_a_bucket_is_opened_with_the_options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_a_bucket_are_loaded_at_each_start_with_the_options(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _without_settings(monkeypatch)
     options, base, run = _options(bucket), f"{bucket.url}/base", f"{bucket.url}/run"
     model, optimizer = build()
     state = {"model": model, "optim": optimizer}
     dcp.save(state, base, storage_options=options)
-    named = dcp.CheckpointConfig(trainable_only=True, base=base, storage_options=options)
-    dcp.Checkpointer(named).save(state, run)
-    assert dcp.load(state, run, storage_options=options).loaded
-    assert dcp.Checkpointer(named).load(state, run).loaded
-    assert dcp.verify(run, storage_options=options).ok
-    assert dcp.verify(run, base=base, storage_options=options).ok
-    typed = {**options, "client_options.allow_http": "true"}
-    del typed["client_options"]
-    arguments = [f"--storage-option={name}={value}" for name, value in typed.items()]
-    assert CliRunner().invoke(app, ["verify", run, f"--base={base}", *arguments]).exit_code == 0
+    for how in ("warm-started", "resumed"):
+        ours = dcp.Checkpointer(trainable_only=True, storage_options=options)
+        assert dcp.resume_or_init(state, run, init_from=base, checkpointer=ours).how == how
+        ours.save(state, f"{run}/step-1")
+        assert len(dcp.inspect(f"{run}/step-1", storage_options=options).left_out) == 16
 
 
 def test_the_configuration_of_an_export_is_read_with_the_options(

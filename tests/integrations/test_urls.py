@@ -50,7 +50,6 @@ def _doors(scratch: Path) -> dict[str, Callable[[Any], Any]]:
         "load": lambda path: dcp.load({"n": 0}, path),
         "inspect": dcp.inspect,
         "latest": dcp.latest,
-        "base": lambda path: dcp.CheckpointConfig(base=path),
         "events": lambda path: dcp.CheckpointConfig(events=path),
         "fabric.save": lambda path: fabric.save(path, {"model": module}),
         "fabric.load": lambda path: fabric.load(path, {"model": module}),

@@ -221,7 +221,7 @@ def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(
 ) -> None:
     for layout in ("ddp", "fsdp2"):
         launch.run(_fine_tune, 2, tmp_path, pretrained, layout, trainable_only)
-        # The base is there as long as something needs it.
+        # A complete checkpoint never reads it.
         launch.run(_resume, 2, tmp_path, pretrained if trainable_only else tmp_path / "gone", layout, trainable_only)
 
 

@@ -205,12 +205,12 @@ def test_a_policy_reads_the_checkpoints_of_a_bucket_at_the_same_time(
     assert [state.step for state in dcp.list_checkpoints(run)] == [0, 2, 3]
 
 
-def test_a_policy_selects_neither_the_newest_nor_a_base_nor_what_is_torn() -> None:
-    def state(name: str, time: float, committed: bool = True, *bases: Path) -> dcp.tools.CheckpointState:
-        return dcp.tools.CheckpointState(Path("/run", name), committed, step=int(time), time=time, bases=bases)
+def test_a_policy_selects_neither_the_newest_nor_what_is_torn() -> None:
+    def state(name: str, time: float, committed: bool = True) -> dcp.tools.CheckpointState:
+        return dcp.tools.CheckpointState(Path("/run", name), committed, step=int(time), time=time)
 
-    states = [state("base", 0), state("old", 1), state("tuned", 2, True, Path("/run/base")), state("torn", 3, False)]
-    assert [one.path.name for one in dcp.Retention(newest=1).select(states)] == ["old"]
+    states = [state("oldest", 0), state("old", 1), state("new", 2), state("torn", 3, False)]
+    assert [one.path.name for one in dcp.Retention(newest=1).select(states)] == ["old", "oldest"]
     assert [one.path.name for one in dcp.Retention(every_steps=7).select(states[1:])] == ["old"]
     assert dcp.Retention(younger_than=1e12).select(states) == dcp.Retention(newest=1).select(states[:1]) == []
 

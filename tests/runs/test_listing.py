@@ -179,15 +179,16 @@ def test_parts_of_a_checkpoint_are_listed_together_and_the_resume_that_finds_one
     assert not any(one.deleted for one in dcp.prune(tmp_path, keep_last=1).checkpoints)
 
 
-def test_a_checkpoint_says_which_base_it_needs(place: Where) -> None:
+def test_a_checkpoint_says_which_parameters_it_leaves_out(place: Where) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[0].requires_grad_(False)
     with closing(dcp.Checkpointer(trainable_only=True)) as checkpointer:
         dcp.save({"model": model}, place / "base")
         checkpointer.load({"model": model}, place / "base")
-        checkpointer.save({"model": model}, place / "step-1")
-    found = {one.path.name: one.base for one in dcp.tools.list_runs(place)[0].checkpoints}
-    assert found == {"base": None, "step-1": place / "base"}
+        for name in ("run/step-1", "step-2"):
+            checkpointer.save({"model": model}, place / name)
+    found = {one.path.name: one.base for run in dcp.tools.list_runs(place) for one in run.checkpoints}
+    assert found == {"base": None, "step-1": str(place / "base"), "step-2": None}
 
 
 def test_a_summary_is_read_once_and_that_of_the_newest_again(place: Where, monkeypatch: pytest.MonkeyPatch) -> None:

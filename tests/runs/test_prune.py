@@ -18,7 +18,6 @@ from dcp_plugin.media.objects.client import PART, client_of
 from dcp_plugin.paths import ObjectPath, Where, as_path
 from dcp_plugin.retention import NEWEST
 from dcp_plugin.runs import figures
-from tests.compare import same_bytes
 from tests.foreign import LIGHTNING
 from tests.object_server import Bucket
 from tests.places import delete_file, save_file, stock_writer
@@ -137,26 +136,6 @@ def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "run" / "loop").symlink_to("loop")
     dcp.prune(tmp_path / "run" / "checkpoints", keep_last=1)
     assert _there(tmp_path / "run" / "checkpoints") == ["step-1", "step-2", "step-3", "step-5"]
-
-
-def test_a_base_stays_as_long_as_a_checkpoint_needs_it(place: Where) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    dcp.save({"model": model}, place / "step-base", step=0)
-    with closing(dcp.Checkpointer(trainable_only=True)) as checkpointer:
-        checkpointer.load({"model": model}, place / "step-base")
-        for step in (1, 2):
-            checkpointer.save({"model": model}, place / f"step-{step}", step=step)
-    report = dcp.prune(place, keep_last=1)
-    assert [one.path.name for one in report.deleted] == ["step-1"]
-    assert report.kept[0].reasons == [f"{place / 'step-2'} needs it as its base"]
-    target = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    dcp.load({"model": target}, place / "step-2")
-    assert all(same_bytes(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
-    dcp.save({"model": model}, place / "step-3", step=3)
-    report = dcp.prune(place, keep_last=1)
-    assert [one.path.name for one in report.deleted] == ["step-base", "step-2"]
-    assert _there(place) == ["step-3"]
 
 
 def test_what_is_freed_is_what_nothing_else_shares(tmp_path: Path) -> None:

@@ -191,19 +191,6 @@ def test_what_stock_has_saved_over_is_no_base_to_link_from_and_is_resumed_as_sto
     assert_same(_loaded(tmp_path / "b"), _tensors(2))
 
 
-def test_a_base_is_free_again_when_stock_has_saved_over_what_needed_it(tmp_path: Path) -> None:
-    model, optimizer = build()
-    dcp.save({"model": model, "optim": optimizer}, tmp_path / "base")
-    ours = dcp.Checkpointer(trainable_only=True)
-    ours.load({"model": model, "optim": optimizer}, tmp_path / "base")
-    ours.save({"model": model, "optim": optimizer}, tmp_path / "tuned")
-    assert dcp.inspect(tmp_path / "tuned").base == tmp_path / "base"
-    with pytest.raises(dcp.SaveFailed, match="leaves out"):
-        dcp.save({"t": _tensors(1)}, tmp_path / "base")
-    stock.save({"t": _tensors(2)}, checkpoint_id=tmp_path / "tuned")
-    dcp.save({"t": _tensors(1)}, tmp_path / "base")
-
-
 # What is no whole checkpoint of either
 
 

@@ -158,14 +158,6 @@ def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(tmp_path: Path
     _check_alone(tmp_path / "1", model)
 
 
-def test_one_call_links_from_the_checkpoint_that_it_is_told_of(tmp_path: Path, events: list[SaveFinished]) -> None:
-    model, optimizer = build()
-    dcp.save(_state(model, optimizer), tmp_path / "0")
-    dcp.save(_state(model, optimizer), tmp_path / "1", base=tmp_path / "0")
-    assert events[1].bytes <= 0.11 * events[0].bytes
-    _check_alone(tmp_path / "1", model)
-
-
 def test_other_weights_than_those_that_were_loaded_are_written(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
@@ -258,7 +250,8 @@ def test_a_loaded_checkpoint_whose_bytes_are_not_what_its_hashes_say_is_not_link
     _forge(tmp_path / "forged", model)
     for name in ("rotten", "forged"):
         caplog.clear()
-        ours = dcp.Checkpointer(base=tmp_path / name)
+        ours = dcp.Checkpointer(io={"verify": False})
+        ours.load({"n": 0}, tmp_path / name, strict=False)
         with caplog.at_level(logging.WARNING, "dcp_plugin"):
             ours.save(_state(model, optimizer), tmp_path / f"after {name}")
         assert "are not the bytes" in caplog.text

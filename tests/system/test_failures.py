@@ -224,7 +224,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
     (tmp_path / "elsewhere").mkdir()
     state = {"n": torch.zeros(3)}
     dcp.save(state, "~/run/0")
-    dcp.save(state, "~/run/1", events="~/events", base="~/run/0")
+    dcp.save(state, "~/run/1", events="~/events")
     dcp.save(state, Path("~/run/2"), step=2)
     assert dcp.latest("~/run") == dcp.resolve_resume("must", "~/run") == tmp_path / "run" / "2"
     assert dcp.resolve_resume("~/run/1", "~/run") == tmp_path / "run" / "1"
@@ -241,7 +241,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
 @pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])
 def test_a_setting_of_another_type_is_told(name: str) -> None:
     """As text is, which YAML and the environment give for numbers and flags."""
-    for wrong in (1.5j, 30 if name in ("events", "base") else "30"):
+    for wrong in (1.5j, 30 if name == "events" else "30"):
         # What is in place of storage_options may be a secret.
         shown = f"a {type(wrong).__name__}" if name == "storage_options" else repr(wrong)
         with pytest.raises((TypeError, ValueError), match=rf"^{name} must be .*, got {re.escape(shown)}\.$"):
@@ -255,8 +255,8 @@ def test_a_setting_may_be_of_any_type_that_will_do(tmp_path: Path) -> None:
         "keep_last": 2,
         "events": tmp_path / "events",
     }
-    config = dcp.CheckpointConfig(**given, base=tmp_path, exclude=(key for key in "ab"))  # type: ignore[arg-type]
-    assert config.exclude == ("a", "b") and config.base == str(tmp_path)
+    config = dcp.CheckpointConfig(**given, exclude=(key for key in "ab"))  # type: ignore[arg-type]
+    assert config.exclude == ("a", "b") and config.events == str(tmp_path / "events")
 
 
 def test_a_file_above_a_save_is_named(tmp_path: Path) -> None:

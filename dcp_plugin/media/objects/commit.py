@@ -79,7 +79,6 @@ from dcp_plugin.media.objects.client import (
     client_of,
     key_of,
 )
-from dcp_plugin.media.packed import HAS_BASE
 from dcp_plugin.paths import ObjectPath
 
 logger = logging.getLogger("dcp_plugin")
@@ -316,8 +315,6 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes] | N
         _publish_of_others(reservation, files)
         return
     beside = {name: data for name, data in files.items() if name not in (METADATA, SUMMARY)}
-    if json_object(files[SUMMARY])["base"]:
-        beside[HAS_BASE] = b""
     for name, data in beside.items():
         client.put(key_of(final, f"{PACKED}{token}/{name}"), data)
     held = _held[reservation.token]

@@ -1,0 +1,175 @@
+"""Origins of this process's tensors: the checkpoints that it has loaded, and what they had.
+
+A checkpoint with ``trainable_only`` is not complete: it leaves out frozen parameters that another checkpoint, its
+*base*, has. No load looks for the base. Three rules replace the search:
+
+1. A save leaves out a frozen parameter only if, on every rank, its bytes are those that this process has loaded from
+   the base (:func:`origins_of`). A hash of each local shard decides, taken when it was loaded.
+2. A load that needs a parameter that the checkpoint leaves out needs it in the target already. This process must have
+   loaded it from the base, as the fingerprint tells, and the target must still have the loaded bytes
+   (:func:`not_loaded`). Otherwise the load is an error, whatever is strict, and overwrites nothing.
+3. The memory is of the process, not of one ``Checkpointer``. Every load is noted
+   (:data:`~dcp_plugin.loading.load.loaded_keys`). A load takes hashes only if its ``Checkpointer`` has
+   ``trainable_only``, because they cost time. A shard that was cut otherwise when it was loaded
+   cannot be compared: a save saves it, and for a load the fingerprint decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointError, some
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import hashes_of
+from dcp_plugin.format.summary import Base
+from dcp_plugin.loading.load import loaded_keys
+from dcp_plugin.paths import Where, resolved
+from dcp_plugin.planning.local_inventory import ties_of
+from dcp_plugin.records import OpenCheckpoint
+from dcp_plugin.storage.open import open_checkpoint
+from dcp_plugin.tensors._torch import is_meta, is_tensor, sharded_value
+from dcp_plugin.tensors.host_memory import finish_device_work
+from dcp_plugin.types import Flat, Shape, ShardedValue
+
+_Shards = frozenset[tuple[torch.dtype, Shape, Shape, bytes]]
+"""Dtype, offsets, sizes and hash of each chunk of a tensor on this rank."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Origin of a parameter: a key of a checkpoint that this process has loaded."""
+
+    path: Where
+    fingerprint: str
+    key: str
+    rounded: bool
+    """True if the load has rounded the numbers to the parameter's dtype."""
+
+
+@dataclass
+class _Loads:
+    """Loads of this process from one checkpoint that took hashes."""
+
+    names: dict[str, Origin] = field(default_factory=dict)
+    """By key of the target."""
+    shards: dict[str, _Shards] = field(default_factory=dict)
+    """Key in the checkpoint -> the chunks that this rank has loaded, of all targets."""
+
+
+_loads: dict[str, _Loads] = {}
+"""By fingerprint, in the order of the loads."""
+
+
+def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, threads: int) -> None:
+    """Remember what a load has put into the tensors of a state.
+
+    Args:
+        names: The loaded keys, and their keys in the checkpoint.
+    """
+    names = {**names, **_tied_to(names, state)}
+    tensors = {key: value for key in names if isinstance(value := state.get(key), ShardedValue)}
+    # A tensor with stored_whole is a torch.save file in the checkpoint, whose bytes are not compared.
+    tensors = {key: value for key, value in tensors.items() if not value.stored_whole}
+    path = resolved(opened.path)  # a link may later be redirected
+    loads = _loads[opened.fingerprint] = _loads.pop(opened.fingerprint, _Loads())
+    for key, shards in _shards_of(tensors, threads).items():
+        stored = names[key]
+        rounded = not _is_exact(tensors[key], opened.index, stored)
+        loads.names[key] = Origin(path, opened.fingerprint, stored, rounded)
+        loads.shards[stored] = loads.shards.get(stored, frozenset()) | shards
+
+
+def origins_of(frozen: Mapping[str, ShardedValue], threads: int) -> dict[str, list[Origin]]:
+    """Return the checkpoints from which each parameter was loaded, the last first, if it still has the loaded bytes on
+    this rank."""
+    shards = _shards_of(frozen, threads)
+    return {
+        key: [
+            origin
+            for loads in reversed(_loads.values())
+            if (origin := loads.names.get(key)) is not None and shards[key] <= loads.shards[origin.key]
+        ]
+        for key in frozen
+    }
+
+
+def not_loaded(opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason why a load cannot do without keys that the checkpoint leaves out.
+
+    Args:
+        kept: Keys of targets, and their keys in the checkpoint, which leaves them out.
+        live: The targets.
+    """
+    base = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
+    loads, loaded = _loads.get(base.fingerprint, _Loads()), _loaded_from(base)
+    in_base = {key: opened.index.left_out[stored] for key, stored in kept.items()}
+    absent = [key for key, stored in in_base.items() if stored not in loaded]
+    here = {key: live[key] for key in kept if key not in absent and is_tensor(live[key]) and not is_meta(live[key])}
+    tensors = {key: sharded_value(tensor) for key, tensor in here.items()}
+    other, rounded = [], []
+    for key, shards in _shards_of(tensors).items():
+        known = loads.shards.get(in_base[key], frozenset())
+        if {shard[:3] for shard in shards} <= {shard[:3] for shard in known} and not shards <= known:
+            other.append(key)
+        elif opened.index.rounded.get(kept[key], str(tensors[key].dtype)) != str(tensors[key].dtype):
+            rounded.append(key)
+    what = "left out of the checkpoint, because they were frozen and had the bytes of"
+    call = f"resume_or_init(..., init_from={str(base.path)!r}), with the same arguments at each start,"
+    reasons = (
+        (absent, f"this process has not loaded that. {call} loads it first; so does a load of it before this one"),
+        (other, f"here they have other bytes. {call} loads them again"),
+        (rounded, "they were rounded to another dtype than they have here. Load into the dtype of the save"),
+    )
+    return [
+        f"{some(keys)} {'is' if len(keys) == 1 else 'are'} {what} {base.path} (fingerprint {base.fingerprint[:12]}): "
+        f"{reason}"
+        for keys, reason in reasons
+        if keys
+    ]
+
+
+def _loaded_from(base: Base) -> set[str]:
+    """Return the keys that this process has loaded from a base."""
+    loaded = set[str]()
+    for (path, known), keys in loaded_keys.items():
+        fingerprint = known
+        if not known:
+            with suppress(CheckpointError, OSError), closing(open_checkpoint(path)) as opened:
+                fingerprint = opened.fingerprint
+        if fingerprint == base.fingerprint:
+            loaded |= keys
+    return loaded
+
+
+def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
+    """Return the parameters loaded under another name of the same memory, and their keys in the checkpoint."""
+    ties = ties_of(state)
+    first = {ties.get(key, key): stored for key, stored in names.items()}
+    return {key: first[ties.get(key, key)] for key in state if key not in names and ties.get(key, key) in first}
+
+
+def _shards_of(tensors: Mapping[str, ShardedValue], threads: int = 2) -> dict[str, _Shards]:
+    chunks = [(key, value.dtype, chunk) for key, value in tensors.items() for chunk in value.chunks]
+    finish_device_work(chunk.tensor for _, _, chunk in chunks)
+    hashes = hashes_of([chunk.tensor for _, _, chunk in chunks], threads)
+    shards: dict[str, list[tuple[torch.dtype, Shape, Shape, bytes]]] = {key: [] for key in tensors}
+    for (key, dtype, chunk), digest in zip(chunks, hashes, strict=True):
+        shards[key].append((dtype, chunk.offsets, chunk.sizes, digest))
+    return {key: frozenset(of_key) for key, of_key in shards.items()}
+
+
+def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
+    """Return whether the stored numbers equal the value's numbers, without rounding to its dtype.
+
+    The stored tensor can then stand for the value, whatever dtype a later load has.
+    """
+    stored, here = index.table.dtype_of(index.slots[key]), value.dtype
+    if stored is None or stored == here:
+        return stored == here
+    widened = stored.is_floating_point and here.is_floating_point and stored.itemsize < here.itemsize
+    return widened and here in (torch.float32, torch.float64)
