@@ -239,7 +239,7 @@ class Subject:
 
 def _items_in_linked_files(path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """The files of a checkpoint that are meant to be linked, and where each of their items begins and ends."""
-    index = dcp.ShardedReader(path, complete=False).index
+    index = dcp.ShardedReader(path).index
     for name in index.linkable:
         rows = index.columns["place"][index.columns["file"] == index.file_names.index(name), :2].tolist()
         yield name, sorted({(offset, offset + length) for offset, length in rows})
