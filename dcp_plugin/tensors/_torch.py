@@ -234,7 +234,17 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     soon as the tensor is used, and keeps the tensors of a load that fails."""
     checks = not data[0].is_meta
     if layout is not torch.sparse_coo:
-        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=checks)
+        compressed, plain, values, size = data
+        return torch.sparse_compressed_tensor(
+            compressed,
+            plain,
+            values,
+            size,
+            dtype=values.dtype,
+            device=values.device,
+            layout=layout,
+            check_invariants=checks,
+        )
     indices, values, size, *noted = data
     was_coalesced = noted[0] if noted else None
     return torch.sparse_coo_tensor(
