@@ -62,7 +62,14 @@ def _other_alignment() -> AbstractContextManager[Any]:
     return torch_config.patch("save.storage_alignment", 4096)
 
 
-@pytest.mark.parametrize("setting", [without_crcs, _other_alignment, partial(torch.device, "meta")], ids=str)
+SETTINGS = {
+    "without CRCs": without_crcs,
+    "another alignment": _other_alignment,
+    "meta": partial(torch.device, "meta"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 def test_a_frame_is_the_same_whatever_the_caller_has_set(
     tmp_path: Path, setting: Callable[[], AbstractContextManager[Any]]
 ) -> None:
