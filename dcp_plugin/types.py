@@ -111,7 +111,7 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 KeyPath = tuple[Any, ...]
 """Path of a key in the nested state. A step is a ``str`` for a mapping key, an ``int`` for a list index, ``("t", i)``
 for a tuple index, or ``("k", key)`` for a mapping key that is not text. For a mapping class other than ``dict``, the
-step has the class's name in :data:`~dcp_plugin.format.values.MAPPING_CLASSES` in place of ``"k"``, even if the key is
+step has the class's name in :data:`~dcp_plugin.format.columns.MAPPING_CLASSES` in place of ``"k"``, even if the key is
 text."""
 
 
