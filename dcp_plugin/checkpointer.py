@@ -74,7 +74,7 @@ class Checkpointer:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         talks = self.config.when_busy == "skip" or self.config.save_interval is not None
         aside = self.config.async_save and talks
-        self._groups = RankGroups(lambda: settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
+        self._groups = RankGroups(settings_of_all_ranks(self.config), self.config.timeout, solo, aside)
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._writer = writer_of(self.config, self._saving, self._queue, self._groups)

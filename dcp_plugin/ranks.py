@@ -182,13 +182,13 @@ class RankGroups:
     """The groups of one checkpointer: the group of saves, and a second group for calls while saves are in flight.
 
     Args:
-        settings: Returns the settings that must be equal on every rank, by name.
+        settings: The settings that must be equal on every rank, by name.
         timeout: Timeout of each group, in seconds.
         solo: True if this process acts alone, without groups.
         aside: True if calls communicate while saves are in flight, which requires the second group.
     """
 
-    def __init__(self, settings: Callable[[], dict[str, Any]], timeout: float, solo: bool, aside: bool) -> None:
+    def __init__(self, settings: dict[str, Any], timeout: float, solo: bool, aside: bool) -> None:
         self._settings, self._timeout, self.solo, self._needs_aside = settings, timeout, solo, aside
         self.known: Ranks | None = None  # the group of saves; None before the first use
         self._aside: Ranks | None = None
@@ -206,7 +206,7 @@ class RankGroups:
         if self.known is None or not self.known.usable:
             ranks = Ranks.of_default_group(self._timeout)
             try:
-                ranks.combine("compare the configurations", self._settings, _refuse_differences)
+                ranks.combine("compare the configurations", lambda: self._settings, _refuse_differences)
             except Exception:
                 ranks.close()
                 raise
