@@ -39,8 +39,7 @@ from tests.places import names_in
 def _has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is as in a process of its own."""
     monkeypatch.setattr(origins, "_loads", {})
-    monkeypatch.setattr(origins, "loaded_keys", load.loaded_keys)
-    load.loaded_keys.clear()
+    load.loaded.clear()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -168,6 +167,33 @@ def _tune_and_save(root: Path) -> None:
     ours.save(_state(model, optimizer), root / "run" / "0")
 
 
+def test_a_base_that_was_loaded_into_another_model_is_not_loaded_here(tmp_path: Path) -> None:
+    """As in a script that compares the pre-trained model with the tuned one."""
+    _pretrained(tmp_path / "base")
+    launch.run(_tune_and_save, 1, tmp_path)
+    first, second = build(seed=3)[0], build(seed=4)[0]
+    dcp.load({"model": first}, tmp_path / "base")
+    before = {key: value.clone() for key, value in second.state_dict().items()}
+    with pytest.raises(dcp.CheckpointMismatch, match="loaded that into other objects"):
+        dcp.load({"model": second}, tmp_path / "run" / "0")
+    assert_same(dict(second.state_dict()), before)
+    larger = nn.ModuleDict({"net": first, "more": nn.Linear(2, 2)})
+    only = dcp.PartialLoad(include="model.net.*", rename={"model.net.": "model."})
+    dcp.load({"model": larger}, tmp_path / "run" / "0", only)
+
+
+def test_a_process_that_loads_many_checkpoints_remembers_the_last_and_those_in_use(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    launch.run(_tune_and_save, 1, tmp_path)
+    model = build(seed=3)[0]
+    dcp.load({"model": model}, tmp_path / "base")
+    for number in range(40):
+        dcp.load({"model": model}, tmp_path / "run" / "0")
+        dcp.save({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
+        dcp.load({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
+    assert len(load.loaded) < 20
+
+
 def test_a_complete_checkpoint_never_reads_init_from(tmp_path: Path) -> None:
     model, optimizer = build(seed=7)
     dcp.save(_state(model, optimizer), tmp_path / "run" / "step-1")
@@ -204,6 +230,23 @@ def test_a_base_that_is_needed_and_gone_is_named(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(dcp.CheckpointNotFound, match="nothing is at init_from"):
         dcp.resume_or_init(_state(model, optimizer), tmp_path / "run", init_from=tmp_path / "base")
+
+
+def test_a_damaged_base_has_no_local_checkpoint_passed_over(tmp_path: Path) -> None:
+    """The next start would begin from scratch."""
+    _pretrained(tmp_path / "base")
+    keeper = {"dir": str(tmp_path / "node"), "durable_every": None, "linger": 0.0}
+    ours, model, optimizer = _tuned_on(tmp_path / "base", async_save=True, keeper=keeper)
+    ours.save(_state(model, optimizer), tmp_path / "run" / "step-1").wait_local()
+    ours.close()
+    shutil.copytree(tmp_path / "base", tmp_path / "intact")
+    for file in (tmp_path / "base").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    options: dict[str, Any] = {"keeper": keeper, "async_save": True}
+    with pytest.raises(dcp.CheckpointCorrupt, match=str(tmp_path / "base")):
+        dcp.resume_or_init(_state(*build(seed=3)), tmp_path / "run", init_from=tmp_path / "base", **options)
+    start = dcp.resume_or_init(_state(*build(seed=3)), tmp_path / "run", init_from=tmp_path / "intact", **options)
+    assert start.how == "resumed"
 
 
 def test_a_base_may_be_moved_or_copied(tmp_path: Path) -> None:
