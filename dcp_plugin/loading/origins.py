@@ -118,15 +118,17 @@ def not_loaded(
     is_filled = module is None or any(each in part.modules for part in parts for each in module.modules())
     here = {key: live[key] for key in kept if key not in absent and is_tensor(live[key]) and not is_meta(live[key])}
     tensors = {key: sharded_value(tensor) for key, tensor in here.items()}
+    known = {key: loads.shards.get(in_base[key], frozenset()) for key in tensors}
+    # The others are not hashed: there is nothing to compare their hashes with.
+    cut_alike = {key: value for key, value in tensors.items() if _boxes(value) <= {shard[:3] for shard in known[key]}}
+    shards = _shards_of(cut_alike)
     other, elsewhere, rounded = [], [], []
-    for key, shards in _shards_of(tensors).items():
-        known = loads.shards.get(in_base[key], frozenset())
-        is_known = {shard[:3] for shard in shards} <= {shard[:3] for shard in known}
-        if is_known and not shards <= known:
+    for key, value in tensors.items():
+        if not shards.get(key, frozenset()) <= known[key]:
             other.append(key)
-        elif not is_known and not is_filled:
+        elif key not in shards and not is_filled:
             elsewhere.append(key)
-        elif opened.index.rounded.get(kept[key], str(tensors[key].dtype)) != str(tensors[key].dtype):
+        elif opened.index.rounded.get(kept[key], str(value.dtype)) != str(value.dtype):
             rounded.append(key)
     what = "left out of the checkpoint, because they were frozen and had the bytes of"
     call = f"resume_or_init(..., init_from={str(base.path)!r}), with the same arguments at each start,"
@@ -163,6 +165,10 @@ def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
     ties = ties_of(state)
     first = {ties.get(key, key): stored for key, stored in names.items()}
     return {key: first[ties.get(key, key)] for key in state if key not in names and ties.get(key, key) in first}
+
+
+def _boxes(value: ShardedValue) -> set[tuple[torch.dtype, Shape, Shape]]:
+    return {(value.dtype, chunk.offsets, chunk.sizes) for chunk in value.chunks}
 
 
 def _shards_of(tensors: Mapping[str, ShardedValue], threads: int = 2) -> dict[str, _Shards]:

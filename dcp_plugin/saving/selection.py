@@ -90,7 +90,7 @@ class KeySelection:
 
     def _frozen_in(self, state: Flat, path: Where) -> dict[str, _Frozen]:
         """Return the report of this rank about each frozen parameter of a state of which it has a part."""
-        run = resolved(path.parent if step_in_name(path.parent) is None else path.parent.parent)
+        run = _run_of(path)
         tensors = ((key, value) for key, value in state.items() if isinstance(value, ShardedValue))
         frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole and value.chunks}
         return {
@@ -117,7 +117,7 @@ class KeySelection:
         if saved := [key for key in common if key not in left_out]:
             self._warn(
                 f"{len(saved)} frozen parameters are saved in spite of trainable_only=True: {some(saved, 5)}. A save "
-                f"leaves out those that have the bytes of one checkpoint outside of {path.parent}, which a "
+                f"leaves out those that have the bytes of one checkpoint outside of {_run_of(path)}, which a "
                 f"checkpointer with trainable_only=True, init_from or dcp_plugin's from_pretrained has loaded."
             )
         if not left_out:
@@ -148,3 +148,8 @@ class KeySelection:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _run_of(path: Where) -> Where:
+    """Return the folder of a run's checkpoints, of which ``path`` is one, or a part of one."""
+    return resolved(path.parent if step_in_name(path.parent) is None else path.parent.parent)

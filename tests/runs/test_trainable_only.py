@@ -279,6 +279,7 @@ def test_without_a_known_base_everything_is_saved_with_one_warning(
     with caplog.at_level(logging.WARNING, "dcp_plugin"):
         for step in range(2):
             ours.save(_state(model, optimizer), tmp_path / "run" / str(step))
+            ours.save(_state(model, optimizer), tmp_path / "run" / f"step-{step}" / "part")
         assert caplog.text.count("16 frozen parameters are saved") == 1
         caplog.clear()
         model.requires_grad_(True)
