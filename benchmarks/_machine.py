@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "numpy", "isal", "safetensors", "torch_checkpointing", "dlrover", "nvidia-resiliency-ext")
+PACKAGES = ("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "dlrover", "nvidia-resiliency-ext")
 _BUSY = 0.5
 """The share of all cores that other work may keep busy; above it, a figure is not to be trusted."""
 

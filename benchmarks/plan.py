@@ -327,8 +327,8 @@ def _written(rank: int, sizes: list[int]) -> list[Location]:
     offset = 0
     locations = []
     for size in sizes:
-        crcs = np.full(-(-size // block_size(size)), 12345, np.uint32)
-        locations.append(Location(f"__{rank}_0.distcp", offset, size + 1600, 1000, size, 1, crcs))
+        hashes = np.full(-(-size // block_size(size)), 12345, np.uint64)
+        locations.append(Location(f"__{rank}_0.distcp", offset, size + 1600, 1000, size, 1, hashes))
         offset += size + 1664
     return locations
 

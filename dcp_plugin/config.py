@@ -154,10 +154,6 @@ class CheckpointConfig(Options):
                 f"keep_last={self.keep_last} with async_save=True: keep at least 2, since the newest may still be on "
                 f"its way to disk."
             )
-        if self.has_local_tier and not self.io.checksum:
-            raise ValueError(
-                "keeper.dir needs io.checksum=True: without checksums, files that survive a failure cannot be trusted."
-            )
         if self.staging == "lazy" and not self.async_save:
             raise ValueError(
                 "staging='lazy' needs async_save=True: a save that waits for the disk makes no copy, so it would "

@@ -155,11 +155,8 @@ class IO(Options):
     available memory, if a trial shows that the file system supports it; smaller files stay in the page cache, from
     which a restart on the same host reads them. ``True``: for all files; a file system that refuses is an error."""
 
-    checksum: bool = True
-    """Store CRC32 checksums of every item in the index, by blocks, so that parts of an item can be checked as well."""
-
     verify: bool = True
-    """Check every block that a load reads against its checksum. If only narrow columns of a stored tensor are wanted,
+    """Compare every block that a load reads with its hash. If only narrow columns of a stored tensor are wanted,
     blocks that are only partly wanted are not checked, since the check would require the columns of all other ranks."""
 
     broadcast: bool | Literal["auto"] = "auto"

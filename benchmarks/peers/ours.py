@@ -1,4 +1,4 @@
-"""This project, as it comes and without checksums."""
+"""This project, as it comes and with other options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def load(state: State, path: Path, **io: bool) -> None:
 
 PEERS = [
     Peer(OURS, save, load),
-    Peer("dcp_plugin, no checksums", partial(save, checksum=False), load, only="save"),
     Peer("dcp_plugin, past the page cache", partial(save, direct=True), load, only="save"),
     Peer("dcp_plugin, not verifying", save, partial(load, verify=False), only="load"),
     Peer("dcp_plugin on stock's checkpoint", stock.save, load, only="load"),

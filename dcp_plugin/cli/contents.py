@@ -121,9 +121,9 @@ def _print_chunks(places: list[ChunkInfo]) -> None:
     for place in places:
         box = ", ".join(f"{begin}:{begin + n}" for begin, n in zip(place.offsets, place.sizes, strict=True))
         numbers = f"{place.offset:,}", f"{place.length:,}"
-        rows.append((place.key, f"[{box}]", place.file, *numbers, place.crc32, place.xxh3))
-    columns = ("key", "box", "file", "offset", "bytes", "crc32", "xxh3")
-    table(columns, rows, numbers=("offset", "bytes", "crc32"), optional=("xxh3",))
+        rows.append((place.key, f"[{box}]", place.file, *numbers, place.xxh3))
+    columns = ("key", "box", "file", "offset", "bytes", "xxh3")
+    table(columns, rows, numbers=("offset", "bytes"), optional=("xxh3",))
 
 
 def _print_stats(at: Where, listed: list[TensorStats]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,19 +40,17 @@ MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
 }
 """Classes of mappings, by name, that a load restores if a save stores the items of a mapping separately."""
 
-_NO_HASH = bytes(16)
-_JOINED = ("place", "frame_crc", "blocks", "block_crc", "hash")
+_JOINED = ("place", "frame", "blocks", "hash")
 
 
 @dataclass(frozen=True)
 class Location:
     """Place of an item: ``length`` bytes at ``offset`` of ``file``, with the payload inside them.
 
-    ``checksums`` are the running CRC32 at the end of each block of the payload; None if the writer computed none.
+    ``hashes`` are the XXH3-64 of each block of the payload; None if the writer computed none, as in stock checkpoints.
     ``payload_offset`` is None for an item of unknown layout (from a stock checkpoint, or a tensor stored as one
-    object): ``torch.load`` has to read it. Its checksums, if any, cover the complete item, and ``payload_length`` is
-    its length. ``hash`` is the payload's XXH3-128; None if the writer did not compute it, as for data that changes with
-    every save.
+    object): ``torch.load`` has to read it. Its hashes, if any, cover the complete item, and ``payload_length`` is
+    its length. ``frame`` is the hash of the bytes around the payload.
     """
 
     file: str
@@ -60,9 +58,8 @@ class Location:
     length: int
     payload_offset: int | None
     payload_length: int
-    frame_crc: int = 0
-    checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
-    hash: bytes | None = None
+    frame: int = 0
+    hashes: np.ndarray[Any, np.dtype[np.uint64]] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,42 +193,38 @@ def itemsize_named(name: str) -> int:
 class Places:
     """Places of items: the columns of :class:`Location`.
 
-    ``blocks`` counts each item's checksums in ``block_crc``. ``hash`` has two numbers per item, zeros if the hash is
-    unknown.
+    ``blocks`` counts each item's hashes in ``hash``.
     """
 
     files: list[str]
     file: Column
     place: Column
-    frame_crc: Column
+    frame: Column
     blocks: Column
-    block_crc: Column
     hash: Column
+    linkable: Collection[str] = ()
+    """Files that later saves are meant to link. Such a file may have items that this checkpoint does not have."""
 
     @classmethod
     def of(cls, locations: Sequence[Location]) -> Places:
         files = {name: number for number, name in enumerate(dict.fromkeys(location.file for location in locations))}
-        crcs = [location.checksums for location in locations if location.checksums is not None]
+        hashes = [np.empty(0, np.uint64) if location.hashes is None else location.hashes for location in locations]
         starts = [-1 if location.payload_offset is None else location.payload_offset for location in locations]
         place = [(w.offset, w.length, start, w.payload_length) for w, start in zip(locations, starts, strict=True)]
         return cls(
             list(files),
             np.array([files[location.file] for location in locations], np.int32),
             np.array(place, np.int64).reshape(-1, 4),
-            np.array([location.frame_crc for location in locations], np.uint32),
-            np.array(
-                [0 if location.checksums is None else len(location.checksums) for location in locations], np.int64
-            ),
-            np.concatenate([*crcs, np.empty(0, np.uint32)]),
-            hash_column([location.hash for location in locations]),
+            np.array([location.frame for location in locations], np.uint32),
+            np.array(list(map(len, hashes)), np.int64),
+            np.concatenate([*hashes, np.empty(0, np.uint64)]),
         )
 
     @classmethod
     def without_hashes(cls, files: list[str], file: Column, place: Column) -> Places:
-        """Return the places of items without checksums and hashes, as another tool writes them."""
+        """Return the places of items without hashes, as another tool writes them."""
         zeros = np.zeros(len(file), np.int64)
-        empty = np.empty(0, np.uint32)
-        return cls(files, file, place, zeros.astype(np.uint32), zeros, empty, np.zeros((len(file), 2), np.uint64))
+        return cls(files, file, place, zeros.astype(np.uint32), zeros, np.empty(0, np.uint64))
 
     @classmethod
     def joined(cls, parts: Sequence[Places]) -> Places:
@@ -240,7 +233,8 @@ class Places:
         return cls(
             [name for part in parts for name in part.files],
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            *(np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED),
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED},
+            linkable={name for part in parts for name in part.linkable},
         )
 
     @property
@@ -254,18 +248,16 @@ class Places:
         """Return the location of an item."""
         offset, length, start, payload_length = self.place[number].tolist()
         end = int(self._block_ends[number])
-        checksums = self.block_crc[end - int(self.blocks[number]) : end]
-        is_checked = len(checksums) > 0 or (payload_length == 0 and start >= 0)
-        digest = self.hash[number].tobytes()
+        hashes = self.hash[end - int(self.blocks[number]) : end]
+        has_hashes = len(hashes) > 0 or (payload_length == 0 and start >= 0)
         return Location(
             self.files[self.file[number]],
             offset,
             length,
             start if start >= 0 else None,
             payload_length,
-            int(self.frame_crc[number]),
-            checksums if is_checked else None,
-            digest if digest != _NO_HASH else None,
+            int(self.frame[number]),
+            hashes if has_hashes else None,
         )
 
     @functools.cached_property
@@ -278,16 +270,11 @@ class Places:
         if (
             len(self.blocks) and (self.blocks == self.blocks[0]).all()
         ):  # usual in large plans: a row per item is faster to take
-            crcs = self.block_crc.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
+            hashes = self.hash.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
         else:
-            crcs = self.block_crc[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
-        place, hashes = (rows.take(order, axis=0) for rows in (self.place, self.hash))  # faster than by [order]
-        return Places(self.files, self.file[order], place, self.frame_crc[order], blocks, crcs, hashes)
-
-
-def hash_column(hashes: Sequence[bytes | None]) -> Column:
-    """Return each hash as two numbers, zeros for an unknown hash."""
-    return np.frombuffer(b"".join(digest or _NO_HASH for digest in hashes), np.uint64).reshape(len(hashes), 2)
+            hashes = self.hash[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
+        place = self.place.take(order, axis=0)  # faster than by [order]
+        return Places(self.files, self.file[order], place, self.frame[order], blocks, hashes, self.linkable)
 
 
 ROWS_IN_CACHE = 1 << 15

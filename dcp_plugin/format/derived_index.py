@@ -69,7 +69,7 @@ def selected(
         "box": table.columns["box"][ranges(table.box_starts[slots], 2 * ndim * counts)],
     }
     files = {posixpath.join(below, name): size for name, size in index.files.items()}
-    places = replace(index.places, files=list(files)).take(ranges(table.chunk_starts[slots], counts))
+    places = replace(index.places, files=list(files), linkable=()).take(ranges(table.chunk_starts[slots], counts))
     made = CheckpointIndex.of(KeyColumns(list(names), table.dtypes, unusual_paths(paths), columns), places, files)
     made.transforms = {
         (posixpath.join(below, name), at): descriptors for (name, at), descriptors in index.transforms.items()

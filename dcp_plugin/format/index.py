@@ -1,4 +1,4 @@
-"""Item table of a checkpoint: the file, place and checksums of every key.
+"""Item table of a checkpoint: the file, place and hashes of every key.
 
 The table is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.format.index_file` describes
 them). A million items open by mapping arrays; an entry becomes a Python object only when a caller asks for its key.
@@ -34,7 +34,6 @@ from dcp_plugin.format.columns import (
     product,
     totals,
 )
-from dcp_plugin.format.payload import block_counts
 from dcp_plugin.types import KeyPath, Shape
 
 if TYPE_CHECKING:
@@ -133,12 +132,14 @@ def places_of(entry: Entry) -> tuple[tuple[str, int], ...]:
 class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order of the save."""
 
-    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int]) -> None:
+    def __init__(self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], blocks: Column) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
         self.files = files
         """Data files and their sizes in bytes."""
+        self.linkable: Collection[str] = ()
+        """Data files that later saves are meant to link, see :class:`~dcp_plugin.format.columns.Places`."""
         self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
         """Transforms that torch must undo to read an item, by file and offset. Only stock checkpoints have such
         items."""
@@ -169,8 +170,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
         """Number of each key."""
-        self.block_starts = np.concatenate(([0], columns["block_ends"]))
-        """Position at which the checksums of each chunk begin, and the end of the last."""
+        self.block_starts = np.concatenate(([0], np.cumsum(blocks)))
+        """Position at which the hashes of each chunk begin, and the end of the last."""
 
     @functools.cached_property
     def version(self) -> str | None:
@@ -225,6 +226,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Give the data files other names; their bytes stay the same."""
         self.files = {name_of(name): size for name, size in self.files.items()}
         self.file_names[:] = self.files
+        self.linkable = set(map(name_of, self.linkable))
 
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
@@ -243,24 +245,18 @@ class CheckpointIndex(Mapping[str, Entry]):
             "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
             "file": renumbered[places.file],
             "place": places.place,
-            "frame_crc": places.frame_crc,
-            "block_ends": np.cumsum(places.blocks),
-            "block_crc": places.block_crc,
+            "frame": places.frame,
+            "hash": places.hash,
         }
-        hashed = np.flatnonzero(in_any(places.hash))
-        if len(hashed):
-            columns |= {"hashed": hashed, "hash": places.hash[hashed]}
-        return cls(table, columns, files)
+        index = cls(table, columns, files, places.blocks)
+        index.linkable = places.linkable
+        return index
 
     @functools.cached_property
     def places(self) -> Places:
         """Places of the items."""
-        hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)
-        if "hashed" in self.columns:
-            hashes[self.columns["hashed"]] = self.columns["hash"]
-        blocks = np.diff(self.columns["block_ends"], prepend=0)
-        items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
-        return Places(files=self.file_names, blocks=blocks, hash=hashes, **items)
+        items = {name: self.columns[name] for name in ("file", "place", "frame", "hash")}
+        return Places(self.file_names, blocks=np.diff(self.block_starts), linkable=self.linkable, **items)
 
     def require_bounded(self, keys: Iterable[str] | None = None) -> None:
         """Check that the tensors take about as much memory as the files hold.
@@ -307,7 +303,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         if file.min() < 0 or file.max() >= len(self.files):
             raise CheckpointCorrupt(f"{label}: an item is in a file that the index does not list")
         sizes = np.array(list(self.files.values()), np.int64)
-        outside, miscounted = np.empty(len(file), bool), np.empty(len(file), bool)
+        outside = np.empty(len(file), bool)
         for first in range(0, len(file), ROWS_IN_CACHE):
             some = slice(first, first + ROWS_IN_CACHE)
             offset, length, payload_offset, payload_length = np.ascontiguousarray(columns["place"][some].T)
@@ -318,12 +314,9 @@ class CheckpointIndex(Mapping[str, Entry]):
                 | (payload_length < 0)
                 | (np.maximum(payload_offset, 0) > length - payload_length)
             )
-            blocks = np.diff(self.block_starts[first : first + len(offset) + 1])
-            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length))
         for bad, fault in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
-            (miscounted, "has a wrong number of checksums"),
         ):
             if bad.any():
                 chunk = int(np.argmax(bad))

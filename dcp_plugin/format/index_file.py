@@ -10,14 +10,12 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``box``                 ragged    per chunk ``ndim`` offsets, then ``ndim`` sizes
 ``file``                C         index into the files
 ``place``               C x 4     offset and length of the item in its file; payload's offset and length in the item
-``frame_crc``           C         CRC32 of the item without its payload
-``block_ends``          C         running number of checksum blocks
-``block_crc``           B         running CRC32 of the payload at the end of each block
-``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these hashes
+``frame``               C         32 bits of the XXH3-64 of the item without its payload
+``hash``                B         XXH3-64 of each block of the payload; the length gives the number of blocks
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
 ``rounded``             text      optional: a JSON object of keys left out that the base has more exactly -> their dtype
 ``empty``               text      optional: a JSON list of the keys of empty mappings
-``beside``              text      optional: a JSON object of extra files of the save -> XXH3-128, or size
+``beside``              text      optional: a JSON object of extra files of the save -> XXH3-64, or size
 ``planner_data``        bytes     optional: another planner's ``planner_data``, as ``torch.save`` bytes (weights only)
 ======================  ========  =====================================================================
 
@@ -38,7 +36,7 @@ from safetensors.numpy import save as save_columns
 from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format.columns import MAPPING_CLASSES, NO_TENSOR, Column, KeyColumns, itemsize_named
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import SMALLEST_BLOCK
+from dcp_plugin.format.payload import block_counts
 from dcp_plugin.format.summary import INDEX_VERSION, check_index_version, fingerprint
 from dcp_plugin.types import KeyPath
 
@@ -48,9 +46,9 @@ def encode(index: CheckpointIndex) -> bytes:
     about = {
         "format": "dcp_plugin",
         "format_version": str(INDEX_VERSION),
-        "smallest_block": str(SMALLEST_BLOCK),
         "dtypes": json.dumps(index.table.dtypes),
         "files": json.dumps(index.files),
+        "linkable": json.dumps(sorted(index.linkable)),
         "paths": json.dumps(index.table.paths),  # tuples as lists
     }
     more: dict[str, bytes] = {}
@@ -112,36 +110,34 @@ def _decoded(data: bytes, name: str) -> CheckpointIndex:
         check_index_version(about, name)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(name))
+        if index.block_starts[-1] != len(columns["hash"]):
+            raise ValueError("the items have another number of blocks than of hashes")
     return index
 
 
 def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:
     expected = {
         "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
-        "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame_crc": np.uint32,
-        "block_ends": np.int64, "block_crc": np.uint32,
+        "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame": np.uint32,
+        "hash": np.uint64,
     }  # fmt: skip
     for name, dtype in expected.items():
         if columns[name].dtype != dtype or columns[name].ndim != (2 if name == "place" else 1):
             raise ValueError(f"column {name} is {columns[name].dtype}, {columns[name].ndim}-dimensional")
     count, chunks = len(columns["key_ends"]), len(columns["file"])
-    for name, counted in (("key_ends", "keys"), ("chunk_ends", "file"), ("block_ends", "block_crc")):
+    for name, counted in (("key_ends", "keys"), ("chunk_ends", "file")):
         _check_ends(name, columns[name], len(columns[counted]))
     if not (len(columns["dtype"]) == len(columns["ndim"]) == len(columns["chunk_ends"]) == count):
         raise ValueError("columns of keys differ in length")
-    if columns["place"].shape != (chunks, 4) or not (len(columns["frame_crc"]) == len(columns["block_ends"]) == chunks):
+    if columns["place"].shape != (chunks, 4) or len(columns["frame"]) != chunks:
         raise ValueError("columns of chunks differ in length")
     dtypes = json.loads(about["dtypes"])
     for name in dtypes:
         itemsize_named(name)
-    if "hashed" in columns:
-        _check_hashes(columns["hashed"], columns["hash"], chunks)
     if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
         raise ValueError("a key has a dtype that is not listed")
     files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
     paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
-    if int(about["smallest_block"]) != SMALLEST_BLOCK:
-        raise ValueError(f"the block size {about['smallest_block']:.20} is invalid")
     table = KeyColumns(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
     if len(table.slots) != count:
         raise ValueError("a key occurs twice")
@@ -161,7 +157,8 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         from dcp_plugin.format import values  # late, since it imports torch
 
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
-    index = CheckpointIndex(table, columns, files)
+    index = CheckpointIndex(table, columns, files, block_counts(columns["place"][:, 3]))
+    index.linkable = {str(name) for name in json.loads(about["linkable"])}
     index.left_out, index.rounded, index.empty, index.planner_data = left_out, rounded, empty, planner_data
     index.extra_files = {str(name): str(comparison) for name, comparison in beside.items()}
     return index
@@ -180,13 +177,6 @@ def _check_ends(name: str, ends: Column, total: int) -> None:
     counts = np.diff(ends, prepend=0)
     if (counts < 0).any() or (ends[-1] if len(ends) else 0) != total:
         raise ValueError(f"column {name} does not count up to {total}")
-
-
-def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
-    if hashed.dtype != np.int64 or hashes.dtype != np.uint64 or hashes.shape != (len(hashed), 2):
-        raise ValueError("columns of hashes differ in length or type")
-    if len(hashed) and (hashed[0] < 0 or hashed[-1] >= chunks or (np.diff(hashed) <= 0).any()):
-        raise ValueError("the index has hashes of chunks that do not exist, or hashes in another order than the chunks")
 
 
 _PLAIN = {str, int}

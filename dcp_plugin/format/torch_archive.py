@@ -22,8 +22,6 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
-CRC_OF_DESCRIPTOR, CRC_OF_ENTRY = 4, 16
-"""Position of the CRC32 in a descriptor and in an entry, in bytes."""
 
 BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
 """Records after the tensors."""
@@ -64,6 +62,11 @@ class Record:
     @property
     def end(self) -> int:
         return self.offset + len(self.header) + self.size + len(self.descriptor(0))
+
+    @property
+    def crc_at(self) -> int:
+        """Position of the CRC32 in the descriptor of a small record."""
+        return self.end - 12
 
     @property
     def _flags(self) -> int:

@@ -113,7 +113,7 @@ class Node:
             to = with_options(directory, job.options or {})
         medium = medium_of(to, job.config.io.direct)
         reuse = self._reuse_of(job, local=directory is None)
-        writer = PartWriter(job.where, medium, job.config.io.threads, job.config.io.checksum, reuse)
+        writer = PartWriter(job.where, medium, job.config.io.threads, reuse)
         try:
             items = list(plain.decode(job.items).decoded(self.journal.spool))
         except OSError as error:

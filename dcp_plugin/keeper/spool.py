@@ -39,7 +39,7 @@ from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where
 from dcp_plugin.types import VERSION
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """The version of a journal, and of the messages of ranks and keepers. A change to a message, or to a class that travels
 (:mod:`~dcp_plugin.keeper.records`), raises it."""
 _FORMAT = "format"

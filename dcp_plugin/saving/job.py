@@ -311,7 +311,7 @@ class SavePipeline:
     ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, publication.medium, config.io.threads, config.io.checksum, self.reuse)
+        writer = PartWriter(request.path, publication.medium, config.io.threads, self.reuse)
         began = time.monotonic()
         written = writer.write(plan.rank_plan.items(plan.state), plan.rank, plan.directory, plan.frozen)
         return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))

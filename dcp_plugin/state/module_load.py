@@ -243,7 +243,7 @@ class ModuleLoad:
         for key, first in self._same.items():
             if key != first and {key, first} <= stored.keys() and places_of(stored[key]) != places_of(stored[first]):
                 self._apart.add(key)
-                of_key, of_first = (_checksums(stored[name]) for name in (key, first))
+                of_key, of_first = (_hashes(stored[name]) for name in (key, first))
                 if of_key is not None and of_first is not None and of_key != of_first:
                     refused[key] = _TIED.format(first, key)
         return refused
@@ -383,10 +383,10 @@ _TIED = (
 )
 
 
-def _checksums(entry: Entry) -> list[Any] | None:
-    """Return the checksums of a tensor's chunks; None if they are unknown, as in a stock checkpoint."""
-    sums = [chunk.location.checksums for chunk in getattr(entry, "chunks", ())]
-    return None if any(each is None for each in sums) else [each.tolist() for each in sums if each is not None]
+def _hashes(entry: Entry) -> list[Any] | None:
+    """Return the hashes of a tensor's chunks; None if they are unknown, as in a stock checkpoint."""
+    rows = [chunk.location.hashes for chunk in getattr(entry, "chunks", ())]
+    return None if any(row is None for row in rows) else [row.tolist() for row in rows if row is not None]
 
 
 def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:

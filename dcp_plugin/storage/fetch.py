@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.format.payload import RunningCrc
+from dcp_plugin.format.payload import BlockHashes
 from dcp_plugin.media import PAGE
 from dcp_plugin.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
@@ -81,34 +80,28 @@ class Fetch(ABC):
         """Process the bytes after they are read and checked."""
 
     def check(self, begin: int, end: int, views: list[memoryview]) -> int:
-        """Compare the checksum blocks inside a range, and return how many of its bytes are in no such block.
-
-        Checksums are running, so the last one covers all blocks; the others are compared only to locate the damage.
+        """Compare the hashes of the blocks inside a range, and return how many of its bytes are in no such block.
 
         Raises:
             CheckpointCorrupt: A checksum differs; the message names file and key.
         """
         location, block = self.location, self.block
-        if block is None or location.checksums is None:
+        if block is None or location.hashes is None:
             return 0
         if end - begin < block and end < location.payload_length:  # narrow columns: no block ends in the range
             return end - begin
         first = -(-begin // block)
-        last = len(location.checksums) if end == location.payload_length else end // block
+        last = len(location.hashes) if end == location.payload_length else end // block
         if first >= last:
             return end - begin
         start, stop = first * block, min(last * block, location.payload_length)
         if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
             views = [views[0][start - begin : stop - begin]]
-        before = crc = int(location.checksums[first - 1]) if first else 0
+        hashes, expected = BlockHashes(block), location.hashes[first:last].tolist()
         for view in views:
-            crc = crc32(view, crc)
-        if crc != location.checksums[last - 1]:
-            expected = location.checksums[first:last].tolist()
-            running = RunningCrc(block, before)
-            for view in views:
-                running.add(view)
-            pairs = enumerate(zip(running.ends, expected, strict=True), first)
+            hashes.add(view)
+        if hashes.row != expected:
+            pairs = enumerate(zip(hashes.row, expected, strict=False), first)
             wrong = next((number for number, (computed, stored) in pairs if computed != stored), first)
             at = location.offset + (location.payload_offset or 0) + wrong * block
             raise CheckpointCorrupt(

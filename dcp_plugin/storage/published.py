@@ -18,7 +18,7 @@ from contextlib import suppress
 from io import BufferedReader
 from typing import TypeVar, cast
 
-from xxhash import xxh3_128
+from xxhash import xxh3_64_hexdigest
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -319,7 +319,7 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
 def comparisons_below(medium: Medium, directory: Where) -> dict[str, str]:
     """Return a comparison for each extra file of a save in flight, by name. Raises OSError.
 
-    The comparison is the file's XXH3-128, or the size of a file that would take long to hash. Links and entries that
+    The comparison is the file's XXH3-64, or the size of a file that would take long to hash. Links and entries that
     are no files are left out.
     """
     files, below = medium.open(directory), files_below(medium, directory)
@@ -328,7 +328,7 @@ def comparisons_below(medium: Medium, directory: Where) -> dict[str, str]:
 
 
 def hash_of(data: bytes) -> str:
-    return xxh3_128(data).hexdigest()
+    return xxh3_64_hexdigest(data)
 
 
 def sizes_only(comparisons: Mapping[str, str]) -> list[str]:

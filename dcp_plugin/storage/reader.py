@@ -416,9 +416,7 @@ class ShardedReader(StorageReader):
 
     def _block(self, location: Location) -> int | None:
         """Return the bytes per checksum of an item; None if no checksum is compared."""
-        if not self._verify or location.checksums is None:
-            return None
-        return block_size(location.payload_length)
+        return block_size(location.payload_length) if self._verify and location.hashes is not None else None
 
     def _fill(self, read: _Read, target: torch.Tensor) -> None:
         """Fill a target without memory of its own: through a plain tensor, or from an item that ``torch.save`` made."""

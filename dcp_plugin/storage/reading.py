@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.format.columns import Column
+from dcp_plugin.format.columns import ranges
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.payload import Frame, ItemSums, RunningCrc, RunningHash, block_size
+from dcp_plugin.format.payload import BlockHashes, Frame, block_size, hashes_in
 from dcp_plugin.media import RangedFile, Readable, ReadCost, bytes_behind, first_bytes, stretches
 from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, Part
@@ -112,7 +112,7 @@ class BatchOfFetches(Batch):
 class BatchOfChunks(Batch):
     """Complete chunks in the order of the file, each straight into its target. Corresponding rows are columns.
 
-    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the last checksum of each, or -1 to check
+    ``begins`` are the bytes of the file where the payloads start, ``hashes`` the hashes of each; an empty list checks
     nothing.
     """
 
@@ -120,7 +120,7 @@ class BatchOfChunks(Batch):
     file: str
     begins: list[int]
     chunks: list[WholeChunk]
-    crcs: list[int]
+    hashes: list[list[int]]
 
     def __post_init__(self) -> None:
         self.begin, self.key = self.begins[0], self.chunks[0].key
@@ -130,11 +130,10 @@ class BatchOfChunks(Batch):
         views = [memory_view(chunk.target) for chunk in self.chunks]
         scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
         count.read += self.fill(file, scattered, self.begin, self.begin + self.nbytes)
-        for chunk, view, expected in zip(self.chunks, views, self.crcs, strict=True):
-            if expected >= 0 and crc32(view) != expected:
+        for chunk, view, expected in zip(self.chunks, views, self.hashes, strict=True):
+            if expected and hashes_in(view) != expected:
                 location, span = self.index.location(chunk.number), (0, len(view))
-                block = block_size(len(view))
-                IntoMemory(chunk.key, location, [span], block, 0, view).check(*span, [view])
+                IntoMemory(chunk.key, location, [span], block_size(len(view)), 0, view).check(*span, [view])
 
     def key_at(self, position: int) -> str:
         rows = zip(self.begins, self.chunks, strict=True)
@@ -182,25 +181,19 @@ def batches_of_chunks(
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
     apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > cost.gap)).tolist()]
-    crcs = _last_checksums(index, rows) if verify else [-1] * len(rows)
+    starts = index.block_starts[rows]
+    counts = (index.block_starts[rows + 1] - starts) * verify
+    hashes = index.columns["hash"][ranges(starts, counts)].tolist()
+    stops = [0, *np.cumsum(counts).tolist()]
     begin_of, end_of = begins.tolist(), ends.tolist()
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > cost.most:
             part = slice(first, at)
             name = index.file_names[number[first]]
-            yield BatchOfChunks(index, name, begin_of[part], in_order[part], crcs[part])
+            of_chunks = [hashes[stops[row] : stops[row + 1]] for row in range(first, at)]
+            yield BatchOfChunks(index, name, begin_of[part], in_order[part], of_chunks)
             first = at
-
-
-def _last_checksums(index: CheckpointIndex, rows: Column) -> list[int]:
-    """Return the last checksum of each of these chunks, -1 for a chunk without checksums."""
-    starts, stops = index.block_starts[rows], index.block_starts[rows + 1]
-    last = np.full(len(rows), -1, np.int64)
-    checked = stops > starts
-    last[checked] = index.columns["block_crc"][stops[checked] - 1]
-    crcs: list[int] = last.tolist()
-    return crcs
 
 
 def _pieces(part: Part, size: int) -> Iterator[Part]:
@@ -300,19 +293,15 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
     return count
 
 
-def framed_item(file: RangedFile, begin: int, around: Frame) -> ItemSums | None:
-    """Read the item of a tensor at a position of a file. Return None if other bytes than the frame are around its
-    payload. Raises OSError."""
+def framed_item(file: RangedFile, begin: int, around: Frame) -> np.ndarray[Any, np.dtype[np.uint64]] | None:
+    """Read the item of a tensor at a position of a file, and return its hashes. Return None if other bytes than the
+    frame are around its payload. Raises OSError."""
     payload, behind = begin + around.payload_offset, begin + around.payload_offset + around.payload_length
-    running, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
+    hashes = BlockHashes(block_size(around.payload_length))
     for _, piece in pieces_between(file, payload, behind):
-        running.add(piece)
-        running_hash.update(piece)
-    tail = read_between(file, behind, begin + around.length)
-    is_framed = read_between(file, begin, payload) == around.head
-    if not is_framed or tail not in (around.tail(running.crc), around.tail(0)):  # 0: saved without checksums
-        return None
-    return ItemSums(running.ends, crc32(tail, around.head_crc), running_hash.digest())
+        hashes.add(piece)
+    frame = read_between(file, begin, payload) + read_between(file, behind, begin + around.length)
+    return np.array(hashes.row, np.uint64) if frame == around.head + around.tail else None
 
 
 def pieces_between(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:

@@ -4,22 +4,23 @@ Each checkpoint is complete by itself: a linked file is an ordinary data file, a
 nothing from another. Only files can be linked, so stable items are in separate files
 (:mod:`~dcp_plugin.storage.write_items`). The rules:
 
-- An item is unchanged if key, box, dtype and the 128-bit hash of its bytes equal those in the last checkpoint, and for
-  no other reason. Frozen parameters follow the same rule: being frozen only makes a parameter worth hashing.
+- An item is unchanged if key, box, dtype and the hashes of its bytes equal those in the last checkpoint, and for no
+  other reason. Frozen parameters follow the same rule: being frozen only makes a parameter worth hashing.
 - A file is linked if it is the one that was written then and at least 7/8 of its bytes are unchanged items. The
   unchanged items of other files are written again. A file that another process has written is verified first.
 - Each rank decides alone about the items that it writes. A failure here is never an error: the bytes are in memory, and
   are written.
 
-A state in which every item changes must cost little. So of an item that is not known to be stable only a few bytes are
-hashed (a *sample*). If the sample is the same at the next save, the item is written among the stable ones, with its
-hash, and linked from then on. An item that was assumed to be stable and then changed needs twice as many equal samples
-each time.
+A state in which every item changes must cost little: a save hashes its bytes while it writes them, and to hash them
+before that would be a second pass. So of an item that is not known to be stable only a few bytes are hashed (a
+*sample*). If the sample is the same at the next save, the item is written among the stable ones, and linked from then
+on. The index marks the files of stable items, so that a resumed run examines only these. An item that was assumed to be
+stable and then changed needs twice as many equal samples each time.
 
 A data file that another process has written is verified before it is linked: its index is only a claim. A load compares
-the checksums of the index with the bytes that it reads. A link reads nothing, so a disk that lost bytes, or an attacker
+the hashes of the index with the bytes that it reads. A link reads nothing, so a disk that lost bytes, or an attacker
 who stored other weights under the hash of those in memory, would put unread bytes into the next checkpoint. Only the
-places of the items are taken from the index; their checksums are computed again.
+places of the items are taken from the index; their hashes are computed again.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Findings:
     linked: dict[int, Location]
     """Locations in the new checkpoint of the items that were linked."""
     stable: frozenset[int]
-    """Items to be written into separate files, with their hashes, to be linked next time."""
+    """Items to be written into separate files, to be linked next time."""
     why_not: str = ""
     """Reason why not more was linked, in words; empty if nothing prevented it."""
 
@@ -176,7 +177,7 @@ class Reuse:
             if at.file not in files:
                 files[at.file] = DataFile.written(opened, directory / at.file)
             item = self._items[slot]
-            self._pending[item] = replace(self._pending[item], hash=at.hash, file=files[at.file], location=at)
+            self._pending[item] = replace(self._pending[item], hash=_hash(at), file=files[at.file], location=at)
 
     def published(self, path: Where) -> None:
         """Make the examined and written items those of the last checkpoint, which is now published."""
@@ -213,19 +214,21 @@ class Reuse:
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"
         files: dict[str, DataFile] = {}
-        keys_with_hash = _keys_with_hash(index)
+        linkable_keys = _linkable_keys(index)
         why_not = ""
         for item in items:
-            if item.key not in keys_with_hash:
+            if item.key not in linkable_keys:
                 continue
             location = _location_in(index, item)
-            if location is None or location.hash is None:
+            if location is None:
                 why_not = f"it was saved by other ranks or in another layout ({item.key}, for one)"
-            elif "/" not in location.file and self._known.get(item, _Known()).hash != location.hash:
+            elif location.file not in index.linkable or "/" in location.file:
+                continue
+            elif self._known.get(item, _Known()).hash != _hash(location):
                 home, size = reader.path / location.file, index.files[location.file]
                 homes = tuple(dict.fromkeys((home, path / location.file)))
                 file = files.setdefault(location.file, DataFile(homes, size))
-                self._known[item] = _Known(hash=location.hash, file=file, location=location)
+                self._known[item] = _Known(hash=_hash(location), file=file, location=location)
         return why_not
 
 
@@ -287,9 +290,18 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
     return index.location(int(index.table.chunk_starts[slot] + matches[0])) if len(matches) else None
 
 
-def _keys_with_hash(index: CheckpointIndex) -> set[str]:
-    slots = index.columns["chunk_ends"].searchsorted(index.columns.get("hashed", np.empty(0, np.int64)), "right")
+def _linkable_keys(index: CheckpointIndex) -> set[str]:
+    """Return the keys with chunks in files that are meant to be linked."""
+    is_linkable = np.array([name in index.linkable for name in index.file_names], bool)
+    chunks = np.flatnonzero(is_linkable[index.columns["file"]])
+    slots = index.columns["chunk_ends"].searchsorted(chunks, "right")
     return {index.table.keys[slot] for slot in slots.tolist()}
+
+
+def _hash(location: Location) -> bytes:
+    """Return the hashes of an item of ours as :func:`~dcp_plugin.format.payload.hashes_of` does."""
+    assert location.hashes is not None, "this package has written the item"
+    return location.hashes.tobytes()
 
 
 class _Verification:
@@ -322,7 +334,7 @@ class _Verification:
         self._pool.shutdown(cancel_futures=True)
 
     def of(self, file: DataFile) -> tuple[DataFile, dict[int, Location]]:
-        """Return the file with its identity, and the locations of its items, with checksums of the bytes in the file.
+        """Return the file with its identity, and the locations of its items, with hashes of the bytes in the file.
 
         Raises:
             CannotLink: The file has other bytes.
@@ -347,12 +359,7 @@ def _verified_item(file: RangedFile, item: Item, at: Location) -> Location:
     around = frame_if_possible(item.dtype, item.sizes)
     if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
         raise CannotLink("another version of torch or of dcp_plugin has saved it")
-    sums = framed_item(file, at.offset, around)
-    if sums is None or sums.hash != at.hash:
+    hashes = framed_item(file, at.offset, around)
+    if hashes is None or hashes.tobytes() != _hash(at):
         raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
-    return replace(
-        at,
-        payload_length=around.payload_length,
-        frame_crc=sums.frame_crc,
-        checksums=np.array(sums.crcs, np.uint32),
-    )
+    return replace(at, payload_length=around.payload_length, frame=around.hash, hashes=hashes)

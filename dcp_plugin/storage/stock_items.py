@@ -91,7 +91,7 @@ def recognise(
     """Find the payloads in items of a stock checkpoint, and record them in ``known`` by file and offset.
 
     The beginning of an item holds the pickle with dtype, shape and strides. If it equals the one that this package
-    writes, the payload is at the same place too. Items of other versions of torch stay unknown.
+    writes, but for CRCs, the payload is at the same place too. Items of other versions of torch stay unknown.
 
     Returns:
         The number of bytes that were read.
@@ -111,6 +111,6 @@ def recognise(
 
 
 def _compare(chunk: StoredChunk, around: Frame, known: dict[tuple[str, int], StoredChunk], head: bytearray) -> None:
-    if head == around.head:
+    if around.begins(head):
         location = replace(chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length)
         known[location.file, location.offset] = replace(chunk, location=location)

@@ -244,7 +244,6 @@ class ShardedWriter(StorageWriter):
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
         direct_io: Write past the page cache; ``"auto"``: for files that are large compared with the memory.
-        checksum: Whether to compute CRC32 checksums.
         views: Additional tables of contents, see :mod:`dcp_plugin.format.metadata`.
         reuse: This rank's knowledge of the run's last checkpoint; if None, everything is written.
         aliases: Additional keys for stock readers, see :mod:`dcp_plugin.format.metadata`.
@@ -270,7 +269,6 @@ class ShardedWriter(StorageWriter):
         step: int | None = None,
         io_threads: int = 2,
         direct_io: bool | Literal["auto"] = "auto",
-        checksum: bool = True,
         views: Views | None = None,
         reuse: Reuse | None = None,
         aliases: Aliases | None = None,
@@ -286,7 +284,7 @@ class ShardedWriter(StorageWriter):
         self._storage_options, self._direct_io = storage_options, direct_io
         location = as_path(path, storage_options)
         self._publication = Publication(location, medium_of(location, direct_io))
-        self._part_writer = PartWriter(location, self._publication.medium, io_threads, checksum, reuse)
+        self._part_writer = PartWriter(location, self._publication.medium, io_threads, reuse)
         self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts=layouts)
 
     @property

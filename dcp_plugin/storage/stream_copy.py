@@ -3,8 +3,8 @@
 A stream has the bytes of a file in order and in pieces. Several pieces are read ahead while one is checked and written,
 so memory is bounded, and neither side waits for the other.
 
-A check covers the items of a data file. The bytes between them are padding, or items that only other checkpoints have
-to which the file is linked.
+The bytes between the items of a data file are zero. Only a file that is meant to be linked may have others: items that
+this checkpoint no longer has. No checkpoint reads them, and no hash covers them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
 
 import numpy as np
-from isal.isal_zlib import crc32
-from xxhash import xxh3_128
+from xxhash import xxh3_64
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.payload import RunningCrc, block_size
+from dcp_plugin.format.payload import BlockHashes, block_size, frame_hash
 from dcp_plugin.media import NewFile, RangedFile
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage.published import BYTES, comparison_of
@@ -32,6 +31,8 @@ from dcp_plugin.tensors.host_memory import READ_PIECE
 
 PIECE = 4 << 20
 """Bytes per piece of a copy: to read, check and write."""
+_SMALLEST_ITEM = 1 << 10
+"""Bytes that every tensor's item has at least, because of its frame. Shorter gaps have no items in them."""
 
 
 class FileCheck:
@@ -58,7 +59,7 @@ class FileCheck:
 
 
 class ItemsCheck(FileCheck):
-    """Check of a data file of ours by the checksums of its items.
+    """Check of a data file of ours by the hashes of its items.
 
     Args:
         name: Name of the file in the index.
@@ -75,8 +76,10 @@ class ItemsCheck(FileCheck):
         self._size = index.files[name]
         self._at = 0
         self._item: _ItemCheck | None = None
+        self._gap_begin = 0
+        """End of the item before the position."""
         self.unverified: list[str] = []
-        """Keys without checksums."""
+        """Keys without hashes."""
 
     def add(self, piece: memoryview) -> None:
         while len(piece):
@@ -85,12 +88,18 @@ class ItemsCheck(FileCheck):
             end = min(item.end if item else gap_end, self._at + len(piece))
             part, piece, self._at = piece[: end - self._at], piece[end - self._at :], end
             if item is None:
+                may_be_dead = self._name in self._index.linkable and gap_end - self._gap_begin >= _SMALLEST_ITEM
+                if not may_be_dead and (used := part.tobytes().lstrip(b"\0")):
+                    self.faults.append(
+                        f"{self._where}: {self._name}: the bytes from {end - len(used)} on belong to no item and are "
+                        f"not those that were saved"
+                    )
                 continue
             item.add(part)
             if item.end == end:
                 if not item.is_intact():
                     self.faults.append(f"{item.label}: a checksum differs; the bytes are not those that were saved")
-                self._item = None
+                self._item, self._gap_begin = None, end
 
     def _next_item(self) -> _ItemCheck | None:
         """Return the check of the item at the position; None if no item begins there."""
@@ -98,11 +107,10 @@ class ItemsCheck(FileCheck):
             begin, chunk = self._coming.popleft()
             key = self._key_of(chunk)
             location = self._index.location(chunk)
-            if location.checksums is None:
+            if location.hashes is None:
                 self.unverified.append(key)
             if location.length and begin == self._at:
-                block = block_size(location.payload_length)
-                return _ItemCheck(location, block, key, f"{self._where}: {key} in {self._name}")
+                return _ItemCheck(location, key, f"{self._where}: {key} in {self._name}")
         return None
 
     def _key_of(self, chunk: int) -> str:
@@ -121,31 +129,31 @@ class ItemsCheck(FileCheck):
 
 
 class _ItemCheck:
-    """Check of one item by its checksums, while its bytes arrive in order."""
+    """Check of one item by its hashes, while its bytes arrive in order."""
 
-    def __init__(self, location: Location, block: int, key: str, label: str) -> None:
+    def __init__(self, location: Location, key: str, label: str) -> None:
         self.key, self.label = key, label
         self.end = location.offset + location.length
         self._location = location
-        self._at, self._frame_crc = 0, 0
-        self._running = RunningCrc(block)
+        self._at = 0
+        self._frame, self._payload = xxh3_64(), BlockHashes(block_size(location.payload_length))
 
     def add(self, part: memoryview) -> None:
         begin = self._location.payload_offset or 0
         edges = (begin - self._at, begin + self._location.payload_length - self._at)
         low, high = (min(max(edge, 0), len(part)) for edge in edges)
         self._at += len(part)
-        if self._location.checksums is not None:
-            self._frame_crc = crc32(part[high:], crc32(part[:low], self._frame_crc))
-            if high > low:
-                self._running.add(part[low:high])
+        if self._location.hashes is not None:
+            self._frame.update(part[:low])
+            self._payload.add(part[low:high])
+            self._frame.update(part[high:])
 
     def is_intact(self) -> bool:
-        """Return whether the item has its checksums, if it has any. All its bytes have arrived."""
+        """Return whether the item has its hashes, if it has any. All its bytes have arrived."""
         saved = self._location
-        if saved.checksums is None:
+        if saved.hashes is None:
             return True
-        return self._running.ends == saved.checksums.tolist() and self._frame_crc == saved.frame_crc
+        return self._payload.row == saved.hashes.tolist() and frame_hash(self._frame) == saved.frame
 
 
 class HashCheck(FileCheck):
@@ -159,7 +167,7 @@ class HashCheck(FileCheck):
     def __init__(self, expected: str, where: str) -> None:
         super().__init__()
         self._expected, self._where = expected, where
-        self._hash = xxh3_128()
+        self._hash = xxh3_64()
 
     def add(self, piece: memoryview) -> None:
         self._hash.update(piece)
@@ -268,7 +276,7 @@ def _fill(file: RangedFile, memory: memoryview, offset: int) -> None:
 def verify_files(opened: OpenCheckpoint, io_threads: int, passed: Callable[[int], None]) -> list[str]:
     """Read all data files of a checkpoint, and the extra files of the save. Return the faults.
 
-    The files of other tools have no checksums, and are only read.
+    The files of other tools have no hashes, and are only read.
 
     Args:
         passed: Function called with the number of bytes of each piece of a data file.

@@ -1,11 +1,12 @@
 """Writer of the items of one rank into its data files: one thread per file, each from front to back.
 
 The layout of a file follows from the sizes of its items, before any byte is written. A payload goes from tensor memory
-to the file piece by piece, and each piece is checksummed while it is in the processor's cache. A large payload begins
-at a page of the file: if its memory does too, as in the copy of an asynchronous save, the device reads directly from
-that memory. Small items are collected in memory, since the cost of a call would be most of their time.
+to the file piece by piece, and each piece is hashed while it is in the processor's cache. So a stored hash is that of
+the written bytes: an earlier hash of memory that may change only decides what is written. A large payload begins at a
+page of the file: if its memory does too, as in the copy of an asynchronous save, the device reads directly from that
+memory. Small items are collected in memory, since the cost of a call would be most of their time.
 
-Items that are expected not to change are hashed and written to separate files, so that the next checkpoint can link
+Items that are expected not to change are written to separate files, so that the next checkpoint can link
 these. The files are cut in the order of the items, so that neighbours, which often start to change together, share a
 file.
 """
@@ -22,22 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from isal.isal_zlib import crc32
+from xxhash import xxh3_64_intdigest
 
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.format.columns import Places, hash_column
-from dcp_plugin.format.payload import (
-    SMALLEST_BLOCK,
-    Frame,
-    ItemSums,
-    RunningCrc,
-    RunningHash,
-    block_size,
-    frame,
-    padded,
-)
+from dcp_plugin.format.columns import Places
+from dcp_plugin.format.payload import NO_FRAME, SMALLEST_BLOCK, BlockHashes, Frame, block_size, frame, padded
 from dcp_plugin.format.values import WholeItem
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
@@ -66,7 +58,7 @@ _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor causes its file to be written again; every file costs a sync
 _MOST_STABLE_FILES = 32
-_SMALL = 64 << 10
+_SMALL = SMALLEST_BLOCK  # such an item has at most one hash
 _TOGETHER = 512 << 10
 _IN_PLACE_PIECE = 8 << 20  # large, because a system call is the only work per piece
 
@@ -80,7 +72,6 @@ class Destination:
     """Directory of the reservation."""
     rank: int
     io_threads: int
-    checksum: bool
 
     def free_name(self, taken: Collection[str]) -> str:
         """Return the first name for a data file of this rank that is not taken.
@@ -105,7 +96,7 @@ def write(
 
     Args:
         checkpoint: The name for progress events.
-        stable: The positions of the items to be hashed and written to separate files.
+        stable: The positions of the items to be written to separate files, which later saves are meant to link.
         taken: Names of files that already exist.
 
     Raises:
@@ -123,7 +114,7 @@ def write(
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
 
     def write_one(name: str, bucket: list[int], content: list[_Item], layout: _Layout) -> Places:
-        return _write_file(to, name, content, layout, meter, hashed=bucket[0] in stable)
+        return _write_file(to, name, content, layout, meter, linkable=bucket[0] in stable)
 
     if len(buckets) <= 1:
         written = list(map(write_one, names, buckets, contents, layouts))
@@ -184,6 +175,10 @@ class _Item(NamedTuple):
     """-1 for an opaque item: torch.save puts the payloads at unknown places inside."""
     payload_length: int
 
+    @property
+    def frame_hash(self) -> int:
+        return self.around.hash if self.around is not None else NO_FRAME
+
     @classmethod
     def of(cls, data: Data | Streamed) -> _Item:
         if isinstance(data, bytes):
@@ -204,18 +199,20 @@ def _layout(items: list[_Item]) -> _Layout:
     return starts, end
 
 
-def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, hashed: bool) -> Places:
+def _write_file(
+    to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, linkable: bool
+) -> Places:
     starts, size = layout
-    rings, sums = Rings(), list[ItemSums]()
+    rings, rows = Rings(), list[list[int]]()
     with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
-        small = _SmallItems(file, to.checksum)
+        small = _SmallItems(file)
         for item, start in zip(items, starts, strict=True):
-            if not hashed and item.length <= _SMALL and (of_small := small.add(item, start)) is not None:
-                sums.append(of_small)
+            if item.length <= _SMALL and (row := small.add(item, start)) is not None:
+                rows.append(row)
                 continue
             small.flush()
             file.write(bytes(start - file.tell()))  # zeros between the items
-            sums.append(_write_item(file, item, to.checksum, rings, RunningHash() if hashed else None))
+            rows.append(_write_item(file, item, rings))
         small.flush()
         file.write(bytes(size - file.tell()))
     place = [
@@ -226,26 +223,29 @@ def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout,
         [name],
         np.zeros(len(items), np.int32),
         np.array(place, np.int64).reshape(-1, 4),
-        np.array([of_item.frame_crc for of_item in sums], np.uint32),
-        np.array([len(of_item.crcs) for of_item in sums], np.int64),
-        np.array([crc for of_item in sums for crc in of_item.crcs], np.uint32),
-        hash_column([of_item.hash for of_item in sums]),
+        np.array([item.frame_hash for item in items], np.uint32),
+        np.array(list(map(len, rows)), np.int64),
+        np.array([block for row in rows for block in row], np.uint64),
+        {name} if linkable else (),
     )
 
 
 class _SmallItems:
     """Collector of small items, with their frames and the gaps between them, to be written by one call."""
 
-    def __init__(self, file: NewFile, checksum: bool) -> None:
-        self._file, self._checksum = file, checksum
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
         self._memory = bytearray(_TOGETHER)
         self._view = memoryview(self._memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._begin = self._end = 0
         """Range of the collected bytes in the file."""
 
-    def add(self, item: _Item, start: int) -> ItemSums | None:
-        """Append an item that begins at ``start`` of the file; return None if it is not plain bytes in memory."""
+    def add(self, item: _Item, start: int) -> list[int] | None:
+        """Append an item that begins at ``start`` of the file.
+
+        Return its hashes, of the bytes in the collector; None if it is not plain bytes in memory.
+        """
         data, around, length, payload_offset, payload_length = item
         if not (isinstance(data, bytes) or (isinstance(data, torch.Tensor) and is_plain_memory(data))):
             return None
@@ -259,23 +259,12 @@ class _SmallItems:
         first, behind = at + payload_offset, at + payload_offset + payload_length
         if isinstance(data, bytes):
             memory[first:behind] = data
-            return ItemSums(self._crcs(self._view[first:behind]))
-        assert around is not None, "a tensor has a frame"
-        memory[at:first] = around.head
-        ctypes.memmove(self._address + first, data.data_ptr(), payload_length)
-        crcs = self._crcs(self._view[first:behind])
-        tail = around.tail(crcs[-1] if crcs else 0)
-        memory[behind : at + length] = tail
-        return ItemSums(crcs, crc32(tail, around.head_crc) if self._checksum else 0)
-
-    def _crcs(self, payload: memoryview) -> list[int]:
-        if not self._checksum:
-            return []
-        if 0 < len(payload) <= SMALLEST_BLOCK:
-            return [crc32(payload)]
-        running = RunningCrc(block_size(len(payload)))
-        running.add(payload)
-        return running.ends
+        else:
+            assert around is not None, "a tensor has a frame"
+            memory[at:first] = around.head
+            ctypes.memmove(self._address + first, data.data_ptr(), payload_length)
+            memory[behind : at + length] = around.tail
+        return [xxh3_64_intdigest(self._view[first:behind])] if payload_length else []
 
     def flush(self) -> None:
         """Write the collected items."""
@@ -284,8 +273,8 @@ class _SmallItems:
         self._begin = self._end
 
 
-def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, running_hash: RunningHash | None) -> ItemSums:
-    """Write one item. The payload of a tensor is hashed piece by piece, while it is in the processor's cache."""
+def _write_item(file: NewFile, item: _Item, rings: Rings) -> list[int]:
+    """Write one item and return its hashes. Each piece is hashed while it is in the processor's cache."""
     data, around = item.data, item.around
     if isinstance(data, WholeItem):
         data = data.encode()
@@ -294,28 +283,19 @@ def _write_item(file: NewFile, item: _Item, checksum: bool, rings: Rings, runnin
                 "a tensor changed while torch.save wrote it. Do not change the state until the save is complete."
             )
     if isinstance(data, bytes):
-        kept, pieces, running_hash = True, iter([memoryview(data)]), None
+        kept, pieces = True, iter([memoryview(data)])
+    elif isinstance(data, Streamed):
+        kept, pieces = False, data.pieces()
     else:
-        assert around is not None, "a tensor has a frame"
-        file.write(around.head)
-        if isinstance(data, Streamed):
-            pieces, kept = data.pieces(), False
-        else:
-            kept = is_plain_memory(data)
-            pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
-    running = RunningCrc(block_size(item.payload_length))
+        kept = is_plain_memory(data)
+        pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
+    hashes = BlockHashes(block_size(item.payload_length))
+    file.write(around.head if around is not None else b"")
     for piece in pieces:
-        if checksum:
-            running.add(piece)
-        if running_hash is not None:
-            running_hash.update(piece)
+        hashes.add(piece)
         file.write(piece, kept)
-    if around is None:
-        return ItemSums(running.ends)
-    tail = around.tail(running.crc)
-    file.write(tail)
-    frame_crc = crc32(tail, around.head_crc) if checksum else 0
-    return ItemSums(running.ends, frame_crc, None if running_hash is None else running_hash.digest())
+    file.write(around.tail if around is not None else b"")
+    return hashes.row
 
 
 class _Meter:

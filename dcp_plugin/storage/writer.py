@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
 
@@ -48,7 +48,6 @@ class PartWriter:
     """Final path of the checkpoint, for events and errors."""
     medium: Medium
     io_threads: int
-    checksum: bool
     reuse: Reuse | None
     """This rank's knowledge of the run's last checkpoint; if None, everything is written."""
 
@@ -64,7 +63,7 @@ class PartWriter:
             SaveFailed: The files could not be written.
         """
         self.medium.join(directory, self.path)
-        to = write_items.Destination(self.medium, directory, rank, self.io_threads, self.checksum)
+        to = write_items.Destination(self.medium, directory, rank, self.io_threads)
         unique, first = _without_duplicates(items)
         try:
             places, nbytes, findings = self._write(unique, to, frozen)
@@ -88,7 +87,8 @@ class PartWriter:
         if reuse is not None and stable:  # otherwise a store would list the objects of the save in vain
             reuse.wrote({new_slots[at]: places.location(at) for at in stable}, self.medium, to.directory)
         if findings.linked:
-            places = Places.joined([Places.of(list(findings.linked.values())), places])
+            linked = replace(Places.of(list(findings.linked.values())), linkable=findings.names)
+            places = Places.joined([linked, places])
             # The argsort of a permutation is its inverse, which restores the order of the items.
             places = places.take(np.argsort([*findings.linked, *new_slots], kind="stable"))
         return places, nbytes, findings

@@ -1,8 +1,7 @@
 """Compare the bytes of two checkpoints' keys by their stored checksums, without reading the bytes.
 
-Tensors stored in equal chunks have checksums of the same bytes on both sides: a CRC32 at the end of each block, and an
-XXH3-128 if the writer computed it. A change within 32 bits always changes the CRC32 of its block. A check misses any
-other change once in 2^32 times.
+Tensors stored in equal chunks have hashes of the same bytes on both sides: the XXH3-64 of each block. Two different
+blocks have the same hash once in 2^64 times.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, in_any
+from dcp_plugin.format.columns import NO_TENSOR, Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.interrupts import collector_paused
 from dcp_plugin.types import Shape
@@ -34,19 +33,15 @@ class Signature(NamedTuple):
     """The name of the dtype; :data:`VALUE` for a key that is no tensor."""
     shape: Shape
     layout: bytes
-    """Boxes and sizes of the chunks. Keys of one layout have checksums of the same ranges."""
-    crcs: bytes | None
-    """The CRC32s of all blocks; None if a chunk has none."""
+    """Boxes and sizes of the chunks. Keys of one layout have hashes of the same ranges."""
     hashes: bytes | None
-    """The hashes of all chunks; None if a chunk has none."""
+    """The hashes of all blocks; None if a chunk has none."""
 
     def same_bytes(self, other: Signature) -> bool | None:
-        """Return whether two keys of one dtype and shape have the same bytes; None if the checksums do not decide."""
-        if self.layout == other.layout:
-            for checksums, others in ((self.hashes, other.hashes), (self.crcs, other.crcs)):
-                if checksums is not None and others is not None:
-                    return checksums == others
-        return None
+        """Return whether two keys of one dtype and shape have the same bytes; None if the hashes do not decide."""
+        if self.layout != other.layout or self.hashes is None or other.hashes is None:
+            return None
+        return self.hashes == other.hashes
 
 
 @collector_paused()
@@ -55,22 +50,20 @@ def signatures(index: CheckpointIndex, keys: Collection[str]) -> dict[str, Signa
 
     A checkpoint may have a million keys. Cutting lists and bytes takes a tenth of the time of slices of the columns.
     """
-    table, hashes = index.table, index.places.hash
+    table = index.table
     is_framed, length = index.columns["place"][:, 2] >= 0, index.columns["place"][:, 3]
-    has_crcs = (np.diff(index.block_starts) > 0) | (is_framed & (length == 0))
+    has_hashes = (np.diff(index.block_starts) > 0) | (is_framed & (length == 0))
     slots = np.array([index.slots[key] for key in keys], np.int64)
     dtypes = {**dict(enumerate(table.dtypes)), NO_TENSOR: VALUE}
     numbers = table.columns["dtype"][slots].tolist()
     sizes = np.stack((length, is_framed), axis=1)
     boxes = _rows(table.columns["box"], table.box_starts, slots)
     layouts = map(bytes.__add__, boxes, _rows(sizes, table.chunk_starts, slots))
-    crcs = index.columns["block_crc"], index.block_starts[table.chunk_starts]
     columns = (
         [dtypes[number] for number in numbers],
         table.shapes_of(slots),
         layouts,
-        _if_complete(*crcs, has_crcs, table.chunk_starts, slots),
-        _if_complete(hashes, table.chunk_starts, in_any(hashes), table.chunk_starts, slots),
+        _if_complete(index, has_hashes, slots),
     )
     return dict(zip(keys, map(partial(tuple.__new__, Signature), zip(*columns, strict=True)), strict=True))
 
@@ -81,16 +74,13 @@ def _rows(column: Column, starts: Column, slots: Column) -> list[bytes]:
     return [data[begin:end] for begin, end in zip(bounds[slots].tolist(), bounds[1:][slots].tolist(), strict=True)]
 
 
-def _if_complete(
-    column: Column, starts: Column, has: Column, chunk_starts: Column, slots: Column
-) -> list[bytes | None]:
-    """Return the bytes of the rows of each slot; None for a slot of which a chunk has none."""
-    missing = np.concatenate(([0], np.cumsum(~has)))[chunk_starts]
+def _if_complete(index: CheckpointIndex, has_hashes: Column, slots: Column) -> list[bytes | None]:
+    """Return the hashes of each slot; None for a slot of which a chunk has none."""
+    chunk_starts = index.table.chunk_starts
+    missing = np.concatenate(([0], np.cumsum(~has_hashes)))[chunk_starts]
     is_complete = (np.diff(missing) == 0)[slots]
-    if not is_complete.any():  # few checkpoints have hashes
-        return [None] * len(slots)
-    rows = zip(_rows(column, starts, slots), is_complete.tolist(), strict=True)
-    return [row if complete else None for row, complete in rows]
+    rows = _rows(index.columns["hash"], index.block_starts[chunk_starts], slots)
+    return [row if complete else None for row, complete in zip(rows, is_complete.tolist(), strict=True)]
 
 
 def paired(removed: Sequence[str], added: Sequence[str], nbytes: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, size, some
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
@@ -320,10 +321,9 @@ class ChunkInfo:
     """The first byte of the item in its file."""
     length: int
     """Bytes of the item."""
-    crc32: str
-    """The CRC32 of the payload in hexadecimal digits; empty in checkpoints of other tools."""
     xxh3: str
-    """The XXH3-128 of the payload; empty if the writer did not compute it. It does for tensors that rarely change."""
+    """The XXH3-64 of the payload in hexadecimal digits, if it is one block (at most 64 KiB). Otherwise the XXH3-64 of
+    the hashes of its blocks, each as 8 bytes, little-endian. Empty in checkpoints of other tools."""
 
 
 def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions | None = None) -> list[ChunkInfo]:
@@ -340,8 +340,8 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
         >>> import torch, dcp_plugin
         >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
         >>> (chunk,) = chunks("run/step-1", "w")
-        >>> chunk.offsets, chunk.sizes, len(chunk.crc32)
-        ((0, 0), (2, 3), 8)
+        >>> chunk.offsets, chunk.sizes, len(chunk.xxh3)
+        ((0, 0), (2, 3), 16)
     """
     from dcp_plugin.tools.stream import select  # late, since it imports torch
 
@@ -354,9 +354,10 @@ def chunks(path: PathLike, include: Globs = (), storage_options: StorageOptions 
 
 def _chunk(key: str, chunk: StoredChunk) -> ChunkInfo:
     at = chunk.location
-    crc = "" if at.checksums is None else f"{at.checksums[-1] if len(at.checksums) else 0:08x}"
-    xxh3 = at.hash.hex() if at.hash else ""
-    return ChunkInfo(key, tuple(chunk.offsets), tuple(chunk.sizes), at.file, at.offset, at.length, crc, xxh3)
+    xxh3 = ""
+    if at.hashes is not None:
+        xxh3 = f"{at.hashes[0]:016x}" if len(at.hashes) == 1 else xxh3_64_hexdigest(at.hashes.tobytes())
+    return ChunkInfo(key, tuple(chunk.offsets), tuple(chunk.sizes), at.file, at.offset, at.length, xxh3)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from itertools import islice
 from math import prod
 from typing import Any, Literal
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_64, xxh3_64_digest
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, warn
 from dcp_plugin.format.index import StoredTensor
@@ -364,7 +364,7 @@ class _Comparison:
         self.read += hashes[1]
         renamed: dict[str, str] = {}
         for group in groups:
-            for old, new in _grouped(group, lambda side, key: hashes[side].get(key, signed[side][key].crcs)):
+            for old, new in _grouped(group, lambda side, key: hashes[side].get(key, signed[side][key].hashes)):
                 if old and new:
                     renamed |= paired(old, new, stream.nbytes_of(self.readers[1], new[0]))
         return {key: renamed[key] for key in self.alone[0] if key in renamed}
@@ -389,9 +389,9 @@ def _kind(signature: Signature) -> object:
 
 
 def _decide(group: _Sides, signed: list[dict[str, Signature]]) -> bool:
-    """Return whether the CRC32s of all keys of a group are of the same ranges of bytes."""
+    """Return whether the hashes of all keys of a group are of the same ranges of bytes."""
     members = [signed[side][key] for side, keys in enumerate(group) for key in keys]
-    return len({member.layout for member in members}) == 1 and all(member.crcs is not None for member in members)
+    return len({member.layout for member in members}) == 1 and all(member.hashes is not None for member in members)
 
 
 def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
@@ -400,7 +400,7 @@ def _hashes(reader: ShardedReader, keys: list[str]) -> dict[str, bytes]:
         key: isinstance(reader.index[key], StoredTensor) and not stream.is_opaque(reader, key) for key in keys
     }
     parts = [Part.of(reader, key) for key in keys if is_streamed[key]]
-    running = [xxh3_128() for _ in parts]
+    running = [xxh3_64() for _ in parts]
     for piece in Stream(reader, parts, _WINDOW):
         running[piece.part].update(piece.data)
     hashes = {part.key: hashed.digest() for part, hashed in zip(parts, running, strict=True)}
@@ -411,8 +411,8 @@ def _digest_of_item(reader: ShardedReader, key: str) -> bytes:
     """Return a hash of the bytes that ``torch.save`` wrote for a key; a unique hash if they are not in one item."""
     if key not in reader.index.values_here:
         with suppress(CheckpointMismatch):  # the item is in several parts
-            return xxh3_128_digest(reader.item(key))
-    return xxh3_128_digest(f"{reader.path} {key}".encode())
+            return xxh3_64_digest(reader.item(key))
+    return xxh3_64_digest(f"{reader.path} {key}".encode())
 
 
 @dataclass(frozen=True)

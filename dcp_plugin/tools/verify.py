@@ -62,8 +62,8 @@ def verify(
     """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
 
     In a checkpoint of this package, the tables of contents for other tools and the files that a framework added are
-    compared, too. Bytes that no item of the checkpoint uses are not, and files that were added to the directory after
-    the save are not read.
+    compared, too. Items that only earlier checkpoints used, in a linked file, are not, and files that were added to the
+    directory after the save are not read.
 
     Args:
         path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
@@ -136,7 +136,7 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Progress | None)
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         for place in places:
             lengths.setdefault((place.file, place.offset), place.length)
-        if any(place.checksums is None for place in places):
+        if any(place.hashes is None for place in places):
             unverified.append(key)
     with suppress(OSError):  # pinned files outlive a deletion of the checkpoint
         reader.opened.files.pin(reader.index.files)

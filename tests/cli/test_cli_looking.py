@@ -116,9 +116,9 @@ def test_inspect_tells_where_the_bytes_of_a_key_are(place: Where) -> None:
     assert [(one["key"], one["sizes"]) for one in found] == [
         *((f"model.layers.{number}.0.weight", [4, 4]) for number in range(3)), ("epoch", [])
     ]  # fmt: skip
-    assert all(re.fullmatch("[0-9a-f]{8}", one["crc32"]) and one["length"] > 64 for one in found)
+    assert all(re.fullmatch("[0-9a-f]{16}", one["xxh3"]) and one["length"] > 64 for one in found)
     lines = _text(invoke("inspect", place / "ck", "--key", "model.head.weight"))
-    assert lines[0] == "key  box  file  offset  bytes  crc32"
+    assert lines[0] == "key  box  file  offset  bytes  xxh3"
     assert lines[1].startswith("model.head.weight  [0:8, 0:4]  __0_0")
     assert json_of("inspect", place / "ck", "--key", "nothing*", status=3)["error"]["type"] == "CheckpointMismatch"
 

@@ -1,10 +1,9 @@
 """Damage to the files of checkpoints: flipped bits, files cut, longer, swapped or of another save, zeroed blocks.
 
-Every file of a save is ours, also what a framework put beside: whatever is done to bytes that the checkpoint uses,
-``verify`` does not say intact,
-``load`` raises an error of ours or gives the right bytes, and ``latest`` raises nothing, and passes over a checkpoint
-whose table of contents or summary is damaged. What stock reads of a damaged
-checkpoint is stock's: it has no checksums.
+Every file of a save is ours, also what a framework put beside: whatever is done to one, but for items in a linked file
+that its checkpoint does not have, ``verify`` does not say intact, ``load`` raises an error of ours or gives the right
+bytes, and ``latest`` raises nothing, and passes over a checkpoint whose table of contents or summary is damaged. What
+stock reads of a damaged checkpoint is stock's: it has no checksums.
 
 ``python -m tests.faults flips`` does this many times and prints what was noticed, by checkpoint, file and damage.
 """
@@ -173,27 +172,14 @@ class Subject:
             file.unlink()
             file.write_bytes(data)
         self.files = {file: file.read_bytes() for file in self._files()}
-        self.items = dict(self._items())
         self.states = {path: _loaded(path) for path in sorted(self.root.iterdir()) if path.name != WORKSPACE}
+        self.items = {path / name: items for path in self.states for name, items in _items_in_linked_files(path)}
         assert all(dcp.verify(path).ok for path in self.states)
         assert dcp.latest(root) in self.states
 
     def _files(self) -> list[Path]:
         found = (path for path in self.root.rglob("*") if path.is_file())
         return sorted(path for path in found if WORKSPACE not in path.parts)
-
-    def _items(self) -> Iterator[tuple[Path, list[tuple[int, int]]]]:
-        """Yield each data file with the ranges that its checkpoint uses."""
-        for path in self.root.iterdir():
-            if path.name != WORKSPACE:
-                index = dcp.ShardedReader(path).index
-                for number, name in enumerate(index.file_names):
-                    places = index.columns["place"][index.columns["file"] == number]
-                    yield path / name, [(begin, begin + length) for begin, length in places[:, :2].tolist()]
-
-    def _used(self, file: Path, data: bytes) -> tuple[int, list[bytes]]:
-        """Return the size of a file and the bytes of it that its checkpoint uses."""
-        return len(data), [data[begin:end] for begin, end in self.items.get(file, [(0, len(data))])]
 
     def damage(self, rng: random.Random) -> Damaged:
         """Damage a file, or two, look, and mend it."""
@@ -206,7 +192,7 @@ class Subject:
                 changed = {other: self.files[file], file: self.files[other]}
             else:
                 changed = {file: DAMAGE[kind](self.files[file], list(self.files.values()), rng)}
-            if any(self._used(path, data) != self._used(path, self.files[path]) for path, data in changed.items()):
+            if any(self._is_noticeable(path, data) for path, data in changed.items()):
                 break
         try:
             for path, data in changed.items():
@@ -216,6 +202,20 @@ class Subject:
         finally:
             for path in changed:
                 path.write_bytes(self.files[path])
+
+    def _is_noticeable(self, file: Path, data: bytes) -> bool:
+        """Whether other bytes than those of dead items have changed: those in a linked file that its checkpoint does
+        not have, which no hash covers."""
+        saved, end = self.files[file], 0
+        if len(data) != len(saved) or file not in self.items:
+            return data != saved
+        for begin, next_end in [*self.items[file], (len(saved), len(saved))]:
+            if begin - end < 1024 and data[end:begin] != saved[end:begin]:
+                return True
+            if data[begin:next_end] != saved[begin:next_end]:
+                return True
+            end = next_end
+        return False
 
     def _wrong(self, checkpoint: Path, name: str) -> list[str]:
         wrong = []
@@ -235,6 +235,14 @@ class Subject:
         except Exception as error:
             wrong.append(f"latest raises {error!r}")
         return wrong
+
+
+def _items_in_linked_files(path: Path) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """The files of a checkpoint that are meant to be linked, and where each of their items begins and ends."""
+    index = dcp.ShardedReader(path).index
+    for name in index.linkable:
+        rows = index.columns["place"][index.columns["file"] == index.file_names.index(name), :2].tolist()
+        yield name, sorted({(offset, offset + length) for offset, length in rows})
 
 
 def _foreign(what: str, error: Exception) -> list[str]:

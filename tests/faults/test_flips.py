@@ -10,7 +10,7 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.format.summary import Summary
-from tests.faults.flips import SCENES, damaged
+from tests.faults.flips import SCENES, damaged, linked
 
 SUMMARY = "dcp_plugin.json"
 
@@ -37,8 +37,8 @@ def test_every_bit_of_a_summary_counts(tmp_path: Path) -> None:
 def test_a_damaged_summary_is_not_taken_for_one_of_an_earlier_version(tmp_path: Path) -> None:
     dcp.save({"n": 1}, tmp_path / "ck", step=7)
     good = (tmp_path / "ck" / SUMMARY).read_bytes()
-    bad = good.replace(b'"sha256"', b'"sha257"').replace(b'"format_version": 3', b'"format_version": 2')
-    for data in (bad, bad.replace(b'"step": 7', b'"step": 8'), good.replace(b'"format_version": 3', b'"version": 3')):
+    bad = good.replace(b'"sha256"', b'"sha257"').replace(b'"format_version": 4', b'"format_version": 2')
+    for data in (bad, bad.replace(b'"step": 7', b'"step": 8'), good.replace(b'"format_version": 4', b'"version": 3')):
         with pytest.raises(dcp.CheckpointCorrupt, match="is damaged"):
             Summary.decode(data, "it")
 
@@ -91,6 +91,23 @@ def test_a_metadata_with_a_flipped_bit_or_nothing_in_it_is_passed_over(tmp_path:
                 look(tmp_path / "2")
     file.write_bytes(good)
     assert dcp.latest(tmp_path) == tmp_path / "2" and dcp.verify(tmp_path / "2").ok
+
+
+def test_of_a_linked_file_the_padding_is_verified_and_the_items_that_no_checkpoint_has_are_not(tmp_path: Path) -> None:
+    linked(tmp_path)
+    index = dcp.ShardedReader(tmp_path / "4").index
+    name, size = max(index.files.items(), key=lambda one: one[1])
+    number = index.file_names.index(name)
+    used = dict(index.columns["place"][index.columns["file"] == number][:, :2].tolist())
+    ends = {begin: begin + -(-length // 64) * 64 for begin, length in used.items()}
+    gone = next(end for end in ends.values() if end not in used)
+    followed = next(begin for begin, end in ends.items() if end in used)
+    file, padding = tmp_path / "4" / name, followed + used[followed]
+    assert gone < size and any(other.samefile(file) for other in (tmp_path / "3").iterdir())
+    good = file.read_bytes()
+    for position, is_noticed in ((gone + 100, False), (padding, True), (followed + 2000, True)):
+        file.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
+        assert dcp.verify(tmp_path / "4").ok != is_noticed, position
 
 
 def test_files_beside_are_verified_and_very_large_ones_by_size(tmp_path: Path) -> None:

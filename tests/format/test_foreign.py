@@ -19,7 +19,9 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.state import gather_module
+from dcp_plugin.storage import stock_items
 from tests.compare import assert_same, full_state, same_bytes
+from tests.foreign import without_crcs
 from tests.launch import gathered, on_ranks
 from tests.layouts import WORLD_SIZE, build, train, whole_state, wrap
 from tests.objects import WithExtra
@@ -290,6 +292,18 @@ def test_every_dtype_and_shape_arrives_bit_by_bit(tmp_path: Path, save: Callable
     target = {key: torch.zeros_like(value) for key, value in stored.items()}
     dcp.load({"model": target}, tmp_path / "file")
     assert_same(stored, target)
+
+
+def test_files_that_torch_wrote_without_crcs_are_read_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(5, 7), "b": torch.randn(3)}
+    with without_crcs():
+        torch.save({"model": state}, tmp_path / "file.pt")
+        stock.save(state, checkpoint_id=tmp_path / "stock")
+    assert_same(dcp.read(tmp_path / "file.pt"), {f"model.{key}": value for key, value in state.items()})
+    monkeypatch.setattr(stock_items, "tensor_in", None)  # what is not read straight goes through torch.load
+    assert_same(dcp.read(tmp_path / "stock"), state)
 
 
 def test_views_parameters_and_shared_storages_of_torch_save(tmp_path: Path) -> None:

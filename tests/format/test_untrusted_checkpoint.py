@@ -129,12 +129,10 @@ def _drop(column: str) -> Callable[[Columns, dict[str, str]], None]:
 
 def _overlap(columns: Columns, about: dict[str, str]) -> None:
     """The tensor in two chunks, the second of which covers the first once more."""
-    for name, rows in (("place", [[0, 8, 0, 16]] * 2), ("file", [0, 0]), ("frame_crc", [0, 0])):
+    for name, rows in (("place", [[0, 8, 0, 16]] * 2), ("file", [0, 0]), ("frame", [0, 0])):
         columns[name] = np.array([*rows, *columns[name][1:].tolist()], columns[name].dtype)
     columns["box"] = np.array([0, 2, 0, 2, *columns["box"][2:].tolist()])
     columns["chunk_ends"] = columns["chunk_ends"] + 1
-    columns["block_ends"] = np.array([0, 0, *(columns["block_ends"][1:] - columns["block_ends"][0]).tolist()])
-    columns["block_crc"] = columns["block_crc"][1:]
     columns["place"][:2, 1] = 16
 
 
@@ -156,13 +154,13 @@ FORGERIES = {
     "file number out of range": (_set("file", 0, 7), "does not list"),
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
-    "absurd block size": (_about("smallest_block", "4096", "1"), "block size"),
-    "a future format": (_about("format_version", "2", "9"), "Upgrade"),
-    "a former format": (_about("format_version", "2", "1"), "Stock's torch.distributed.checkpoint.load"),
+    "fewer hashes than blocks": (_drop("hash"), "another number of blocks"),
+    "a future format": (_about("format_version", "3", "9"), "Upgrade"),
+    "a former format": (_about("format_version", "3", "1"), "Stock's torch.distributed.checkpoint.load"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
-    "wrong column shape": (lambda columns, about: columns.update(block_ends=columns["block_ends"][:, None]), "2-dim"),
+    "wrong column shape": (lambda columns, about: columns.update(hash=columns["hash"][:, None]), "2-dim"),
     "wrong column type": (lambda columns, about: columns.update(file=columns["file"].astype(np.int64)), "column file"),
 }
 

@@ -537,7 +537,6 @@ def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[
         ({"keeper": {"durable_every": 0, "dir": "x"}}, "keeper.durable_every must be at least 1"),
         ({"keeper": {"bandwidth": 0}}, "keeper.bandwidth must be positive"),
         ({"keeper": {"dir": "s3://bucket/x"}}, "keeper.dir must be on a file system"),
-        ({"keeper": {"dir": "x"}, "io": {"checksum": False}}, "needs io.checksum=True"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_words(settings: dict[str, Any], told: str) -> None:

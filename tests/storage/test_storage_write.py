@@ -12,15 +12,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.format import values
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.format.payload import RunningCrc, block_size
+from dcp_plugin.format.payload import SMALLEST_BLOCK, BlockHashes, block_counts, block_size, hashes_in
 from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.media.disk import direct_io, posix
 from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile
@@ -237,26 +239,27 @@ def test_the_pieces_of_a_tensor_are_its_bytes_in_order() -> None:
         assert b"".join(bytes(piece) for piece in rings.pieces(tensor)) == expected, key
 
 
-def test_running_checksums_do_not_depend_on_the_pieces() -> None:
-    data = memoryview(random.Random(0).randbytes(100_000))
-    whole = RunningCrc(4096)
-    whole.add(data)
-    for piece in (1000, 4096, 5000, 65536):
-        pieces = RunningCrc(4096)
+def test_the_hashes_of_blocks_do_not_depend_on_the_pieces() -> None:
+    data = memoryview(random.Random(0).randbytes(10 * SMALLEST_BLOCK + 77))
+    for piece in (1000, SMALLEST_BLOCK - 1, SMALLEST_BLOCK, 3 * SMALLEST_BLOCK, len(data)):
+        hashes = BlockHashes(SMALLEST_BLOCK)
         for at in range(0, len(data), piece):
-            pieces.add(data[at : at + piece])
-        assert (pieces.crc, pieces.ends) == (whole.crc, whole.ends)
-    later = RunningCrc(4096, whole.ends[9])
-    later.add(data[10 * 4096 :])
-    assert later.ends == whole.ends[10:]
+            hashes.add(data[at : at + piece])
+        assert hashes.row == hashes_in(data)
+    blocks = [data[at : at + SMALLEST_BLOCK] for at in range(0, len(data), SMALLEST_BLOCK)]
+    assert hashes_in(data) == [xxhash.xxh3_64_intdigest(block) for block in blocks]
 
 
-@pytest.mark.parametrize("length", [0, 1, 4096, 4097, MIB, MIB + 1, 32 * MIB, 256 * MIB, 1024 * MIB])
-def test_an_item_has_few_checksums_and_small_blocks(length: int) -> None:
+LENGTHS = [0, 1, SMALLEST_BLOCK, SMALLEST_BLOCK + 1, MIB, 16 * MIB, 16 * MIB + 1, 256 * MIB, 256 * MIB + 1, 1024 * MIB]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_an_item_has_few_hashes_and_small_blocks(length: int) -> None:
     block = block_size(length)
     assert block & (block - 1) == 0
-    assert 4096 <= block <= MIB
-    assert block in (4096, MIB) or length / 512 < block <= length / 128
+    assert SMALLEST_BLOCK <= block <= MIB
+    assert block in (SMALLEST_BLOCK, MIB) or length / 512 < block <= length / 128
+    assert block_counts(np.array([length])).tolist() == [-(-length // block)]
 
 
 @pytest.mark.one_of

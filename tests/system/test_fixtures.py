@@ -1,4 +1,4 @@
-"""What commit 51ecefe wrote is loaded today: every byte, on other numbers of ranks, with stock, after interruptions."""
+"""What commit f9c4327 wrote is loaded today: every byte, on other numbers of ranks, with stock, after interruptions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_BYTES = 3_000_000
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, since what is tested may write beside a checkpoint."""
-    folder = tmp_path_factory.mktemp("frozen") / "51ecefe"
+    folder = tmp_path_factory.mktemp("frozen") / "f9c4327"
     shutil.copytree(fixtures.FROZEN, folder, symlinks=True)
     return folder
 

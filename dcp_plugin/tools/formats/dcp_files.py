@@ -86,7 +86,7 @@ class DcpCheckpoint:
                 data.append(reader.item(item.key))
             else:
                 data.append(Streamed(part.dtype, part.sizes, partial(bytes_of, part.nbytes)))
-        to = write_items.Destination(medium, directory, rank, 1, True)
+        to = write_items.Destination(medium, directory, rank, 1)
         places = write_items.write(data, to, self._publication.path)
         medium.flush(directory)
         locations = [places.location(number) for number in range(len(items))]

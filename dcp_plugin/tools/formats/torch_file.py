@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+from zlib import crc32
 
 import torch
-from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format import torch_archive
