@@ -56,8 +56,8 @@ class Origin:
 class _Loads:
     """Loads of this process from one checkpoint that took hashes."""
 
-    names: dict[str, Origin] = field(default_factory=dict)
-    """By key of the target."""
+    names: dict[tuple[str, torch.dtype], Origin] = field(default_factory=dict)
+    """By key and dtype of the target."""
     shards: dict[str, _Shards] = field(default_factory=dict)
     """Key in the checkpoint -> the chunks that this rank has loaded, of all targets."""
 
@@ -81,10 +81,15 @@ def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, thre
     for key, shards in _shards_of(tensors, threads).items():
         stored = names[key]
         rounded = not _is_exact(tensors[key], opened.index, stored)
-        loads.names[key] = Origin(path, opened.fingerprint, stored, rounded)
+        loads.names[key, tensors[key].dtype] = Origin(path, opened.fingerprint, stored, rounded)
         loads.shards[stored] = loads.shards.get(stored, frozenset()) | shards
     for oldest in list(_loads)[:-MOST_LOADED]:
         del _loads[oldest]
+
+
+def was_loaded(key: str, value: ShardedValue) -> bool:
+    """Return whether a load that took hashes has filled a tensor with this key and dtype."""
+    return any((key, value.dtype) in loads.names for loads in _loads.values())
 
 
 def origins_of(frozen: Mapping[str, ShardedValue], threads: int) -> dict[str, list[Origin]]:
@@ -95,9 +100,9 @@ def origins_of(frozen: Mapping[str, ShardedValue], threads: int) -> dict[str, li
         key: [
             origin
             for loads in reversed(_loads.values())
-            if (origin := loads.names.get(key)) is not None and shards[key] <= loads.shards[origin.key]
+            if (origin := loads.names.get((key, value.dtype))) is not None and shards[key] <= loads.shards[origin.key]
         ]
-        for key in frozen
+        for key, value in frozen.items()
     }
 
 

@@ -438,6 +438,17 @@ def test_weights_that_were_rounded_are_not_loaded_into_a_wider_dtype(tmp_path: P
         dcp.load({"model": other}, tmp_path / "run" / "0")
 
 
+def test_weights_that_were_rounded_stay_so_if_another_model_has_loaded_them_exactly(tmp_path: Path) -> None:
+    dcp.save({"model": build(seed=7)[0]}, tmp_path / "base")
+    rounded, exact = build(seed=1)[0].to(torch.bfloat16), build(seed=2)[0]
+    ours = dcp.Checkpointer(trainable_only=True)
+    for model in (rounded, exact):
+        ours.load({"model": model}, tmp_path / "base")
+    ours.save({"model": rounded}, tmp_path / "run" / "0")
+    with pytest.raises(dcp.CheckpointMismatch, match="rounded to another dtype"):
+        ours.load({"model": exact}, tmp_path / "run" / "0")
+
+
 class _Hooked(Tuned):
     """A model whose own code takes part in a load, and gets all keys."""
 
@@ -629,6 +640,19 @@ def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(base: Path, world_
         solo.load({"model": alone}, base)
         solo.load(_state(alone, fresh), run / "1")
         assert_same(dict(alone.state_dict()), {key.removeprefix("module."): value for key, value in whole.items()})
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_trains_is_saved(base: Path) -> None:
+    model = build("fsdp2", seed=1)[0]
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, base)
+    shard: Any = model.get_parameter("backbone.6.weight")
+    if dist.get_rank() == 1:
+        flip_in_memory(shard.requires_grad_(True).to_local(), 99)
+    ours.save({"model": model}, base.parent / "run" / "0")
+    assert "model.backbone.6.weight" not in dcp.inspect(base.parent / "run" / "0").left_out
+    ours.close()
 
 
 def _in_layout(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
