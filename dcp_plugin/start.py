@@ -181,8 +181,9 @@ class StartOptions:
                 return start
             if start.how != "resumed":
                 return replace(start, report=checkpointer.load(modules, start.path, self.partial, self.strict))
+            # Outside of the block: damage of init_from is no reason to pass over this checkpoint.
+            self._load_before(checkpointer, modules, start.path)
             try:
-                self._load_before(checkpointer, modules, start.path)
                 report = resume(start.path)
             except CheckpointCorrupt as error:
                 if self.resume != "auto" or not self._set_aside(checkpointer, start.path, error):
@@ -213,8 +214,12 @@ class StartOptions:
                 return bool(reader.index.left_out)  # if it cannot be read, the load will raise that
             return False
 
-        if Internals(checkpointer).ranks.from_zero(f"look at {path}", leaves_out):
-            checkpointer.load(modules, self._source(), self.partial, self.strict)
+        def find() -> Where | None:
+            return self._source() if leaves_out() else None
+
+        source = Internals(checkpointer).ranks.from_zero(f"look at {path}", find)
+        if source is not None:
+            checkpointer.load(modules, source, self.partial, self.strict)
 
     def _source(self) -> Where:
         assert self.init_from is not None, "the caller has asked"

@@ -13,9 +13,11 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+from torch import nn
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
@@ -41,9 +43,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_plugin")
 
-loaded_keys: dict[tuple[Where, str], set[str]] = {}
-"""The checkpoints that this process has loaded, by path and fingerprint, and the loaded keys, for
-:mod:`~dcp_plugin.loading.origins`. The fingerprint is empty if computing it takes reads."""
+
+@dataclass(frozen=True)
+class Loaded:
+    """Part of a checkpoint that this process has loaded, for :mod:`~dcp_plugin.loading.origins`."""
+
+    keys: set[str] = field(default_factory=set)
+    """Keys in the checkpoint, without those of optimizers."""
+    modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    """The modules that the loads have filled, with their submodules."""
+
+
+loaded: dict[tuple[Where, str], Loaded] = {}
+"""The checkpoints that this process has loaded last, by path and fingerprint, the oldest first. The fingerprint is
+empty if computing it takes reads."""
+
+MOST_LOADED = 16
+"""Number of checkpoints in :data:`loaded`: an evaluation may load thousands, each with many keys."""
 
 _MOST_TRIES = 20
 """Number of attempts of a load. A load restarts if the checkpoint is replaced before the ranks have opened its
@@ -130,12 +146,24 @@ class Loading:
             context, fitted = self._prepare(state)
             self._read_tensors(context, fitted)
             report = self._apply(context, fitted)
-        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
-        loaded_keys.setdefault((resolved(self.opened.path), fingerprint), set()).update(fitted.match.stored.values())
+        self._note_loaded(context, fitted.match)
         if self._ranks.rank == 0:
             for message in fitted.match.warnings:  # at the end: warnings turned into errors must not interrupt a load
                 warn(printable(message))
         return report if self._files is None else self._with_sources(report, self._files)
+
+    def _note_loaded(self, context: _Begun, match: Match) -> None:
+        """Note the checkpoint among the loaded ones."""
+        fingerprint = "" if self.opened.find_fingerprint else self.opened.known_identity
+        path = resolved(self.opened.path)
+        part = loaded[path, fingerprint] = loaded.pop((path, fingerprint), Loaded())
+        for adapter in context.adapters:
+            keys = [join(adapter.name, key) for key in match.wanted[adapter.name].targets]
+            if keys and adapter.kind != "optimizer":
+                part.keys.update(match.stored[key] for key in keys if key in match.stored)
+                part.modules.update(() if adapter.module is None else adapter.module.modules())
+        for oldest in list(loaded)[:-MOST_LOADED]:
+            loaded.pop(oldest, None)
 
     def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:
         seconds = time.monotonic() - self._began

@@ -408,7 +408,8 @@ class Matching:
         want.lacking = {key: value for key, value in want.lacking.items() if key not in kept}
         want.unmatched = []
         full = {join(adapter.name, key): stored for key, stored in kept.items()}
-        lines = not_loaded(self._opened, full, {join(adapter.name, key): live[key] for key in kept})
+        targets = {join(adapter.name, key): live[key] for key in kept}
+        lines = not_loaded(self._opened, full, targets, adapter.module)
         (self.match.warnings if self._dry_run else self.match.problems).extend(lines)
         self.keys += full
         self.match.report.left_out.extend(full)

@@ -9,9 +9,9 @@ A checkpoint with ``trainable_only`` is not complete: it leaves out frozen param
    loaded it from the base, as the fingerprint tells, and the target must still have the loaded bytes
    (:func:`not_loaded`). Otherwise the load is an error, whatever is strict, and overwrites nothing.
 3. The memory is of the process, not of one ``Checkpointer``. Every load is noted
-   (:data:`~dcp_plugin.loading.load.loaded_keys`). A load takes hashes only if its ``Checkpointer`` has
-   ``trainable_only``, because they cost time. A shard that was cut otherwise when it was loaded
-   cannot be compared: a save saves it, and for a load the fingerprint decides.
+   (:data:`~dcp_plugin.loading.load.loaded`). A load takes hashes only if its ``Checkpointer`` has
+   ``trainable_only``, because they cost time. A shard without a hash, or cut otherwise when it was loaded, cannot be
+   compared: a save saves it, and for a load the fingerprint decides, if the base was loaded into modules of the target.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
-from dcp_plugin.loading.load import loaded_keys
+from dcp_plugin.loading.load import MOST_LOADED, Loaded, loaded
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.records import OpenCheckpoint
@@ -55,14 +56,14 @@ class Origin:
 class _Loads:
     """Loads of this process from one checkpoint that took hashes."""
 
-    names: dict[str, Origin] = field(default_factory=dict)
-    """By key of the target."""
+    names: dict[tuple[str, torch.dtype], Origin] = field(default_factory=dict)
+    """By key and dtype of the target."""
     shards: dict[str, _Shards] = field(default_factory=dict)
     """Key in the checkpoint -> the chunks that this rank has loaded, of all targets."""
 
 
 _loads: dict[str, _Loads] = {}
-"""By fingerprint, in the order of the loads."""
+"""By fingerprint, in the order of the loads; at most :data:`~dcp_plugin.loading.load.MOST_LOADED`."""
 
 
 def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, threads: int) -> None:
@@ -80,8 +81,15 @@ def remember(state: Flat, names: Mapping[str, str], opened: OpenCheckpoint, thre
     for key, shards in _shards_of(tensors, threads).items():
         stored = names[key]
         rounded = not _is_exact(tensors[key], opened.index, stored)
-        loads.names[key] = Origin(path, opened.fingerprint, stored, rounded)
+        loads.names[key, tensors[key].dtype] = Origin(path, opened.fingerprint, stored, rounded)
         loads.shards[stored] = loads.shards.get(stored, frozenset()) | shards
+    for oldest in list(_loads)[:-MOST_LOADED]:
+        del _loads[oldest]
+
+
+def was_loaded(key: str, value: ShardedValue) -> bool:
+    """Return whether a load that took hashes has filled a tensor with this key and dtype."""
+    return any((key, value.dtype) in loads.names for loads in _loads.values())
 
 
 def origins_of(frozen: Mapping[str, ShardedValue], threads: int) -> dict[str, list[Origin]]:
@@ -92,37 +100,47 @@ def origins_of(frozen: Mapping[str, ShardedValue], threads: int) -> dict[str, li
         key: [
             origin
             for loads in reversed(_loads.values())
-            if (origin := loads.names.get(key)) is not None and shards[key] <= loads.shards[origin.key]
+            if (origin := loads.names.get((key, value.dtype))) is not None and shards[key] <= loads.shards[origin.key]
         ]
-        for key in frozen
+        for key, value in frozen.items()
     }
 
 
-def not_loaded(opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[str, Any]) -> list[str]:
+def not_loaded(
+    opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[str, Any], module: nn.Module | None
+) -> list[str]:
     """Return a line for each reason why a load cannot do without keys that the checkpoint leaves out.
 
     Args:
         kept: Keys of targets, and their keys in the checkpoint, which leaves them out.
         live: The targets.
+        module: The module that has the targets; None if another object has them.
     """
     base = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
-    loads, loaded = _loads.get(base.fingerprint, _Loads()), _loaded_from(base)
+    loads, parts = _loads.get(base.fingerprint, _Loads()), _loaded_from(base)
     in_base = {key: opened.index.left_out[stored] for key, stored in kept.items()}
-    absent = [key for key, stored in in_base.items() if stored not in loaded]
+    absent = [key for key, stored in in_base.items() if not any(stored in part.keys for part in parts)]
+    is_filled = module is None or any(each in part.modules for part in parts for each in module.modules())
     here = {key: live[key] for key in kept if key not in absent and is_tensor(live[key]) and not is_meta(live[key])}
     tensors = {key: sharded_value(tensor) for key, tensor in here.items()}
-    other, rounded = [], []
-    for key, shards in _shards_of(tensors).items():
-        known = loads.shards.get(in_base[key], frozenset())
-        if {shard[:3] for shard in shards} <= {shard[:3] for shard in known} and not shards <= known:
+    known = {key: loads.shards.get(in_base[key], frozenset()) for key in tensors}
+    # The others are not hashed: there is nothing to compare their hashes with.
+    cut_alike = {key: value for key, value in tensors.items() if _boxes(value) <= {shard[:3] for shard in known[key]}}
+    shards = _shards_of(cut_alike)
+    other, elsewhere, rounded = [], [], []
+    for key, value in tensors.items():
+        if not shards.get(key, frozenset()) <= known[key]:
             other.append(key)
-        elif opened.index.rounded.get(kept[key], str(tensors[key].dtype)) != str(tensors[key].dtype):
+        elif key not in shards and not is_filled:
+            elsewhere.append(key)
+        elif opened.index.rounded.get(kept[key], str(value.dtype)) != str(value.dtype):
             rounded.append(key)
     what = "left out of the checkpoint, because they were frozen and had the bytes of"
     call = f"resume_or_init(..., init_from={str(base.path)!r}), with the same arguments at each start,"
     reasons = (
         (absent, f"this process has not loaded that. {call} loads it first; so does a load of it before this one"),
         (other, f"here they have other bytes. {call} loads them again"),
+        (elsewhere, f"this process has loaded that into other objects. {call} loads it into these first"),
         (rounded, "they were rounded to another dtype than they have here. Load into the dtype of the save"),
     )
     return [
@@ -133,17 +151,18 @@ def not_loaded(opened: OpenCheckpoint, kept: Mapping[str, str], live: Mapping[st
     ]
 
 
-def _loaded_from(base: Base) -> set[str]:
-    """Return the keys that this process has loaded from a base."""
-    loaded = set[str]()
-    for (path, known), keys in loaded_keys.items():
+def _loaded_from(base: Base) -> list[Loaded]:
+    """Return the parts of a base that this process has loaded."""
+    parts = []
+    for (path, known), part in list(loaded.items()):
         fingerprint = known
         if not known:
             with suppress(CheckpointError, OSError), closing(open_checkpoint(path)) as opened:
                 fingerprint = opened.fingerprint
         if fingerprint == base.fingerprint:
-            loaded |= keys
-    return loaded
+            loaded[path, known] = loaded.pop((path, known), part)  # in use: now the last
+            parts.append(part)
+    return parts
 
 
 def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
@@ -151,6 +170,10 @@ def _tied_to(names: Mapping[str, str], state: Flat) -> dict[str, str]:
     ties = ties_of(state)
     first = {ties.get(key, key): stored for key, stored in names.items()}
     return {key: first[ties.get(key, key)] for key in state if key not in names and ties.get(key, key) in first}
+
+
+def _boxes(value: ShardedValue) -> set[tuple[torch.dtype, Shape, Shape]]:
+    return {(value.dtype, chunk.offsets, chunk.sizes) for chunk in value.chunks}
 
 
 def _shards_of(tensors: Mapping[str, ShardedValue], threads: int = 2) -> dict[str, _Shards]:

@@ -21,7 +21,7 @@ from typing import Any
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import MAX_CANDIDATES, CheckpointMismatch, some
 from dcp_plugin.format.summary import Base
-from dcp_plugin.loading.origins import Origin, origins_of
+from dcp_plugin.loading.origins import Origin, origins_of, was_loaded
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.runs.catalog import step_in_name
@@ -46,6 +46,10 @@ class _Frozen:
     origins: Mapping[str, Origin]  # by fingerprint: checkpoints that have its bytes, outside of the run's folder
     dtype: str
     nbytes: int  # on this rank: the checkpoint with the most bytes becomes the base
+
+
+_TRAINED = _Frozen({}, "", 0)
+"""Report about a parameter that is not frozen on this rank."""
 
 
 class KeySelection:
@@ -90,10 +94,13 @@ class KeySelection:
 
     def _frozen_in(self, state: Flat, path: Where) -> dict[str, _Frozen]:
         """Return the report of this rank about each frozen parameter of a state of which it has a part."""
-        run = resolved(path.parent if step_in_name(path.parent) is None else path.parent.parent)
+        run = _run_of(path)
         tensors = ((key, value) for key, value in state.items() if isinstance(value, ShardedValue))
-        frozen = {key: value for key, value in tensors if value.frozen and not value.stored_whole and value.chunks}
-        return {
+        here = {key: value for key, value in tensors if not value.stored_whole and value.chunks}
+        frozen = {key: value for key, value in here.items() if value.frozen}
+        # Another rank may have frozen its part of a parameter that is trained here.
+        trained = [key for key, value in here.items() if not value.frozen and was_loaded(key, value)]
+        return dict.fromkeys(trained, _TRAINED) | {
             key: _Frozen(
                 {origin.fingerprint: origin for origin in origins if run not in (origin.path, *origin.path.parents)},
                 str(frozen[key].dtype),
@@ -111,13 +118,13 @@ class KeySelection:
             before = common.get(key, parameter.origins)
             common[key] = {name: one for name, one in before.items() if parameter.origins.get(name) == one}
             nbytes.update(dict.fromkeys(parameter.origins, parameter.nbytes))
-            dtypes[key] = parameter.dtype
+            dtypes[key] = parameter.dtype or dtypes.get(key, "")
         base = max(nbytes, key=nbytes.__getitem__, default="")
         left_out = {key: origins[base] for key, origins in common.items() if base in origins}
-        if saved := [key for key in common if key not in left_out]:
+        if saved := [key for key in common if key not in left_out and dtypes[key]]:
             self._warn(
                 f"{len(saved)} frozen parameters are saved in spite of trainable_only=True: {some(saved, 5)}. A save "
-                f"leaves out those that have the bytes of one checkpoint outside of {path.parent}, which a "
+                f"leaves out those that have the bytes of one checkpoint outside of {_run_of(path)}, which a "
                 f"checkpointer with trainable_only=True, init_from or dcp_plugin's from_pretrained has loaded."
             )
         if not left_out:
@@ -148,3 +155,8 @@ class KeySelection:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _run_of(path: Where) -> Where:
+    """Return the folder of a run's checkpoints, of which ``path`` is one, or a part of one."""
+    return resolved(path.parent if step_in_name(path.parent) is None else path.parent.parent)

@@ -39,8 +39,7 @@ from tests.places import names_in
 def _has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is as in a process of its own."""
     monkeypatch.setattr(origins, "_loads", {})
-    monkeypatch.setattr(origins, "loaded_keys", load.loaded_keys)
-    load.loaded_keys.clear()
+    load.loaded.clear()
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -168,6 +167,33 @@ def _tune_and_save(root: Path) -> None:
     ours.save(_state(model, optimizer), root / "run" / "0")
 
 
+def test_a_base_that_was_loaded_into_another_model_is_not_loaded_here(tmp_path: Path) -> None:
+    """As in a script that compares the pre-trained model with the tuned one."""
+    _pretrained(tmp_path / "base")
+    launch.run(_tune_and_save, 1, tmp_path)
+    first, second = build(seed=3)[0], build(seed=4)[0]
+    dcp.load({"model": first}, tmp_path / "base")
+    before = {key: value.clone() for key, value in second.state_dict().items()}
+    with pytest.raises(dcp.CheckpointMismatch, match="loaded that into other objects"):
+        dcp.load({"model": second}, tmp_path / "run" / "0")
+    assert_same(dict(second.state_dict()), before)
+    larger = nn.ModuleDict({"net": first, "more": nn.Linear(2, 2)})
+    only = dcp.PartialLoad(include="model.net.*", rename={"model.net.": "model."})
+    dcp.load({"model": larger}, tmp_path / "run" / "0", only)
+
+
+def test_a_process_that_loads_many_checkpoints_remembers_the_last_and_those_in_use(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    launch.run(_tune_and_save, 1, tmp_path)
+    model = build(seed=3)[0]
+    dcp.load({"model": model}, tmp_path / "base")
+    for number in range(40):
+        dcp.load({"model": model}, tmp_path / "run" / "0")
+        dcp.save({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
+        dcp.load({"weight": torch.ones(2)}, tmp_path / "others" / str(number))
+    assert len(load.loaded) < 20
+
+
 def test_a_complete_checkpoint_never_reads_init_from(tmp_path: Path) -> None:
     model, optimizer = build(seed=7)
     dcp.save(_state(model, optimizer), tmp_path / "run" / "step-1")
@@ -206,6 +232,23 @@ def test_a_base_that_is_needed_and_gone_is_named(tmp_path: Path) -> None:
         dcp.resume_or_init(_state(model, optimizer), tmp_path / "run", init_from=tmp_path / "base")
 
 
+def test_a_damaged_base_has_no_local_checkpoint_passed_over(tmp_path: Path) -> None:
+    """The next start would begin from scratch."""
+    _pretrained(tmp_path / "base")
+    keeper = {"dir": str(tmp_path / "node"), "durable_every": None, "linger": 0.0}
+    ours, model, optimizer = _tuned_on(tmp_path / "base", async_save=True, keeper=keeper)
+    ours.save(_state(model, optimizer), tmp_path / "run" / "step-1").wait_local()
+    ours.close()
+    shutil.copytree(tmp_path / "base", tmp_path / "intact")
+    for file in (tmp_path / "base").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    options: dict[str, Any] = {"keeper": keeper, "async_save": True}
+    with pytest.raises(dcp.CheckpointCorrupt, match=str(tmp_path / "base")):
+        dcp.resume_or_init(_state(*build(seed=3)), tmp_path / "run", init_from=tmp_path / "base", **options)
+    start = dcp.resume_or_init(_state(*build(seed=3)), tmp_path / "run", init_from=tmp_path / "intact", **options)
+    assert start.how == "resumed"
+
+
 def test_a_base_may_be_moved_or_copied(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
@@ -236,6 +279,7 @@ def test_without_a_known_base_everything_is_saved_with_one_warning(
     with caplog.at_level(logging.WARNING, "dcp_plugin"):
         for step in range(2):
             ours.save(_state(model, optimizer), tmp_path / "run" / str(step))
+            ours.save(_state(model, optimizer), tmp_path / "run" / f"step-{step}" / "part")
         assert caplog.text.count("16 frozen parameters are saved") == 1
         caplog.clear()
         model.requires_grad_(True)
@@ -392,6 +436,17 @@ def test_weights_that_were_rounded_are_not_loaded_into_a_wider_dtype(tmp_path: P
     dcp.load({"model": other}, tmp_path / "base")
     with pytest.raises(dcp.CheckpointMismatch, match="rounded to another dtype"):
         dcp.load({"model": other}, tmp_path / "run" / "0")
+
+
+def test_weights_that_were_rounded_stay_so_if_another_model_has_loaded_them_exactly(tmp_path: Path) -> None:
+    dcp.save({"model": build(seed=7)[0]}, tmp_path / "base")
+    rounded, exact = build(seed=1)[0].to(torch.bfloat16), build(seed=2)[0]
+    ours = dcp.Checkpointer(trainable_only=True)
+    for model in (rounded, exact):
+        ours.load({"model": model}, tmp_path / "base")
+    ours.save({"model": rounded}, tmp_path / "run" / "0")
+    with pytest.raises(dcp.CheckpointMismatch, match="rounded to another dtype"):
+        ours.load({"model": exact}, tmp_path / "run" / "0")
 
 
 class _Hooked(Tuned):
@@ -585,6 +640,19 @@ def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(base: Path, world_
         solo.load({"model": alone}, base)
         solo.load(_state(alone, fresh), run / "1")
         assert_same(dict(alone.state_dict()), {key.removeprefix("module."): value for key, value in whole.items()})
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_trains_is_saved(base: Path) -> None:
+    model = build("fsdp2", seed=1)[0]
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, base)
+    shard: Any = model.get_parameter("backbone.6.weight")
+    if dist.get_rank() == 1:
+        flip_in_memory(shard.requires_grad_(True).to_local(), 99)
+    ours.save({"model": model}, base.parent / "run" / "0")
+    assert "model.backbone.6.weight" not in dcp.inspect(base.parent / "run" / "0").left_out
+    ours.close()
 
 
 def _in_layout(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
