@@ -43,8 +43,9 @@ _MOST_RECORD = 64 << 20
 _DAMAGED = "dcp_plugin.node-damaged"
 _GARBAGE = ".left"
 """Suffix of a folder that is being deleted, and of a file that is being written."""
-_opened: dict[Path, posix.OwnFolder] = {}
-"""Each directory ``<key>`` that this process has opened, by name. None is closed, since threads use its path."""
+_opened: dict[tuple[Path, int, int], posix.OwnFolder] = {}
+"""Each directory ``<key>`` that this process has opened, by name, device and inode. None is closed or replaced, since
+threads use paths through the descriptors."""
 
 
 @dataclass(frozen=True)
@@ -383,9 +384,13 @@ def _own(folder: Path) -> posix.OwnFolder:
     Raises:
         OSError: The directory is a link, belongs to another user, or does not exist.
     """
-    opened = _opened.get(folder)
-    if opened is None or not os.path.samestat(os.fstat(opened.descriptor), os.lstat(folder)):
-        opened = _opened[folder] = posix.OwnFolder(folder)
+    found = os.lstat(folder)
+    opened = _opened.get((folder, found.st_dev, found.st_ino))
+    if opened is None:
+        opened = posix.OwnFolder(folder)
+        here = os.fstat(opened.descriptor)
+        # Another thread may have opened it meanwhile, and already use a path through that descriptor.
+        opened = _opened.setdefault((folder, here.st_dev, here.st_ino), opened)
     return opened
 
 
@@ -396,7 +401,7 @@ def _reached(folder: Path) -> Path:
 
 def shown(text: str) -> str:
     """Return a message with the names of directories in place of paths through their descriptors."""
-    names = {str(folder.descriptor): str(name) for name, folder in _opened.items()}
+    names = {str(folder.descriptor): str(name) for (name, *_), folder in _opened.items()}
     return re.sub(r"/proc/self/fd/(\d+)", lambda match: names.get(match[1], match[0]), text)
 
 

@@ -41,6 +41,7 @@ from dcp_plugin.keeper.local_checkpoints import (
 from dcp_plugin.keeper.selection import DURABLE, OWN
 from dcp_plugin.keeper.server import Server, send_range
 from dcp_plugin.keeper.source import NodesSource
+from dcp_plugin.media.disk import posix
 from dcp_plugin.storage import writer
 from dcp_plugin.storage.published import read_summary
 from tests import launch
@@ -322,6 +323,22 @@ def test_the_newest_complete_saves_are_kept_and_debris_is_swept(tmp_path: Path) 
     steps.collect_garbage(list)
     assert [step.record.token for step in steps.all()] == ["t1", "t2", "t3", "t4"]  # t4: not complete, but newer
     assert not steps.folder_of("t5").exists()
+
+
+def test_two_ranks_that_open_a_directory_at_once_both_see_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, opened, made = LocalCheckpoints(tmp_path, Path("/run")), posix.OwnFolder, list[Any]()
+
+    def open_late(folder: Path) -> posix.OwnFolder:
+        if not made:  # the thread of the other rank is faster
+            made.append(None)
+            made.append(checkpoints.make("other"))
+        return opened(folder)
+
+    monkeypatch.setattr(posix, "OwnFolder", open_late)
+    folder = checkpoints.make("this")
+    assert folder.is_dir() and made[1].is_dir()
 
 
 def test_a_link_in_place_of_the_directory_leads_no_deletion_out_of_it(tmp_path: Path) -> None:
