@@ -166,7 +166,9 @@ class Differences:
         """Return whether an object gets an entry that only the checkpoint has under the object's name."""
         if adapter.kind in ("module", "optimizer") or self._mode is LoadMode.RESTORE or has_room:
             # From a file, stock hands all weights to None, and to a module whose own state_dict is empty on this rank.
-            return (has_room and self._mode is LoadMode.RESTORE) or stored not in self._union.owned
+            # A mapping with modules of other ranks below its name is neither.
+            gets_all = has_room and self._mode is LoadMode.RESTORE and adapter.name in self._matching.objects
+            return gets_all or stored not in self._union.owned
         judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
         return judges and stored not in self._union.taken
 

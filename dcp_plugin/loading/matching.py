@@ -143,7 +143,7 @@ class Matching:
         mode: LoadMode,
         objects: Mapping[str, str],
     ) -> None:
-        self._objects = objects
+        self.objects = objects
         self.path, self.partial, self.strict, self.mode = path, partial, strict, mode
         self._dry_run = dry_run
         self._opened, self.index, self.summary, self._kinds = opened, opened.index, opened.summary, opened.kinds
@@ -245,7 +245,7 @@ class Matching:
             name = adapter.name
             if (
                 self.mode is not LoadMode.RESTORE  # from a file, stock hands the object's weights to None
-                and name in self._objects
+                and name in self.objects
                 and isinstance(adapter, TreeAdapter)
                 and adapter.stands_for_nothing
             ):
@@ -262,9 +262,9 @@ class Matching:
                 and not self.index.under(f"{name}.")
             )
             if is_absent and not self._is_about(adapter):
-                others = {*self._objects, *self.names_here}
+                others = {*self.objects, *self.names_here}
                 alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in others]
-                if len(alike) == 1 and list(self._objects.values()).count(adapter.kind) == 1:
+                if len(alike) == 1 and list(self.objects.values()).count(adapter.kind) == 1:
                     name = alike[0]
                     self.warn(f"{self.path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
                 elif adapter.kind == "optimizer":

@@ -127,7 +127,7 @@ def test_every_integration_takes_the_url_of_a_store_and_makes_nothing_on_the_dis
     assert best == url / "dirpath" / "epoch=0-step=1.ckpt" == dcp.latest(url / "dirpath")
     assert doors["default_root_dir"](str(url / "root")) == url / "root" / "checkpoints" / "epoch=0-step=1.ckpt"
     doors["project_dir"](str(url / "project"))
-    for name in ("load_from_checkpoint", "CheckpointIO", "inspect", "base"):
+    for name in ("load_from_checkpoint", "CheckpointIO", "inspect"):
         assert doors[name](best) is not None, name
     assert not list(tmp_path.iterdir())
     for name in ("ckpt_path", "init_from"):

@@ -94,11 +94,11 @@ def test_rows_are_read_with_at_most_a_block_at_either_end(tmp_path: Path) -> Non
 
 
 def test_wide_columns_are_checked_and_narrow_ones_are_read_without_their_neighbours(tmp_path: Path) -> None:
-    wide, narrow = torch.randn(64, 16384), torch.randn(256, 8192)
+    wide, narrow = torch.randn(64, 65536), torch.randn(256, 8192)  # a row of the first has four blocks of 64 KiB
     dcp.save({"wide": wide, "narrow": narrow}, tmp_path / "ck")
-    target = torch.zeros(64, 8192)
-    reader = read_boxes(tmp_path / "ck", ("wide", (0, 4096), target))
-    assert same_bytes(target, wide[:, 4096:12288].contiguous())
+    target = torch.zeros(64, 32768)
+    reader = read_boxes(tmp_path / "ck", ("wide", (0, 16384), target))
+    assert same_bytes(target, wide[:, 16384:49152].contiguous())
     assert reader.bytes_read == target.nbytes and reader.unchecked_bytes == 0
     target = torch.zeros(256, 128)
     reader = read_boxes(tmp_path / "ck", ("narrow", (0, 256), target))
@@ -199,14 +199,14 @@ def test_a_load_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
 def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path) -> None:
     tensor = torch.randn(1024, 1024)
     dcp.save({"fine": torch.randn(500), "t": tensor}, tmp_path / "ck")
-    flip(tmp_path / "ck", "t", byte=600 * 4096 + 7)
+    flip(tmp_path / "ck", "t", byte=600 * 4096 + 7)  # a block of 64 KiB has 16 rows
     for offsets, lengths in (
         ((0, 0), (1024, 1024)),
         ((590, 0), (20, 1024)),
         ((600, 0), (1, 1024)),
         ((0, 0), (1024, 1023)),
     ):
-        with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d-\w+\.distcp .*block 150"):
+        with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d-\w+\.distcp .*block 37,"):
             read_boxes(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)))
         read_boxes(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)), verify=False)
     target = torch.zeros(500, 1024)
