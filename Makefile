@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 
 # The extras of pyproject.toml that a target needs. $(VENV)/.test is made once `make test` has installed its own.
 EXTRAS_demo := examples
-EXTRAS_test := dev,examples,hf,cli,objects,bench
+EXTRAS_test := dev,examples,hf,cli,objects,lightning-s3,bench
 EXTRAS_docs := docs,lightning,hf,cli
 
 .PHONY: help check test test-long test-faults lint docs demo bench bench-report bench-cuda matrix release clean
