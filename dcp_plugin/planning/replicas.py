@@ -122,7 +122,7 @@ class LocalReplicas:
         with torch.no_grad():
             for dtype, members in self._groups:
                 group = [tensors[at] for at in members.tolist()]
-                if all(tensor.is_cpu and tensor.is_contiguous() for tensor in group):
+                if all(tensor.is_cpu and tensor.layout is torch.strided for tensor in group):
                     elements[members] = _read_on_host(group, dtype, places[members])
                 else:
                     _read(group, places[members], elements, members)
@@ -137,9 +137,12 @@ def _not_empty(chunks: Sequence[LocalChunk]) -> list[LocalChunk]:
 
 
 def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
-    """Return elements of contiguous host tensors, given their places. They are read at their addresses: an operator for
-    each small tensor would take as long as the rest of its save."""
+    """Return elements of host tensors, given their places in row-major order. They are read at their addresses: an
+    operator for each small tensor would take as long as the rest of its save."""
     addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
+    for row, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            places[row] = np.transpose(np.unravel_index(places[row], tensor.shape)) @ np.array(tensor.stride())
     read = bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)
     return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(places.shape)
 
