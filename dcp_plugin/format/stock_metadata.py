@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, unusual_paths
 from dcp_plugin.format.index import CheckpointIndex
@@ -119,12 +119,15 @@ def decode(data: bytes, label: str) -> StockMetadata:
     Raises:
         UnsafeCheckpoint: The file refers to anything but DCP's metadata.
         CheckpointCorrupt: The file is no metadata, or contradicts itself.
+        CheckpointUnreadable: This process lacks a stream transform of the items.
     """
     try:
         with damage_in(label), collector_paused():
             return _checked(_load(data), len(data))
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{label} {error}") from None
+    except CheckpointUnreadable as error:
+        raise CheckpointUnreadable(f"{label}: {error}") from error
 
 
 def _load(data: bytes) -> Any:
@@ -287,8 +290,9 @@ def _check_transforms(descriptors: tuple[str, ...]) -> None:
     try:
         transforms_of(descriptors)
     except Exception as error:  # each transform raises its own types
-        raise ValueError(
-            f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
+        raise CheckpointUnreadable(
+            f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo here: {error}. "
+            f"Nothing is damaged: install the package of the transforms, or register them."
         ) from error
 
 

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as stock
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import _extension
 
 import dcp_plugin as dcp
 from dcp_plugin.state import gather_module
@@ -409,3 +410,12 @@ def test_steps_of_one_training_have_different_fingerprints(tmp_path: Path) -> No
         first, second, again = (ShardedReader(tmp_path / name).fingerprint for name in ("1", "2", "again"))
         assert first != second
         assert first == again
+
+
+def test_a_transform_that_this_process_lacks_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extensions = [_extension.ZStandard()]
+    stock.save({"w": torch.ones(3)}, storage_writer=stock.FileSystemWriter(tmp_path / "ck", _extensions=extensions))
+    monkeypatch.setattr(_extension, "zstandard", None)
+    monkeypatch.setattr(_extension, "pyzstd", None)
+    with pytest.raises(dcp.CheckpointUnreadable, match=rf"{tmp_path}/ck.*stream.zstd.*install the package"):
+        dcp.load({"w": torch.zeros(3)}, tmp_path / "ck")
