@@ -103,7 +103,8 @@ def exclusive(base: Path) -> Iterator[None]:
     """
     path = base / ".door" / "lock"
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    # `with` statements of C types: Ctrl-C cannot come between the lock and its release.
+    # The interpreter handles Ctrl-C between bytecodes. `with` takes a lock or file of a C type in one bytecode, and
+    # releases it on every way out.
     with _locking, FileIO(path, "a", opener=partial(os.open, mode=0o600)) as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while not lock(file.fileno()):

@@ -193,7 +193,7 @@ class NearestFiles(Readable):
         return self._at_path.open(self._names_at_path.get(name, name))
 
     def close(self) -> None:
-        files, self._at_path = self._at_path, None  # a load that begins anew opens them again
+        files, self._at_path = self._at_path, None  # the next attempt of a load opens them again
         if files is not None:
             files.close()
 

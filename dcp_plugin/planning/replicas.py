@@ -139,11 +139,11 @@ def _not_empty(chunks: Sequence[LocalChunk]) -> list[LocalChunk]:
 def _read_on_host(tensors: Sequence[torch.Tensor], dtype: torch.dtype, places: Column) -> Numbers:
     """Return elements of host tensors, given their places in row-major order. They are read at their addresses: an
     operator for each small tensor would take as long as the rest of its save."""
-    addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64)
+    addresses, offsets = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64), places.copy()
     for row, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
-            places[row] = np.transpose(np.unravel_index(places[row], tensor.shape)) @ np.array(tensor.stride())
-    read = bytes_at(addresses[:, None] + places * dtype.itemsize, dtype.itemsize)
+            offsets[row] = np.transpose(np.unravel_index(places[row], tensor.shape)) @ np.array(tensor.stride())
+    read = bytes_at(addresses[:, None] + offsets * dtype.itemsize, dtype.itemsize)
     return _as_numbers(torch.from_numpy(read).view(dtype)).reshape(places.shape)
 
 

@@ -3,7 +3,7 @@
 ``nn.Module.load_state_dict`` hands each submodule the state dict: pre-hooks and ``_load_from_state_dict`` may rename
 its keys or resize its tensors, and post-hooks compute values from the loaded weights. Most submodules have no such
 code, and are filled in place. The state of a submodule with such code is read into separate tensors, handed over as
-torch does it, and freed before the next is read. So one submodule with a hook does not cost the model its fast path.
+torch does it, and freed before the next is read. All other submodules keep the fast path.
 
 Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 """

@@ -84,6 +84,20 @@ def test_a_transposed_view_equals_the_same_tensor_in_row_major_order() -> None:
     assert not _differ([{"a": tensor}, {"a": tensor.t().contiguous().t()}])
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(1.0, 841.0).view(6, 4, 5, 7).to(memory_format=torch.channels_last),
+        torch.arange(1.0, 101.0)[3:90:3],
+        torch.arange(1.0, 6.0)[:, None].expand(5, 40),
+    ],
+    ids=["channels last", "every third element", "expanded"],
+)
+def test_a_view_equals_its_copy_and_differs_from_a_changed_copy(view: torch.Tensor) -> None:
+    assert not _differ([{"a": view}, {"a": view.contiguous()}])
+    assert _differ([{"a": view}, {"a": view.contiguous() + 1}])
+
+
 def test_the_compared_elements_move_from_save_to_save() -> None:
     here, there = {"a": torch.zeros(1000)}, {"a": torch.zeros(1000)}
     there["a"][torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:100]] = 1
